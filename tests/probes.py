@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV
-from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store import BaseRecord, KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.wrapped import WrappedStore
 from tests import tiny
 
@@ -96,10 +98,7 @@ class Hooked(WrappedStore):
         self.kept: dict[str, KVRecord] = {}
         self.still_open: list[str] = []
 
-    def open(self, key: str) -> StoredKV | None:
-        record = self.inner.open(key)
-        if record is None:
-            return None
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
         self.opened(key)
         self.still_open.append(key)
         return _HookedRecord(self, key, record)
@@ -117,7 +116,7 @@ class Hooked(WrappedStore):
         return [record.info.token_ids for record in self.kept.values()]
 
 
-class _HookedRecord:
+class _HookedRecord(BaseRecord):
     def __init__(self, store: Hooked, key: str, inner: StoredKV) -> None:
         self._store, self._key, self._inner = store, key, inner
         self.info, self.tier = inner.info, inner.tier
@@ -126,9 +125,90 @@ class _HookedRecord:
         self._store.reading(self._key, layer)
         return self._inner.read_layer(layer)
 
+    @property
+    def codec(self) -> str | None:
+        return self._inner.codec
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        for layer in range(layers.start, layers.stop):
+            self._store.reading(self._key, layer)
+        return self._inner.read_written(layers, pinned)
+
     def close(self) -> None:
         if self._key in self._store.still_open:
             self._store.still_open.remove(self._key)
+        self._inner.close()
+
+
+class CountingStore(WrappedStore):
+    """A store that notes every call that answering makes, the bytes read, and the most bytes and records held at once.
+
+    Bytes are held as long as a tensor lives that a record has given out. What is read into place is not held.
+    """
+
+    def __init__(self, inner: KVStore) -> None:
+        super().__init__(inner)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count."""
+        self.calls: list[tuple[Any, ...]] = []
+        self.read_bytes = self.most_held = self.most_open = self._held = self._open = 0
+
+    @property
+    def counts(self) -> tuple[Any, ...]:
+        """All that was noted."""
+        return self.calls, self.read_bytes, self.most_held, self.most_open
+
+    def open(self, key: str) -> StoredKV | None:
+        self.calls.append(("open", key))
+        return super().open(key)
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        self.calls.append(("open_all", *keys))
+        return super().open_all(keys)
+
+    def put(self, key: str, record: KVRecord) -> None:
+        self.calls.append(("put", key))
+        super().put(key, record)
+
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        self.opened(1)
+        return _CountedRecord(self, key, record)
+
+    def opened(self, count: int) -> None:
+        self._open += count
+        self.most_open = max(self.most_open, self._open)
+
+    def hold(self, size: int) -> None:
+        self._held += size
+        self.most_held = max(self.most_held, self._held)
+
+
+class _CountedRecord(BaseRecord):
+    def __init__(self, store: CountingStore, key: str, inner: StoredKV) -> None:
+        self._store, self._key, self._inner = store, key, inner
+        self.info, self.tier = inner.info, inner.tier
+
+    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._inner.read_layer(layer)
+        self._note("read_layer", layer, keys, values)
+        for tensor in (keys, values):
+            self._store.hold(tensor.nbytes)
+            weakref.finalize(tensor, self._store.hold, -tensor.nbytes)
+        return keys, values
+
+    def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        copy_layer(self._inner, layer, keys, values)
+        self._note("read_into", layer, keys, values)
+
+    def _note(self, name: str, layer: int, *read: torch.Tensor) -> None:
+        self._store.calls.append((name, self._key, layer))
+        self._store.read_bytes += sum(tensor.nbytes for tensor in read)
+
+    def close(self) -> None:
+        self._store.calls.append(("close", self._key))
+        self._store.opened(-1)
         self._inner.close()
 
 

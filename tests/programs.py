@@ -7,13 +7,16 @@ for each process of pytest. Every program is a fork of it. A test of an import i
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -46,7 +49,7 @@ def _context() -> ForkServerContext:
 
 
 def run_program(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, *, whole_end: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *arguments`` and wait for its end.
 
@@ -59,10 +62,12 @@ def run_program(
         Where it runs.
     environment : mapping, optional
         Its environment; that of this process if left out.
+    whole_end : bool
+        Let the interpreter end as one that is no fork does: threads that are still there may then abort it.
     """
     with tempfile.TemporaryDirectory() as kept:
         output, errors = Path(kept, "output"), Path(kept, "errors")
-        process = start_program(arguments, folder, output, errors, environment)
+        process = start_program(arguments, folder, output, errors, environment, whole_end=whole_end)
         process.join()
         code = process.exitcode
         process.close()
@@ -71,16 +76,24 @@ def run_program(
 
 
 def start_program(
-    arguments: Sequence[str], folder: Path, output: Path, errors: Path, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    folder: Path,
+    output: Path,
+    errors: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    whole_end: bool = False,
 ) -> ForkServerProcess:
     """`run_program` without waiting; what it writes goes to two files."""
     given = dict(os.environ if environment is None else environment)
-    process = _context().Process(target=_program, args=(list(arguments), folder, given, output, errors))
+    process = _context().Process(target=_program, args=(list(arguments), folder, given, output, errors, whole_end))
     process.start()
     return process
 
 
-def _program(arguments: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+def _program(
+    arguments: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path, whole_end: bool
+) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -90,17 +103,30 @@ def _program(arguments: list[str], folder: Path, environment: dict[str, str], ou
     warnings.simplefilter("ignore")
     kind, *given = arguments
     sys.path.insert(0, "" if kind in ("-c", "-m") else str(Path(kind).parent))
+    if whole_end:
+        code = 0
+        try:
+            _run(kind, given)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        gc.freeze()  # most of the end would be a search for garbage among all that is imported
+        ctypes.pythonapi.Py_Exit(code)
     try:
-        if kind == "-c":
-            code, *sys.argv[1:] = given
-            sys.argv[0] = "-c"
-            main = sys.modules["__main__"] = ModuleType("__main__")
-            exec(compile(code, "<string>", "exec"), main.__dict__)
-        elif kind == "-m":
-            module, *sys.argv[1:] = given
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = arguments
-            runpy.run_path(kind, run_name="__main__")
+        _run(kind, given)
     finally:
         atexit._run_exitfuncs()  # as at the end of an interpreter, but not of a fork
+
+
+def _run(kind: str, given: list[str]) -> None:
+    if kind == "-c":
+        code, *sys.argv[1:] = given
+        sys.argv[0] = "-c"
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        module, *sys.argv[1:] = given
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *given]
+        runpy.run_path(kind, run_name="__main__")

@@ -212,6 +212,14 @@ def test_the_package_and_its_command_line_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_compiles_and_quantises_models_is_not_imported_before_one_is_loaded() -> None:
+    """It takes as long as PyTorch and transformers together."""
+    slow = ["torch._dynamo", "torchao", "transformers.modeling_utils", "transformers.quantizers.auto"]
+    script = f"import sys, {NAME}.langchain, {NAME}.llama_index; print([m for m in {slow} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_public_names_are_there_and_others_are_not() -> None:
     import cacheblend_rag
 

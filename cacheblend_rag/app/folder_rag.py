@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.prompt import Prompt
@@ -189,11 +191,17 @@ class FolderRAG:
         turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
         return ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
 
-    def close(self) -> None:
-        """Store what waits and release the models."""
-        for one in self._others:
-            one.engine.close()
-        self.engine.close()
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Store what waits and release the models.
+
+        Parameters
+        ----------
+        seconds : float
+            As for `BlendEngine.close`; for all models together.
+        """
+        ends = time.monotonic() + seconds
+        for engine in [*(one.engine for one in self._others), self.engine]:
+            engine.close(seconds=max(0.0, ends - time.monotonic()))
         if self._store is not None:
             self._store.close()
         self._lock.release()

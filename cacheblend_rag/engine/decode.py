@@ -21,6 +21,8 @@ from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
 
 DEFAULT_NEW_TOKENS = 256
+LEAST_PENALTY = 0.01
+"""Repetition penalty from which scores divided by it stay finite."""
 
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
@@ -41,6 +43,20 @@ class DecodeArguments(TypedDict, total=False):
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
     grammar: Grammar | None
+
+
+def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
+    """The texts that end an answer: one, several or none.
+
+    Raises
+    ------
+    ConfigError
+        If they are no texts, or one is empty.
+    """
+    texts = [stop] if isinstance(stop, str) else stop or ()
+    if not isinstance(texts, Iterable) or any(not isinstance(text, str) or not text for text in texts):
+        raise ConfigError("stop", stop, "use texts that are not empty")
+    return list(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +81,7 @@ class DecodeOptions:
         Sample among so many of the likeliest tokens; 0 for all.
     repetition_penalty : float or None
         Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing.
+        At least 0.01.
     seed : int or None
         Makes sampling repeatable.
     generation_config : GenerationConfig or None
@@ -93,15 +110,13 @@ class DecodeOptions:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stops, Iterable) or any(not isinstance(text, str) or not text for text in stops):
-            raise ConfigError("stop", self.stop, "use texts that are not empty")
-        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop", tuple(stop_texts(self.stop)))
         _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
         _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
         _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
         _check("top_k", self.top_k, int, lambda k: k >= 0, "use a whole number, 0 for no limit")
-        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p > 0, "use a number above 0")
+        remedy = f"use a number from {LEAST_PENALTY}"
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p >= LEAST_PENALTY, remedy)
         self._check_sampling()
         _check("seed", self.seed, int, lambda n: True, "use a whole number")
         _check("grammar", self.grammar, Grammar, lambda g: True, "use what engine.grammar(schema) gives")

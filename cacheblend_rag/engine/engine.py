@@ -19,7 +19,8 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
-from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
+from cacheblend_rag.engine.at_exit import prepare_end
+from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
     DecodeArguments,
@@ -35,10 +36,10 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline, 
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
-from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
 from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
-from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -49,6 +50,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
@@ -139,6 +141,7 @@ class BlendEngine:
         self._viewed: BlendEngine | None = None
         self._named = SpanNames(str(getattr(model.config, "_name_or_path", "") or "local"))
         weakref.finalize(self, self._write_back.stop).atexit = False
+        prepare_end()
 
     @classmethod
     def from_pretrained(
@@ -147,8 +150,8 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | StoreLocations | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | int | torch.device | None = "auto",
+        dtype: str | torch.dtype | None = "auto",
         beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
@@ -160,13 +163,13 @@ class BlendEngine:
             A folder, or an id that transformers can resolve.
         config, store
             As for `BlendEngine`.
-        device : str
-            ``"auto"`` (a GPU if there is one), or a torch device.
-        dtype : str
+        device : str, int or torch.device
+            ``"auto"`` (a GPU if there is one), or a torch device. A number is that of a GPU, and -1 the CPU.
+        dtype : str or torch.dtype
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         beside
-            As for `BlendEngine`; a copy of this engine has it not.
+            As for `BlendEngine`. A copied or pickled engine does not keep this.
         **model_kwargs
             Passed on to ``from_pretrained``.
 
@@ -176,6 +179,8 @@ class BlendEngine:
             If either cannot be loaded.
         UnsupportedModelError
             If the model cannot be blended, as its config says; weights are not fetched then.
+        ConfigError
+            If an argument cannot be used.
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
@@ -421,17 +426,18 @@ class BlendEngine:
         parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
         if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
             self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
-        streams = self._streams(parsed, chosen, timeout)
-        return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
+        return self._streams(parsed, chosen, timeout)
 
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
-        with ReadOnceStore(self.store) as shared:
-            pipeline = copy.copy(self._pipeline)
-            pipeline.store = shared
-            for number in by_common_chunks([prompt.chunks for prompt in prompts]):
-                shared.next_prompt()
-                answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
-                yield number, TextStream(answer, timeout)
+        if len(prompts) == 1:
+            yield 0, TextStream(partial(self._answer, prompts[0], options), timeout)
+            return
+        with contextlib.closing(SharedKV([(one.prefix, *one.chunks) for one in prompts])) as shared:
+            streams = (
+                (number, TextStream(partial(self._answer, prompts[number], options, shared=shared), timeout))
+                for number in by_common_chunks([prompt.chunks for prompt in prompts])
+            )
+            yield from begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
@@ -444,12 +450,13 @@ class BlendEngine:
         return blend.fused
 
     def _answer(
-        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
+        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, shared: SharedKV | None = None
     ) -> Generation:
         """Split, look up, load, fuse, decode."""
-        pipeline = pipeline or self._pipeline
-        cancelled = sink.cancelled if sink else _never
+        pipeline = self._pipeline
+        cancelled = sink.cancelled if sink else interpreter_ends
         with (
+            shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext(),
             traced(self._named, prompt, options, self.config, sink) as trace,
             self._held(prompt, options.max_new_tokens) as spent,
         ):
@@ -464,12 +471,12 @@ class BlendEngine:
                 trace.answered(answer)
                 return answer
             with pipeline.look_up(fit) as lookup:
-                loading = pipeline.load(lookup, cancelled)
+                loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self._pauses(cancelled) if self._several else None)
             answer = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep_session(blend, answer.token_ids))
-        self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
+        self.guard.watch(fit.prompt, answer, pipeline, self._scheduler, self._write_back)
         return answer
 
     def _plain_answer(
@@ -484,7 +491,7 @@ class BlendEngine:
                 inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 window=self.context_window,
             )
         seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
@@ -505,7 +512,7 @@ class BlendEngine:
                 logits=fused.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 step=step,
                 window=self.context_window,
             )
@@ -532,7 +539,8 @@ class BlendEngine:
         Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
-        Chunks are looked at before the first pass: with one that is too long, none is computed.
+        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
+        takes is left out, and a warning names it.
 
         Parameters
         ----------
@@ -688,12 +696,20 @@ class BlendEngine:
         self._write_back.flush()
         self.store.flush()
 
-    def close(self) -> None:
-        """Store what waits, then release everything; closing twice is harmless."""
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
+
+        Parameters
+        ----------
+        seconds : float
+            Most seconds for which KV that was missing is still computed and stored. What is left then is dropped, a
+            warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
+            for all of it. An interrupt (Ctrl-C) drops the rest, too.
+        """
         if self._viewed is not None or self._write_back.closed:
             return
         self._prefetcher.close()
-        self._write_back.close()
+        self._write_back.close(seconds)
         with self._scheduler:  # a request on another thread may still be under way
             # Prepacked weights go with the last engine over the model.
             self._pipeline.prepacked = contextlib.nullcontext
@@ -771,7 +787,7 @@ class BlendEngine:
         beside: Callable[[], int] = _nobody
         if prompt is not None and self._several and not isinstance(prompt, ImagePrompt):  # that one lets nobody in
             # No tokenizer makes more tokens than there are bytes.
-            size = len(prompt.written(self.config.separator).text.encode())
+            size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
             beside = partial(self._beside, size + (new_tokens or 256))
         with self._scheduler.entered(beside) as spent:
             self._check_open()
@@ -858,10 +874,6 @@ def _nobody() -> int:
 
 def _anybody() -> int:
     return sys.maxsize
-
-
-def _never() -> bool:
-    return False
 
 
 def _answer_room(options: DecodeOptions) -> tuple[int, int]:

@@ -15,20 +15,23 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
 from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
+from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
-from cacheblend_rag.prompt.matching import known_chunks, written_forms
+from cacheblend_rag.prompt.matching import hint_at_unknown, known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_locations
 
+_WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
 # Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
@@ -38,9 +41,12 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "skip_prompt": ((True,), "an answer never repeats its prompt"),
     "stream": ((True, False), "use stream or invoke"),
     "streaming": ((True, False), "use stream or invoke"),
-    "stream_usage": ((True,), "usage is always told"),
-    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
-    "strict": ((False,), "answers are not held to a schema while they are written"),
+    "stream_usage": ((True,), "usage is part of every answer"),
+    "parallel_tool_calls": (
+        (True,),
+        "the model decides how many tools it calls; take the first of an answer's calls where one is to be made",
+    ),
+    "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
     "response_format": ((), "give it with the call, or use with_structured_output"),
     "batch_size": ((), "use max_concurrent"),
     "backend": (("pt", "default"), "models are run by PyTorch"),
@@ -48,9 +54,38 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "device_map": ((), "give it in model_kwargs"),
     "quantization_config": ((), "give it in model_kwargs"),
     "trust_remote_code": ((False,), "give it in model_kwargs"),
+    "token": ((), "give it in model_kwargs"),
+    "revision": ((), "give it in model_kwargs"),
+    "cache_dir": ((), "give it in model_kwargs"),
+    "local_files_only": ((), "give it in model_kwargs"),
+    "attn_implementation": ((), "give it in model_kwargs"),
+    "low_cpu_mem_usage": ((True,), "weights are always loaded so"),
+    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
+    "load_in_8bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}'),
+    "task": (("text-generation",), "a model answers with text; leave it out"),
+    "repo_id": ((), "use model_id"),
+    "model_path": ((), "use model_id"),
+    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
+    "tokenizer": ((), "use from_model for a model with its tokenizer"),
+    "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
+    "pipeline": ((), "use from_pipeline"),
+    "num_ctx": ((), _WINDOW),
+    "n_ctx": ((), _WINDOW),
+    "max_model_len": ((), _WINDOW),
+    "num_predict": ((), "use max_new_tokens"),
+    "max_completion_tokens": ((), "use max_new_tokens"),
+    "num_gpu": ((), "use device"),
+    "n_gpu_layers": ((), "use device; a model is on one device as a whole"),
+    "num_thread": ((), "set OMP_NUM_THREADS before the program starts"),
+    "n_threads": ((), "set OMP_NUM_THREADS before the program starts"),
+    "keep_alive": ((), "a model stays in memory as long as its object"),
+    "base_url": ((), "the model runs in this process"),
+    "api_key": ((), "the model runs in this process, and no key is needed"),
 }
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
+# Both names of the length of an answer.
+_LENGTHS = ("max_tokens", "max_new_tokens")
 _DECODING = tuple(name for name in DecodeArguments.__annotations__ if name not in ("stop", "grammar"))
 
 
@@ -66,7 +101,7 @@ class AnswerFields(TypedDict, total=False):
     top_k: int | None
     repetition_penalty: float | None
     seed: int | None
-    stop: list[str]
+    stop: str | list[str]
     generation_config: Any
     logits_processor: list[Any]
     timeout: float | None
@@ -115,9 +150,11 @@ class LLMBase(BaseModel):
         Where KV is kept: a folder, the address of a store that machines share (``"s3://bucket/kv"``,
         ``"valkey://host:6379/0"``), or several, the nearest first; memory if there is none.
     device, dtype : str
-        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`.
+        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`; numbers and objects of
+        PyTorch are taken, too.
     model_kwargs : dict
         Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
+        ``device`` and ``dtype`` may be among them.
     config : BlendConfig
         Options of an engine that is made here. Each may also be given by itself, such as ``recompute_ratio=0.2``.
     blend : dict
@@ -139,8 +176,8 @@ class LLMBase(BaseModel):
         Above 1, tokens that were there already become less likely.
     seed : int, optional
         Makes sampling repeatable.
-    stop : list of str
-        Texts that end an answer, besides those given by the call.
+    stop : str or list of str
+        Text or texts that end an answer, besides those given by the call.
     generation_config : transformers GenerationConfig, optional
         Anything else transformers offers.
     logits_processor : list of callable
@@ -212,11 +249,12 @@ class LLMBase(BaseModel):
             return given
         known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
         fields = _settle(given, (*known, *BlendConfig.names()))
-        if "max_tokens" in fields and fields.get("max_new_tokens", fields["max_tokens"]) != fields["max_tokens"]:
-            raise ConfigError("max_tokens", fields["max_tokens"], "give max_new_tokens or max_tokens, not both")
+        if "stop" in fields:
+            fields["stop"] = stop_texts(fields["stop"])
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
         engine = fields.get("engine")
         if engine is None:
+            fields |= _loading(fields, (*known - _OF_LOADING, *BlendConfig.names()))
             return {**fields, "blend": {**fields.get("blend", {}), **options}}
         if not isinstance(engine, BlendEngine):
             remedy = "give a BlendEngine, or use from_model for a model with its tokenizer and from_model_id for a name"
@@ -267,6 +305,9 @@ class LLMBase(BaseModel):
         """Learn of what retrievers return from now on; each adapter knows how."""
         raise NotImplementedError
 
+    def _check_model(self, model_id: str) -> None:
+        """Refuse a model that is of no use here before it is loaded."""
+
     @staticmethod
     def _texts(documents: Iterable[Any]) -> list[str]:
         """Texts of an adapter's documents, as chunks are stored."""
@@ -276,6 +317,7 @@ class LLMBase(BaseModel):
         if self.model_id is None:
             raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
         check_names(self.blend.items(), BlendConfig.names())
+        self._check_model(self.model_id)
         config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
         return BlendEngine.from_pretrained(
             self.model_id,
@@ -376,28 +418,28 @@ class LLMBase(BaseModel):
         return self._tally.last
 
     def _arguments(
-        self, stop: list[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = ()
+        self, stop: str | Sequence[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = (), begun: str = ""
     ) -> DecodeArguments:
         """Decoding options of one call.
 
         Parameters
         ----------
-        stop : list of str
+        stop : str or list of str
             Texts that end this answer, too.
         overrides : dict
             Arguments of the call.
         also : sequence of str
             Other names that the call takes.
+        begun : str
+            Beginning of the tool call that was written for the model. The answer ends with that call.
 
         Raises
         ------
         ConfigError
             If it was given something else.
         """
-        known = ("max_tokens", "timeout", "response_format", *_DECODING, *also)
+        known = ("max_tokens", "timeout", "response_format", "stop", *_DECODING, *also)
         given = _settle(overrides, known, self.model_name)
-        if "max_tokens" in given:
-            given = {"max_new_tokens": given["max_tokens"], **given}
         own = {name: getattr(self, name) for name in _DECODING}
         # A call that says how tokens are chosen overrules all that contradicts it.
         if given.get("do_sample") is False:
@@ -409,7 +451,14 @@ class LLMBase(BaseModel):
         own |= {name: given[name] for name in _DECODING if name in given}
         if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
             own["grammar"] = grammar
-        return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
+        stops = [*stop_texts(self.stop), *stop_texts(stop), *stop_texts(given.get("stop"))]
+        if begun and not grammar:
+            stops.append(CALL_END)
+        return cast(DecodeArguments, {"stop": stops, **own})
+
+    def _most(self, overrides: Mapping[str, Any]) -> int | None:
+        """Most tokens of the answer of one call; None if no number was given."""
+        return cast(int | None, _one_length(overrides).get("max_new_tokens", self.max_new_tokens))
 
     def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
         """The grammar of an answer: its response format, or the arguments of the call that it must be."""
@@ -448,7 +497,7 @@ class LLMBase(BaseModel):
     ) -> TextStream:
         engine = self.engine.named(self.model_name, operation)
         stream = engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
-        stream.on_result = self._tally.note
+        stream.on_result = self._answered
         return stream
 
     def _complete(
@@ -463,7 +512,7 @@ class LLMBase(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
-                    stream.on_result = self._tally.note
+                    stream.on_result = self._answered
                     answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
@@ -478,9 +527,15 @@ class LLMBase(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
-                    stream.on_result = self._tally.note
+                    stream.on_result = self._answered
                     answers[number] = await stream.acomplete()
         return [answers[number] for number in range(len(prompts))]
+
+    def _answered(self, answer: Generation) -> None:
+        self._tally.note(answer)
+        report = answer.report
+        if self.track and not (report.hits or report.misses or report.left_out or report.documents):
+            hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
 
     def _streams(
         self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any], operation: Operation
@@ -522,6 +577,28 @@ def _form_of_call(call: CallText, forced: bool) -> Form:
     return Form({"type": "object"}, call.before, call.after)
 
 
+# Fields of loading that `model_kwargs` may hold, too.
+_OF_LOADING = {"device", "dtype"}
+
+
+def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """The fields of loading, as `loading_arguments` settles them.
+
+    Raises
+    ------
+    ConfigError
+        If ``model_kwargs`` holds one of the other fields, or two contradict one another.
+    """
+    model_kwargs = fields.get("model_kwargs")
+    if model_kwargs is not None and not isinstance(model_kwargs, Mapping):
+        raise ConfigError("model_kwargs", model_kwargs, "use a dict of arguments of transformers' from_pretrained")
+    for name, value in (model_kwargs or {}).items():
+        if name in others:
+            raise ConfigError("model_kwargs", {name: value}, f"give {name} by itself, beside model_kwargs")
+    settled = loading_arguments(fields.get("device"), fields.get("dtype"), model_kwargs)
+    return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))
+
+
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
@@ -536,9 +613,10 @@ def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = ""
     """
     settled = dict(given)
     for outer in _NESTED:
-        for name, value in (settled.pop(outer, None) or {}).items():
-            if name in settled:
-                raise ConfigError(outer, {name: value}, f"leave {name!r} out; it is given beside {outer}, too")
+        for name, value in _one_length(settled.pop(outer, None) or {}).items():
+            twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
+            if twice is not None:
+                raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
             settled[name] = value
     for name in [name for name in settled if name not in known]:
         fits, remedy = _HARMLESS.get(name, ((), ""))
@@ -551,7 +629,20 @@ def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = ""
             if value is not None and value not in fits:
                 raise ConfigError(name, value, remedy)
     check_names(settled.items(), known)
-    return settled
+    return _one_length(settled)
+
+
+def _one_length(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one name for the length of an answer.
+
+    Of two lengths the last one counts. LangChain puts the options of a call behind those that `bind` has bound, so
+    that the call's win whatever their names are.
+    """
+    lengths = [given[name] for name in given if name in _LENGTHS]
+    if not lengths:
+        return dict(given)
+    others = {name: value for name, value in given.items() if name not in _LENGTHS}
+    return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
 
 
 def _own_error(error: ValidationError) -> CacheBlendError:

@@ -17,11 +17,12 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
+from cacheblend_rag.errors import ConfigError, GenerationError, PromptError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
@@ -175,6 +176,8 @@ class LoadingKV:
         Counts the time of reading.
     started : float
         When loading began, by ``time.perf_counter``.
+    shared : SharedKV or None
+        Layers that other prompts of a batch read, too.
     """
 
     found: StoredSegments
@@ -182,18 +185,22 @@ class LoadingKV:
     layers: TimedIterator
     clock: ReadClock
     started: float
+    shared: SharedKV | None = None
 
 
-def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock) -> LayerReader:
+def reader_of(
+    adapter: ModelAdapter, lookup: Lookup, found: StoredSegments, clock: ReadClock, shared: SharedKV | None = None
+) -> LayerReader:
     """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
-    spans = zip(split.chunks, found.chunks, strict=True)
-    places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
+    split, placements = lookup.split, []
+    located = [(split.prefix, lookup.fit.prompt.prefix), *((chunk.span, chunk.text) for chunk in split.located)]
+    for (span, text), segment in zip(located, (found.prefix, *found.chunks), strict=True):
+        if segment is not None and segment.key in found.records:
+            key, record = segment.key, found.records[segment.key]
+            sharing = shared if shared is not None and shared.takes(key, text, record) else None
+            placements.append(Placement(key, record, span.start, sharing))
     return LayerReader(
-        placements=[
-            Placement(segment.key, found.records[segment.key], span.start)
-            for span, segment in places
-            if segment.key in found.records
-        ],
+        placements=placements,
         layers=adapter.num_layers,
         kv_heads=adapter.kv_heads,
         tokens=len(split.input_ids),
@@ -396,8 +403,12 @@ class Pipeline:
         return next(form for form in forms if form.regime == regime)
 
     def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
-        """All segments under which a chunk may be stored, one a frequency regime."""
-        chunk = self.tokenizer.chunk(text)
+        """All segments under which a chunk may be stored, one a frequency regime; none if it can be in no prompt."""
+        try:
+            chunk = self.tokenizer.chunk(text)
+        except PromptError as error:  # it can be in no prompt either
+            _log.warning("a chunk has no KV: %s", error)
+            return []
         if not chunk.ids:
             return []
         context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")
@@ -535,13 +546,14 @@ class Pipeline:
         lookup = self._opened(fit, kept, [])
         return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
 
-    def load(self, lookup: Lookup, cancelled: Callable[[], bool]) -> LoadingKV | None:
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool], shared: SharedKV | None = None) -> LoadingKV | None:
         """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
         if lookup.found is None:
             return None
         started, clock = time.perf_counter(), ReadClock()
         choice, found = self._choose(lookup.split, lookup.found)
-        return LoadingKV(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
+        layers = self._layers(lookup, found, clock, cancelled, shared)
+        return LoadingKV(found, choice, layers, clock, started, shared)
 
     def fuse(self, lookup: Lookup, loading: LoadingKV | None, pauses: Pauses | None = None) -> Blend:
         """The KV of the whole prompt, and the logits of its last position."""
@@ -599,7 +611,8 @@ class Pipeline:
                 lookup, loading = self._without(error.key, lookup, loading)
         took, clock = time.perf_counter() - loading.started, loading.clock
         seconds = Seconds(load=loading.layers.seconds, fuse=took - loading.layers.seconds, read=clock.seconds)
-        if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
+        # Layers from memory say nothing of the disk.
+        if not lost and not self.store.tiers and loading.shared is None:
             self._ratio_policy.note(loading.choice, clock.seconds)
         fused = self._fused(lookup.split, loading.found, fusion, loading.choice)
         whole = lookup.fit.split
@@ -616,7 +629,7 @@ class Pipeline:
             again = self._opened(lookup.fit, None, lookup.opened)
             lookup = dataclasses.replace(again, seconds=lookup.seconds)
             found = lookup.found or found
-        layers = self._layers(lookup.split, found, loading.clock, loading.layers.cancelled)
+        layers = self._layers(lookup, found, loading.clock, loading.layers.cancelled, loading.shared)
         return lookup, dataclasses.replace(loading, found=found, layers=layers)
 
     def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: ResumedPrompt | None) -> BlendReport:
@@ -713,7 +726,7 @@ class Pipeline:
 
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
-        # Behind which contexts it was computed is not ours to say.
+        # Contexts are no part of the key, so they are not compared.
         if dataclasses.replace(record.info, behind=()) == self.record_info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
@@ -722,10 +735,15 @@ class Pipeline:
         return False
 
     def _layers(
-        self, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock, cancelled: Callable[[], bool]
+        self,
+        lookup: Lookup,
+        found: StoredSegments,
+        clock: ReadClock,
+        cancelled: Callable[[], bool],
+        shared: SharedKV | None,
     ) -> TimedIterator:
         """Stored KV, layer by layer."""
-        reader = reader_of(self.adapter, split, found, clock)
+        reader = reader_of(self.adapter, lookup, found, clock, shared)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         return TimedIterator(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
@@ -745,9 +763,9 @@ class Pipeline:
                 exact.append(_range(span))
             else:
                 reused.append(_range(span))
-        turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
+        rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
         question = _range(split.suffix) if len(split.suffix) else None
-        return FusionPlan(split.input_ids, exact, reused, turn, question)
+        return FusionPlan(split.input_ids, exact, reused, rotate, question)
 
     def _fused(self, split: TokenizedPrompt, found: StoredSegments, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
@@ -841,7 +859,7 @@ def _range(span: Span) -> range:
 
 
 def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
-    """A copy of the first positions of a fused prompt, keys rotated."""
-    keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
-    values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
+    """A copy of the first positions of a fused prompt, keys rotated, where the prompt is: a store moves it."""
+    keys = tuple(layer.keys[0, :, :tokens].clone() for layer in layers)
+    values = tuple(layer.values[0, :, :tokens].clone() for layer in layers)
     return SegmentKV(keys, values, rotated=True)

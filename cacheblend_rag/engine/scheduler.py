@@ -254,6 +254,15 @@ class Scheduler:
                     self._used -= mine.seconds
                     self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
+    def hold_for_good(self) -> None:
+        """Let nobody have the model any more, once its holder has left it."""
+        with self._condition:
+            while self._busy and self._owner in {thread.ident for thread in threading.enumerate()}:
+                if self._owner == threading.get_ident():
+                    return
+                self._condition.wait(0.1)  # the holder may end without leaving
+            self._hold(ModelTime(lambda: 0))
+
     # Holding ------------------------------------------------------------------------------------
 
     def _enter(self, beside: Callable[[], int]) -> ModelTime:
@@ -357,6 +366,12 @@ class Scheduler:
             self._owed -= held
         self._busy, self._owner, self._depth = False, None, 0
         self._condition.notify_all()
+
+
+def all_schedulers() -> list[Scheduler]:
+    """The schedulers in front of all models."""
+    with _schedulers_lock:
+        return list(set(_schedulers.values()))
 
 
 _schedulers: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()

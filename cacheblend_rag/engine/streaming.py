@@ -15,6 +15,29 @@ from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.report import Generation
 
+# Set once the interpreter is about to end.
+_ending = threading.Event()
+
+
+def interpreter_ends() -> bool:
+    """Whether the interpreter is about to end, so that no answer is worth going on with."""
+    return _ending.is_set()
+
+
+def end_answers() -> None:
+    """Let every answer end at its next token, and wait for the threads of streams.
+
+    A thread that is within PyTorch when the interpreter ends takes the process down with it.
+    """
+    _ending.set()
+    for thread in threading.enumerate():
+        if isinstance(thread, _AnswerThread):
+            thread.join()
+
+
+class _AnswerThread(threading.Thread):
+    """The thread of a stream. A program that ends does not wait for the whole answer; see `end_answers`."""
+
 
 class Cancelled:
     """Where the generating thread puts text, and learns that nobody reads it any more."""
@@ -45,7 +68,7 @@ class Cancelled:
 
     def cancelled(self) -> bool:
         """Whether the reader has gone."""
-        return self._event.is_set()
+        return self._event.is_set() or interpreter_ends()
 
 
 class TextStream(Iterator[str], AsyncIterator[str]):
@@ -151,7 +174,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         if self._timeout is not None:
             self._deadline = time.monotonic() + self._timeout
         # The thread knows nothing of this object, so that dropping it ends the generation.
-        self._thread = threading.Thread(
+        self._thread = _AnswerThread(
             target=contextvars.copy_context().run,
             args=(_generate, self._answer, self._sink, self._outcome),
             name="blend-stream",

@@ -109,7 +109,7 @@ def below(span: Any) -> Iterator[None]:
 
 
 def below_this(answer: Callable[[Cancelled], Generation]) -> Callable[[Cancelled], Generation]:
-    """Context manager around an answer, below the span that is current now: a stream may be read after it has ended."""
+    """The answer below the span that is current now. A stream may be read after that span has ended."""
     here = trace and trace.get_current_span().get_span_context()
     if not here or not here.is_valid:
         return answer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
+import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import RecordInfo
 
 _log = logging.getLogger(__name__)
+
+
+CLOSE_SECONDS = 30.0
+"""Most seconds for which KV is still stored while an engine is closed or the interpreter ends."""
+# Nothing is said of a wait that is no longer than so many seconds.
+_SILENT = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,19 +83,19 @@ class WriteBack:
             self._held += job.held
             self._names.add(name)
             if self._thread is None:
-                atexit.register(self.close)
+                _begun.add(self)
                 self._thread = threading.Thread(target=self._work, name="kv-write-back", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
             return True
 
     def drop(self, chosen: Callable[[str, Job], bool]) -> None:
-        """Let jobs that wait not be done, and wait for one that is being done; all others go on.
+        """Cancel waiting jobs, and wait for one that is being done; all others go on.
 
         Parameters
         ----------
         chosen : callable
-            Whether it is to be so with the job of a name.
+            Takes the name of a job and the job; True for those to cancel or to wait for.
         """
         with self._condition:
             there = [*self._jobs, *self._doing]
@@ -113,12 +120,45 @@ class WriteBack:
             self.closed = True
             self._condition.notify_all()
 
-    def close(self) -> None:
-        """Finish what is queued, then stop."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Do what is queued, as far as the time allows, then stop.
+
+        Jobs that are left are dropped, and a warning says how many. One that has begun is always finished. An
+        interrupt drops the rest, too.
+
+        Parameters
+        ----------
+        seconds : float
+            Most seconds that jobs may still begin in; 0 drops all that wait.
+        """
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        atexit.unregister(self.close)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        try:
+            thread.join(min(seconds, _SILENT))
+            waiting = len(self._jobs)
+            if thread.is_alive() and waiting and seconds > _SILENT:
+                _log.warning(
+                    "KV of %d more segments is being stored before the end, for %.0f s at most; an interrupt (Ctrl-C) "
+                    "ends this, and then they are computed again when they are next missing",
+                    waiting,
+                    seconds,
+                )
+                thread.join(None if math.isinf(seconds) else seconds - _SILENT)
+        finally:
+            self.drop_waiting()
+            thread.join()
+
+    def drop_waiting(self) -> None:
+        """Let no job that waits be done; a warning says how many there were."""
+        with self._condition:
+            dropped, self._held = len(self._jobs), sum(job.held for _, job in self._doing)
+            self._names.difference_update(name for name, _ in self._jobs)
+            self._jobs.clear()
+            self._condition.notify_all()
+        if dropped:
+            _log.warning("KV of %d segments was not stored; it is computed again when it is next missing", dropped)
 
     def _work(self) -> None:
         while True:
@@ -129,7 +169,6 @@ class WriteBack:
                     break
             with self._scheduler.background():  # until then any of them can be dropped
                 self._do_next()
-        atexit.unregister(self.close)
 
     def _do_next(self) -> None:
         with self._condition:
@@ -151,6 +190,14 @@ class WriteBack:
                 self._held -= job.held
                 self._names.discard(name)
                 self._condition.notify_all()
+
+
+_begun: weakref.WeakSet[WriteBack] = weakref.WeakSet()
+
+
+def queues_begun() -> list[WriteBack]:
+    """All queues that have had a job."""
+    return list(_begun)
 
 
 def tokens_to_store(prompt: Prompt, report: BlendReport, config: BlendConfig) -> int:

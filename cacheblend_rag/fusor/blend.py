@@ -11,12 +11,10 @@ from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
 from cacheblend_rag.fusor.work import ProjectedRows, RowsDone
-from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.adapter import TOGETHER, ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import rotate_in_place
-
-_TOGETHER = 4  # layers in a call, where that is possible
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,10 @@ class _Pass:
         self.projected: list[ProjectedRows] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Copied before anything is queued: later, the host would wait for that.
+        self._ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
         self._begin()
-        ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
-        self.hidden = adapter.embed(ids[self._rows])  # [rows, hidden]
+        self.hidden = adapter.embed(self._ids[self._rows])  # [rows, hidden]
 
     def _begin(self) -> None:
         """Sort the positions, and ask the rule which of the reused ones layer 0 computes."""
@@ -149,21 +148,27 @@ class _Pass:
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
         self._always = always.nonzero()[:, 0].to(device)
-        self._attention = self._score(self._always) if len(candidates) else None
+        self._attention = self._score(always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
         if len(self._chosen) in (0, len(candidates)):
             rows = always if not len(self._chosen) else always | reused
             self._trailing = bool(rows[-len(self._rows) :].all())
 
     def _score(self, always: torch.Tensor) -> torch.Tensor | None:
-        """The question's attention to all positions, if the rule wants it."""
+        """The question's attention to all positions, if the rule wants it; ``always`` is a mask on the CPU."""
         if not self._rule.score_layers:
             return None
         behind = max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
         first = self._plan.question.start if self._plan.question else behind
-        watched = max(1, int((always >= first).sum()))
+        watched = max(1, int(always[first:].sum()))
         scores = question_attention(
-            self._adapter, self._plan.input_ids, always, watched, self._kv, self._rotaries, self._rule.score_layers
+            self._adapter,
+            self._ids,
+            self._always,
+            watched,
+            self._kv,
+            self._rotaries,
+            self._rule.score_layers,
         )
         self.scored = scores.scored
         return scores.attention
@@ -221,7 +226,7 @@ class _Pass:
             if self._adapter.replays(len(self._rows)):
                 # Layers that no check parts, the last one aside; KV comes in groups of about as many.
                 free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
-                together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
+                together = max(1, min(TOGETHER, next(free, count - 1) - layer))
             yield from self._prefill(layer, layer + together)
             layer += together
 

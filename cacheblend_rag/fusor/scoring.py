@@ -32,7 +32,7 @@ class Scores:
 
 def question_attention(
     adapter: ModelAdapter,
-    ids: Sequence[int],
+    ids: torch.Tensor,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -40,14 +40,23 @@ def question_attention(
     score_layers: Sequence[int],
 ) -> Scores:
     """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
-    found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
-    mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
+    mean = adapter.sum_attention(
+        ids,
+        rows,
+        range(len(rows) - watched, len(rows)),
+        layer_kv,
+        rotaries.at(rows).to(adapter.dtype),
+        score_layers,
+    )
+    if mean is None:  # the plain twin
+        found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
+        mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
     return Scores(mean, (rows,) * (score_layers[-1] + 1))
 
 
 def attention_rows(
     adapter: ModelAdapter,
-    ids: Sequence[int],
+    ids: torch.Tensor,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -60,8 +69,8 @@ def attention_rows(
     ----------
     adapter : ModelAdapter
         Within its `ModelAdapter.blending`.
-    ids : sequence of int
-        Ids of the prompt.
+    ids : Tensor, [tokens], long
+        Ids of the prompt, on the model's device.
     rows : Tensor, [rows], long
         Positions that are computed, rising; their KV is overwritten.
     watched : int
@@ -79,7 +88,7 @@ def attention_rows(
     """
     found: dict[int, torch.Tensor] = {}
     cut, positions = len(rows) - watched, rows.tolist()
-    hidden = adapter.embed([ids[row] for row in positions])
+    hidden = adapter.embed(ids[rows])
     at_rows = rotaries.at(rows).to(adapter.dtype)
     masks: dict[tuple[int | None, int | None], RowMask | None] = {}
 

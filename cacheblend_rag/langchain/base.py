@@ -15,8 +15,9 @@ from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
 from langchain_core.rate_limiters import BaseRateLimiter
 from langchain_core.runnables import ensure_config
+from pydantic import Field
 
-from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
 from cacheblend_rag.engine.traces import below
@@ -24,6 +25,21 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import chunk_text, known_chunks, match_chunks
+
+# Settings of a pipeline that change its prompt or its text, with the values that hold here.
+_PIPELINE: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (None, True),
+    "truncation": (None, False),
+    "handle_long_generation": (None,),
+    "tokenizer_encode_kwargs": (None, {}),
+    "tools": (None, []),
+    "documents": (None, []),
+    "continue_final_message": (None, False),
+    "skip_special_tokens": (None, True),
+    "clean_up_tokenization_spaces": (None, False),
+}
+# Arguments of generation that do not change which tokens an answer has.
+_WITHOUT_EFFECT = ("tokenizer", "assistant_model", "assistant_tokenizer", "synced_gpus", "streamer")
 
 
 class LangChainFields(AnswerFields, total=False):
@@ -36,6 +52,8 @@ class LangChainFields(AnswerFields, total=False):
     tags: list[str] | None
     metadata: dict[str, Any] | None
     custom_get_token_ids: Callable[[str], list[int]] | None
+    # CacheBlendLLM alone:
+    prompt_prefix: str
     # ChatCacheBlend alone:
     rate_limiter: BaseRateLimiter | None
     disable_streaming: bool | Literal["tool_calling"]
@@ -63,6 +81,8 @@ class BlendFields(LLMBase):
     Constructing one turns on the tracking of retrievers. The documents in a prompt of any chain are then found by
     their texts.
     """
+
+    custom_get_token_ids: Callable[[str], list[int]] | None = Field(default=None, exclude=True)
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:
         super().__init__(**fields)
@@ -118,22 +138,39 @@ class BlendFields(LLMBase):
         ----------
         pipeline : transformers TextGenerationPipeline
             Generation settings it was made with are kept; its built-in defaults (sampling at
-            temperature 0.7) are not.
+            temperature 0.7) are not. Its ``prefix`` is kept by `CacheBlendLLM`.
         **fields
             As for `from_model`.
 
         Raises
         ------
         ConfigError
-            If it is not a pipeline for text generation.
+            If it is not a pipeline for text generation, or it has a setting that would not hold here.
         """
         if getattr(pipeline, "task", None) != "text-generation":
             raise ConfigError("pipeline", pipeline, 'use transformers.pipeline("text-generation", …)')
         given = {**getattr(pipeline, "_generate_kwargs", {}), **getattr(pipeline, "_forward_params", {})}
+        before, after = getattr(pipeline, "_preprocess_params", {}), getattr(pipeline, "_postprocess_params", {})
+        for name, value in {**before, **after}.items():
+            if name in _PIPELINE and value not in _PIPELINE[name]:
+                raise ConfigError(name, value, "make the pipeline without it; it would have no effect here")
+        if before.get("prefix"):
+            if "prompt_prefix" not in cls.model_fields:
+                remedy = "make the pipeline without it, and say the same in a system message"
+                raise ConfigError("prefix", before["prefix"], remedy)
+            fields.setdefault("prompt_prefix", before["prefix"])
+        prefix_tokens = given.pop("prefix_length", 0)
+        if processors := given.pop("logits_processor", None):
+            fields.setdefault("logits_processor", list(processors))
         own = given.pop("generation_config", None)
         if own is not None or given:
             settings = copy.deepcopy(own or pipeline.model.generation_config)
-            settings.update(**{name: value for name, value in given.items() if hasattr(settings, name)})
+            unused = settings.update(**given)
+            for name, value in unused.items():
+                if name not in _WITHOUT_EFFECT and value is not None:
+                    raise ConfigError(name, value, "make the pipeline without it; it would have no effect here")
+            if settings.max_new_tokens is None and settings.max_length is not None:
+                settings.max_length += prefix_tokens  # as the pipeline counts
             fields.setdefault("generation_config", settings)
         return cls._of_model(pipeline.model, pipeline.tokenizer, **fields)
 
@@ -154,13 +191,13 @@ class BlendFields(LLMBase):
         if self.logits_processor:
             own["logits_processor"] = [repr(one) for one in self.logits_processor]
         # Not "stop": that name is the call's.
-        return {**own, "stop_texts": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
+        return {**own, "stop_texts": stop_texts(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
     def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
         """LangSmith's names for this model and a call's settings, those given with the call first."""
         temperature = overrides.get("temperature", self.temperature)
-        most = overrides.get("max_tokens", overrides.get("max_new_tokens", self.max_new_tokens))
-        stop = [*self.stop, *(params.get("ls_stop") or [])]
+        most = self._most(overrides)
+        stop = [*stop_texts(self.stop), *stop_texts(params.get("ls_stop"))]
         params.update({"ls_provider": "cacheblend", "ls_model_name": overrides.get("model", self.model_name)})
         if temperature is not None:
             params["ls_temperature"] = temperature
@@ -171,7 +208,9 @@ class BlendFields(LLMBase):
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text by this model's tokenizer, without what opens a text."""
+        """Ids of a text by ``custom_get_token_ids``, else by the model's tokenizer without what opens a text."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
 
 

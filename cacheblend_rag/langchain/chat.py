@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, Unpack
 
+from jinja2 import TemplateError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
+    CalledDict,
+    CalledObject,
     WholeJson,
     answer_texts,
     artifact_texts,
@@ -34,14 +41,18 @@ from cacheblend_rag.langchain.messages import (
     turns_of,
 )
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
+from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import ImagePrompt, Prompt
-from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns
+from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
+from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
+# Errors of a chat template, or of a processor of images, about a conversation that it does not take.
+_NOT_WRITTEN = (CacheBlendError, TemplateError, TypeError, ValueError, KeyError)
 
 
 class ChatCacheBlend(BlendFields, BaseChatModel):
@@ -73,6 +84,18 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def __init__(self, **fields: Unpack[AllFields]) -> None:
         super().__init__(**fields)
 
+    def _check_model(self, model_id: str) -> None:
+        if (
+            self.chat_template_kwargs.get("chat_template")
+            or has_chat_template(model_id, self.model_kwargs) is not False
+        ):
+            return
+        remedy = (
+            "it has no chat template: use CacheBlendLLM, which takes plain text, a model for conversations, or "
+            'chat_template_kwargs={"chat_template": …}'
+        )
+        raise ConfigError("model_id", model_id, remedy)
+
     @property
     def _llm_type(self) -> str:
         return "cacheblend-chat"
@@ -90,12 +113,40 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as the chat template writes it, those of its images included."""
+        """Tokens of a conversation as the chat template writes it, those of its images included.
+
+        A conversation that the model would refuse is counted, too, so that it can be trimmed. Its order may be one that
+        the template does not take, or it holds blocks that are not read. The count is then an estimate: each message
+        is written as a question of its own.
+        """
+        if not messages:
+            return 0
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        try:
+            return self._written_tokens(messages, offered)
+        except _NOT_WRITTEN:
+            return self._estimated_tokens(messages, offered)
+
+    def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
         if (seen := self._with_images(messages, offered, self.chat_template_kwargs)) is not None:
             return len(seen.input_ids)
         turns, options = turns_of(messages), self.chat_template_kwargs
         return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options)))
+
+    def _estimated_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None) -> int:
+        frame = tokens = 0  # the frame is written once, whatever is said within
+        with suppress(*_NOT_WRITTEN):
+            said = [HumanMessage("x"), AIMessage("x"), HumanMessage("x")]
+            one, three = self._written_tokens(said[:1]), self._written_tokens(said)
+            frame = max(0, one - (three - one) // 2)
+        for message in messages:
+            try:
+                tokens += max(0, self._written_tokens([HumanMessage(content=message.content)]) - frame)
+            except _NOT_WRITTEN:
+                tokens += self.get_num_tokens(message.text)
+            if isinstance(message, AIMessage) and message.tool_calls:
+                tokens += self.get_num_tokens(json.dumps(message.tool_calls))
+        return frame + tokens + (self.get_num_tokens(json.dumps(offered)) if offered else 0)
 
     def bind_tools(
         self,
@@ -158,17 +209,23 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             If a value cannot be used. When it is asked: if answers cannot be held to the schema.
         """
         method = method or ("function_calling" if offers_tools(self.engine.tokenizer) else "json_schema")
+        if kwargs:
+            raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
+        described = {"kwargs": {"method": method}, "schema": schema}
+        parser: BaseOutputParser[Any]
         if method == "function_calling":
             if schema is None:
                 raise ConfigError("schema", None, "give one, or use method='json_mode'")
-            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
-        if kwargs:
-            raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
-        form = response_format(schema, method, strict is not False)
-        described = {"kwargs": {"method": method}, "schema": schema}
-        model = self.bind(response_format=form, ls_structured_output_format=described)
-        own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
-        parser = WholeJson(pydantic_object=own)
+            model = self.bind_tools([schema], tool_choice="any", ls_structured_output_format=described)
+            name = convert_to_openai_tool(schema)["function"]["name"]
+            parser = CalledDict(key_name=name, first_tool_only=True)
+            if isinstance(schema, type) and is_basemodel_subclass(schema):
+                parser = CalledObject(tools=[schema], first_tool_only=True)
+        else:
+            form = response_format(schema, method, strict is not False)
+            model = self.bind(response_format=form, ls_structured_output_format=described)
+            own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+            parser = WholeJson(pydantic_object=own)
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -213,7 +270,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = self._request(messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        held = HeldBack(bool(request.tools))
+        held = request.held_back()
         try:
             for piece in stream:
                 if new := request.begun(held, piece):
@@ -235,7 +292,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        held = HeldBack(bool(request.tools))
+        held = request.held_back()
         try:
             async for piece in stream:
                 if new := request.begun(held, piece):
@@ -254,8 +311,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
         prompt = self._with_images(messages, tools, options, begun) or self._matched(messages, tools, options, begun)
-        stops = [*(stop or []), CALL_END] if begun else stop
-        return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
+        return _Request(prompt, self._arguments(stop, overrides, _CALL, begun), tools, begun)
 
     def _with_images(
         self,
@@ -305,7 +361,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools)
+        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought)
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message
@@ -356,6 +412,15 @@ class _Request:
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str
+
+    @property
+    def in_thought(self) -> bool:
+        """Whether the answer begins within a thought."""
+        return begins_in_thought(self.prompt.suffix)
+
+    def held_back(self) -> HeldBack:
+        """Hands out the text of an answer, and no calls."""
+        return HeldBack(self.tools, self.in_thought)
 
     def begun(self, held: HeldBack, piece: str) -> str:
         """The part of a piece that may be handed out; nothing of an answer that is a call from its start."""

@@ -23,7 +23,7 @@ from cacheblend_rag.prompt import Prompt
 class CacheBlendLLM(BlendFields, BaseLLM):
     """A local model that reuses the KV cache of retrieved chunks.
 
-    Its parameters are those of `BlendFields`. They are of two kinds:
+    Its parameters are those of `BlendFields` and one of its own. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
     - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
@@ -32,7 +32,14 @@ class CacheBlendLLM(BlendFields, BaseLLM):
     The prompt is not echoed. ``stop`` holds in every mode. The ``generation_info`` of each answer has its time to first
     token, hits and misses. Prompts of one ``batch`` that share chunks are answered one after the other, and each chunk
     is read once.
+
+    Parameters
+    ----------
+    prompt_prefix : str
+        Text that stands before every prompt, such as the ``prefix`` of a transformers pipeline.
     """
+
+    prompt_prefix: str = ""
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:
         super().__init__(**fields)
@@ -43,6 +50,14 @@ class CacheBlendLLM(BlendFields, BaseLLM):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "prompt_prefix": self.prompt_prefix}
+
+    def match_chunks(self, text: str) -> Prompt:
+        """The segments this model sees in a finished prompt, behind the text that stands before every prompt."""
+        return super().match_chunks(self.prompt_prefix + text)
 
     def _generate(
         self,
@@ -140,7 +155,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
 
     def _groups(self, inputs: list[LanguageModelInput], overrides: dict[str, Any]) -> list[Sequence[int]]:
         """Numbers of the prompts that are answered together, then of each that is too long by itself."""
-        most = overrides.get("max_tokens", overrides.get("max_new_tokens", self.max_new_tokens))
+        most = self._most(overrides)
         together, alone = list[int](), list[Sequence[int]]()
         for number, given in enumerate(inputs):
             try:

@@ -18,15 +18,21 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, Generation
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.prompt.chat import Call, not_text, parse_calls
+from cacheblend_rag.prompt.calls import parse_calls
+from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
+
+_CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
+# Blocks that say nothing to a template: thoughts, as each provider calls them, and calls.
+_UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
 
 
 def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:
@@ -157,12 +163,16 @@ def _text(message: BaseMessage) -> str:
 
 
 def _text_of(block: str | dict[str, Any]) -> str:
+    """The text of a block; a thought of any model has none, and no call: that is in ``message.tool_calls``, too."""
     if isinstance(block, str):
         return block
-    if block.get("type") == "text":
-        return str(block["text"])
-    if block.get("type") not in ("tool_use", "tool_call"):  # these are in message.tool_calls too
-        raise not_text(str(block.get("type")))
+    kind = block.get("type")
+    if kind in ("text", "refusal"):
+        return str(block[kind])
+    if kind == "non_standard":
+        return _text_of(block["value"])
+    if kind not in _UNREAD and "cachePoint" not in block:
+        raise not_text(str(kind))
     return ""
 
 
@@ -180,40 +190,71 @@ class WholeJson(JsonOutputParser):
         OutputParserException
             If the answer was cut, or is none of the class.
         """
-        answer = result[0]
-        if isinstance(answer, ChatGeneration) and answer.message.response_metadata.get("finish_reason") == "length":
-            raise OutputParserException(
-                "the answer was cut before its JSON ended: allow it more max_tokens", answer.text
-            )
+        if _ended(result[0]) == "length":
+            raise OutputParserException(_CUT, result[0].text)
         if self.pydantic_object is None:
             return super().parse_result(result, partial=partial)
         return PydanticOutputParser(pydantic_object=self.pydantic_object).parse_result(result, partial=partial)
 
 
-def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None) -> AIMessage:
-    """A generated text as a message; tool calls are read if tools were offered.
+class CalledObject(PydanticToolsParser):
+    """Reads the call that an answer must be, as an object of a pydantic class.
 
-    A call that cannot be understood becomes an invalid tool call, as LangChain's parsers make it.
+    LangChain's own parser gives None where there is no call. Here that is an error.
     """
-    if not tools:
-        return AIMessage(content=text)
-    parsed = parse_calls(text, [tool["function"]["name"] for tool in tools])
-    message = AIMessage(content=parsed.content)
-    for call in parsed.calls:
-        # Nine letters or digits: Mistral's templates take no other names.
-        name = uuid.uuid4().hex[:9]
-        if isinstance(call, Call):
-            message.tool_calls.append(tool_call(name=call.name, args=call.arguments, id=name))
-        else:
-            message.invalid_tool_calls.append(invalid_tool_call(name=None, args=call.text, id=name, error=call.error))
-    return message
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """See `PydanticToolsParser.parse_result`.
+
+        Raises
+        ------
+        OutputParserException
+            If the answer was cut before its call ended, or has none that can be read.
+        """
+        _check_call(result[0])
+        return super().parse_result(result, partial=partial)
+
+
+class CalledDict(JsonOutputKeyToolsParser):
+    """Reads the call that an answer must be, as a dict; see `CalledObject`."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """See `CalledObject.parse_result`."""
+        _check_call(result[0])
+        return super().parse_result(result, partial=partial)
+
+
+def _ended(answer: Generation) -> str | None:
+    """Why an answer ended; None if it goes on."""
+    return answer.message.response_metadata.get("finish_reason") if isinstance(answer, ChatGeneration) else None
+
+
+def _check_call(answer: Generation) -> None:
+    """Refuse an answer that has ended without a call."""
+    reason = _ended(answer)
+    message = answer.message if isinstance(answer, ChatGeneration) else None
+    if reason is None or (isinstance(message, AIMessage) and message.tool_calls):
+        return
+    raise OutputParserException(_CUT if reason == "length" else "the answer has no call that can be read", answer.text)
+
+
+def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None, in_thought: bool = False) -> AIMessage:
+    """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
+
+    Text that cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
+    """
+    parsed = parse_calls(text, tools, in_thought=in_thought)
+    # Nine letters or digits: Mistral's templates take no other names.
+    calls = [tool_call(name=call.name, args=call.arguments, id=uuid.uuid4().hex[:9]) for call in parsed.calls]
+    return AIMessage(content=parsed.content, tool_calls=calls)
 
 
 def call_chunks(message: AIMessage) -> list[ToolCallChunk]:
     """The calls of a message in the form in which streams carry them."""
-    whole = [(call["name"], json.dumps(call["args"]), call["id"]) for call in message.tool_calls]
-    broken = [(call["name"], call["args"], call["id"]) for call in message.invalid_tool_calls]
-    return [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate([*whole, *broken])]
+    return [
+        tool_call_chunk(name=call["name"], args=json.dumps(call["args"]), id=call["id"], index=at)
+        for at, call in enumerate(message.tool_calls)
+    ]
 
 
 def response_format(schema: dict[str, Any] | type | None, method: str, strict: bool) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Learning chunk texts from every retriever of the process.
 
 LangChain gives each run to the handlers of configure hooks. Our handler sees the documents that a retriever, a
-runnable or a tool returns, in any chain, sync or async. It notes their texts in the process-wide registry, and for the
-run they belong to. It changes nothing.
+runnable or a tool returns, and those that a runnable is given, in any chain, sync or async. It notes their texts in the
+process-wide registry, and for the run they belong to. It changes nothing.
 
 A method called on a vector store is not a run, and no handler is called. Its documents are seen if a runnable returns
-them, such as a LangGraph node or a lambda. Otherwise `track` makes them known.
+them or is given them, such as a LangGraph node, a lambda or a chain. Otherwise `track` makes them known.
 
 The documents of a prompt's run are looked for first, also in rewritten forms. The model finds them by the prompt's
 text, because a plain model is called with many prompts and one run, and a streaming chat model without a run.
@@ -18,14 +18,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
+from pydantic import BaseModel
 
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import (
@@ -74,8 +76,17 @@ class RunDocuments:
             self._roots[run] = self._root(run, parent)
             if len(self._roots) > _RUNS:
                 self._roots.popitem(last=False)
-            if given:
-                self._note_below(run, given)
+        self.give(run, given)
+
+    def give(self, run: UUID, given: Collection[str]) -> None:
+        """A run was given documents; those that are new belong to its outermost run."""
+        if not given:
+            return
+        with self._lock:
+            root = self._roots.get(run, run)
+            known = self._texts.get(root, {})
+            self._note_below(run, given)
+            self._note(root, {text: False for text in given if text not in known})
 
     def end(self, run: UUID) -> None:
         """A run has ended; with the outermost, its documents are forgotten.
@@ -107,14 +118,19 @@ class RunDocuments:
             if handed_on:
                 self._note_below(parent, handed_on)
             known = self._texts.get(root, {})
-            new = {text: False for text in handed_on if text not in known}
-            if not new and not left_out and not any(known[text] for text in handed_on):
-                return
-            self._texts[root] = known | handed_on | dict.fromkeys(left_out & known.keys(), True)
-            self._size += sum(map(len, new))
-            while self._size > self._limit:
-                self._forget(next(iter(self._texts)))
+            changed = handed_on | dict.fromkeys(left_out & known.keys(), True)
+            self._note(root, {text: left for text, left in changed.items() if known.get(text) != left})
         note_rewritten(left_out, handed_on.keys() - given)
+
+    def _note(self, root: UUID, changed: Mapping[str, bool]) -> None:
+        """Of these documents of an outermost run it is new that they are there, or whether they were left out."""
+        if not changed:
+            return
+        known = self._texts.get(root, {})
+        self._texts[root] = {**known, **changed}  # replaced, never changed: prompts keep what they were made of
+        self._size += sum(len(text) for text in changed if text not in known)
+        while self._size > self._limit:
+            self._forget(next(iter(self._texts)))
 
     def call(self, parent: UUID | None, prompts: Iterable[int]) -> None:
         """A model is about to be called in a run; prompts are given by `prompt_key`."""
@@ -206,9 +222,16 @@ class _Tracker(BaseCallbackHandler):
     def on_chain_start(
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        self.runs.begin(run_id, parent_run_id, documents_in(inputs))
+        given = documents_in(inputs)
+        known_chunks.add(given)
+        self.runs.begin(run_id, parent_run_id, given)
 
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+    def on_chain_end(
+        self, outputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, inputs: Any = None, **kwargs: Any
+    ) -> None:
+        given = documents_in(inputs)  # of a step in a stream, which begins before it is given anything
+        known_chunks.add(given)
+        self.runs.give(run_id, given)
         self._found(documents_in(outputs), run_id, parent_run_id)
 
     def on_chain_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
@@ -258,12 +281,13 @@ class _Tracker(BaseCallbackHandler):
 
 
 def documents_in(value: Any, depth: int = 4) -> list[str]:
-    """Texts of the documents in what a search, a runnable or a tool returned.
+    """Texts of the documents in what a search, a runnable or a tool was given or returned.
 
     Parameters
     ----------
     value : any
-        Documents are also found in lists, tuples, mappings, artifacts of tools and LangGraph's commands.
+        Documents are also found in lists, tuples, mappings, fields of dataclasses and pydantic models, artifacts of
+        tools, and what LangGraph's commands and sends carry.
     depth : int
         How deep.
     """
@@ -271,13 +295,17 @@ def documents_in(value: Any, depth: int = 4) -> list[str]:
         return [value.page_content]
     if isinstance(value, str) or depth == 0:
         return []
-    if isinstance(value, ToolMessage):
-        return documents_in(value.artifact, depth - 1)
+    if isinstance(value, BaseMessage):
+        return documents_in(getattr(value, "artifact", None), depth - 1)
     if isinstance(value, Mapping):
         return documents_in(list(value.values()), depth)
     if isinstance(value, (list, tuple)):
         return [text for one in value for text in documents_in(one, depth - 1)]
-    return documents_in(getattr(value, "update", None), depth - 1) if type(value).__name__ == "Command" else []
+    if isinstance(value, BaseModel):
+        return documents_in(list(vars(value).values()), depth)
+    if is_dataclass(value):
+        return documents_in([getattr(value, field.name, None) for field in fields(value)], depth)
+    return documents_in(value.arg, depth - 1) if type(value).__name__ == "Send" else []
 
 
 _tracker = _Tracker()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,10 +13,11 @@ from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import HeldBack
+from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.report import Generation
 
 R = TypeVar("R")
+CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
 
 
 class CacheBlendEvent(BaseEvent):
@@ -84,6 +85,17 @@ class AnswerText:
     answer: Generation | None = None
     sent: int | None = None
 
+    def check_whole(self) -> None:
+        """Refuse an answer that was cut, where it is read as JSON.
+
+        Raises
+        ------
+        ValueError
+            If it was.
+        """
+        if self.answer is not None and self.answer.report.finish_reason == "length":
+            raise ValueError(f"{CUT}; it said: {self.text!r}")
+
     def rest(self, content: str) -> str | None:
         """The newest piece of a response with this content."""
         return self.delta if self.sent is None else content[self.sent :]
@@ -103,10 +115,12 @@ class ModelCall(Generic[R]):
         Other options of the call.
     respond : callable
         Makes a response of what was said.
-    tools : bool
-        Whether the answer may be a tool call. Text that may become one is held back.
+    tools : sequence of dict or None
+        Tools that may be called. Text that may become a call is held back.
     opening : str
-        Beginning of the answer that was written for the model.
+        Beginning of the answer that was written for the model, which is a call.
+    growing : bool
+        Whether there is a response for each piece of that call, too.
     operation : str
         Its name in traces: ``"chat"`` or ``"text_completion"``.
     """
@@ -116,8 +130,9 @@ class ModelCall(Generic[R]):
     arguments: DecodeArguments
     options: dict[str, Any]
     respond: Callable[[AnswerText], R]
-    tools: bool = False
+    tools: Sequence[dict[str, Any]] | None = None
     opening: str = ""
+    growing: bool = False
     operation: Operation = "text_completion"
 
     def whole(self) -> R:
@@ -168,12 +183,16 @@ class _Pieces(Generic[R]):
 
     def __init__(self, call: ModelCall[R]) -> None:
         self._call, self._text = call, ""
-        self._held = HeldBack(call.tools)
+        self._begun = call.opening
+        self._held = HeldBack(call.tools, begins_in_thought(call.prompt.suffix))
 
     def of(self, piece: str) -> Iterator[R]:
-        """A response for what of a piece may be handed out; a call is handed out only when it is complete."""
-        new = "" if self._call.opening else self._held.feed(piece)
-        if new:
+        """A response for what of a piece may be handed out; a call comes when it is complete, or as it grows."""
+        if self._call.opening:
+            if self._call.growing:
+                self._begun += piece
+                yield self._call.respond(AnswerText(self._begun, ""))
+        elif new := self._held.feed(piece):
             self._text += new
             yield self._call.respond(AnswerText(self._text, new))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Self, Unpack, cast
 
@@ -27,6 +27,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
@@ -36,12 +37,13 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import AnswerText, CacheBlendEvent, ModelCall, R
+from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
-from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, turns_of
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, turns_of
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
 from cacheblend_rag.prompt import ImagePrompt, Prompt
-from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, opening
+from cacheblend_rag.prompt.calls import begins_in_thought, begun_call
+from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.matching import chunk_text
 
@@ -226,7 +228,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; tool calls come with the last piece."""
+        """Answer a conversation piece by piece; tool calls come with the last piece.
+
+        With ``as_object=True``, as streams of objects ask for it, a call that must be made comes with each piece, as
+        far as it is written. An answer that is none in the end, or was cut, is an error then.
+        """
         return self._conversation(messages, kwargs).pieces()
 
     @llm_chat_callback()
@@ -241,22 +247,36 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         info = self._teller()
 
         def respond(said: AnswerText) -> CompletionResponse:
+            if options.get("as_object"):
+                said.check_whole()
             return CompletionResponse(text=said.text, delta=said.rest(said.text), raw=info(said))
 
-        return self._call(seen, options, respond)
+        return self._call(seen, options, respond, ("as_object",))
 
     def _conversation(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> ModelCall[ChatResponse]:
         tools = options.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         seen = self._with_images(messages, tools, begun) or self._matched(messages, tools, begun)
-        info = self._teller()
+        info, in_thought = self._teller(), begins_in_thought(seen.suffix)
+        as_object = bool(options.get("as_object"))
 
         def respond(said: AnswerText) -> ChatResponse:
-            message = answer_message(said.text, names if said.answer is not None else ())
-            return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
+            if said.answer is not None:
+                message = answer_message(said.text, tools, in_thought)
+            elif begun:
+                message = called_message([call] if (call := begun_call(said.text)) else [])
+            else:
+                message = answer_message(said.text)
+            response = ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
+            if as_object and begun and said.answer is not None:
+                self.get_tool_calls_from_response(response)
+            elif as_object:
+                said.check_whole()
+            return response
 
-        return self._call(seen, options, respond, ("tools", "tool_choice"), begun, "chat")
+        also = ("tools", "tool_choice", "as_object")
+        return self._call(seen, options, respond, also, begun, "chat", growing=as_object)
 
     def _with_images(
         self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str
@@ -280,12 +300,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         also: Sequence[str] = (),
         begun: str = "",
         operation: Operation = "text_completion",
+        growing: bool = False,
     ) -> ModelCall[R]:
-        stop = options.get("stop") or []
-        stops = [*([stop] if isinstance(stop, str) else stop), *([CALL_END] if begun else [])]
         given = {name: value for name, value in options.items() if name != "stop"}
-        tools = bool(given.get("tools"))
-        return ModelCall(self, seen, self._arguments(stops, given, also), given, respond, tools, begun, operation)
+        arguments = self._arguments(options.get("stop"), given, also, begun)
+        return ModelCall(self, seen, arguments, given, respond, given.get("tools"), begun, growing, operation)
 
     def _teller(self) -> Any:
         """Function that makes ``raw`` of an answer, and reports it to tracing once."""
@@ -319,16 +338,57 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         options = self._in_form(output_cls, llm_kwargs)
         return cast(Model, await super().astructured_predict(output_cls, prompt, options, **values))
 
-    def _in_form(self, output_cls: type[Model], options: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _structured_stream_call(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
+    ) -> Generator[Any, None, None]:
+        """The objects of `stream_structured_predict`, in the form that `structured_predict` asks for."""
+        program, options = self._streaming_program(output_cls, prompt, llm_kwargs)
+        made: Any = None
+        for made in program.stream_call(llm_kwargs=options, **values):
+            yield made
+        _check_object(made, output_cls)
+
+    async def _structured_astream_call(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
+    ) -> AsyncGenerator[Any, None]:
+        program, options = await asyncio.to_thread(self._streaming_program, output_cls, prompt, llm_kwargs)
+        stream = await program.astream_call(llm_kwargs=options, **values)
+
+        async def objects() -> AsyncGenerator[Any, None]:
+            made: Any = None
+            async for made in stream:
+                yield made
+            _check_object(made, output_cls)
+
+        return objects()
+
+    def _streaming_program(
+        self, output_cls: type[Model], prompt: PromptTemplate, options: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The program that makes the objects of a stream, and the options of its call.
+
+        LlamaIndex's own leaves it to the model whether it calls.
+        """
+        must = {"tool_choice": "any"} if self._by_call() else {}
+        program = get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode, **must)
+        return program, {"as_object": True, **self._in_form(output_cls, options)}
+
+    def _by_call(self) -> bool:
+        """Whether objects are asked for by a tool call."""
+        return bool(self.is_function_calling_model) and self.pydantic_program_mode in _CALLING
+
+    def _in_form(self, output_cls: type[Model], options: dict[str, Any] | None) -> dict[str, Any]:
         """The options of a call, with the format of its answer where that is no tool call.
 
         Without the package for it, LlamaIndex parses whatever the model says.
         """
-        by_call = self.is_function_calling_model and self.pydantic_program_mode in _CALLING
-        if by_call or find_spec("llguidance") is None:
-            return options
-        described = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": described}, **(options or {})}
+        if self._by_call():
+            return options or {}
+        form: dict[str, Any] = {"as_object": True}
+        if find_spec("llguidance") is not None:
+            described = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
+            form["response_format"] = {"type": "json_schema", "json_schema": described}
+        return {**form, **(options or {})}
 
     # Prompts ---------------------------------------------------------------------------------
 
@@ -386,7 +446,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         Raises
         ------
         ValueError
-            If there is none and ``error_on_no_tool_call``.
+            If there is none and ``error_on_no_tool_call``. It says so if the answer was cut.
         """
         calls = [
             ToolSelection(
@@ -398,7 +458,9 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             if isinstance(block, ToolCallBlock)
         ]
         if not calls and error_on_no_tool_call:
-            raise ValueError(f"the model called no tool; it said: {response.message.content!r}")
+            cut = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
+            why = CUT if cut else "the model called no tool"
+            raise ValueError(f"{why}; it said: {response.message.content!r}")
         return calls
 
     # Documents -------------------------------------------------------------------------------
@@ -412,6 +474,12 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         if isinstance(documents, (str, BaseNode, NodeWithScore)):
             raise ConfigError("documents", documents, "give a list, even for a single one")
         return [text for one in documents if (text := chunk_text(_content(one)))]
+
+
+def _check_object(made: Any, output_cls: type[Any]) -> None:
+    """Refuse a stream of objects whose last one is not whole."""
+    if not isinstance(made, output_cls):
+        raise ValueError(f"the answer is no {output_cls.__name__}; it ended as {made!r}")
 
 
 def _content(document: BaseNode | NodeWithScore | str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    CitationBlock,
     ContentBlock,
     ImageBlock,
     MessageRole,
@@ -17,7 +19,8 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.prompt.chat import Call, not_text, parse_calls, render_turns
+from cacheblend_rag.prompt.calls import Call, parse_calls
+from cacheblend_rag.prompt.chat import not_text, render_turns
 from cacheblend_rag.prompt.images import IMAGE
 
 _ROLES = {
@@ -26,8 +29,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# Thoughts and cache points say nothing to a template.
-_READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint)
+# Thoughts, cache points and what an answer has cited say nothing to a template.
+_READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint, CitationBlock)
 
 
 class ByTemplate:
@@ -63,27 +66,27 @@ def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict
     return [_turn(message, images) for message in messages]
 
 
-def answer_message(text: str, tools: Collection[str] = ()) -> ChatMessage:
-    """A generated text as a message.
+def answer_message(text: str, tools: Sequence[dict[str, Any]] | None = None, in_thought: bool = False) -> ChatMessage:
+    """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`."""
+    parsed = parse_calls(text, tools, in_thought=in_thought)
+    return called_message(parsed.calls, parsed.content)
 
-    Parameters
-    ----------
-    text : str
-    tools : collection of str
-        Tools that were offered: calls of them are read. Text that looks like a call and cannot be understood stays
-        text.
+
+def called_message(calls: Sequence[Call], text: str = "") -> ChatMessage:
+    """A text and calls as a message.
+
+    The calls stand in blocks, and once more in OpenAI's form where LlamaIndex's streams of objects look for them.
     """
-    parsed = parse_calls(text, tools) if tools else None
-    if parsed is None or not parsed.calls:
+    if not calls:
         return ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    blocks: list[ContentBlock] = [TextBlock(text=parsed.content)] if parsed.content else []
-    for call in parsed.calls:
-        if isinstance(call, Call):
-            # Nine letters or digits: Mistral's templates take no other names.
-            blocks.append(ToolCallBlock(tool_call_id=uuid4().hex[:9], tool_name=call.name, tool_kwargs=call.arguments))
-        else:
-            blocks.append(TextBlock(text=call.text))
-    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+    blocks: list[ContentBlock] = [TextBlock(text=text)] if text else []
+    written = list[dict[str, Any]]()
+    for call in calls:
+        name = uuid4().hex[:9]  # nine letters or digits: Mistral's templates take no other names
+        blocks.append(ToolCallBlock(tool_call_id=name, tool_name=call.name, tool_kwargs=call.arguments))
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        written.append({"id": name, "type": "function", "function": function})
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs={"tool_calls": written})
 
 
 def _turn(message: ChatMessage, images: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from inspect import BoundArguments
 from typing import Any
 
+from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -18,7 +19,9 @@ from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent
 from llama_index.core.instrumentation.span import BaseSpan
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
-from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeWithScore, TextNode
+from pydantic import PrivateAttr
 
 from cacheblend_rag.prompt.matching import (
     ChunkRegistry,
@@ -35,8 +38,10 @@ from cacheblend_rag.report import BlendReport, DocumentUse
 _STEP, _SEED = 16, 32
 # Shorter parts are not worth a chunk of their own.
 _SHORTEST = 64
-# A rewritten node whose text is one part of the original for this share is found as that part.
+# A rewritten node whose text is one part of the original, or known chunks, for this share is found as these.
 _MOSTLY = 0.8
+# Spans that never end are forgotten after so many others.
+_SPANS = 16_384
 _SUMS = "cacheblend"
 """Name under which ``Response.metadata`` has what all calls of the model for it came to."""
 # Of what several calls say of a document, that which holds for all of them together.
@@ -263,25 +268,48 @@ class _Retrieved(BaseEventHandler):
 
 
 class _Synthesized(BaseSpanHandler[BaseSpan]):
-    """Notes the start of synthesizers, and the nodes that they get from post-processors."""
+    """Notes the start of synthesizers, and the nodes and texts that they are given."""
+
+    # Spans of query engines and synthesizers, and all within them. What these ask may be made of answers.
+    _inside: OrderedDict[str, None] = PrivateAttr(default_factory=OrderedDict)
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheBlendSynthesized"
 
-    def span_enter(self, id_: str, bound_args: BoundArguments, *args: Any, **kwargs: Any) -> None:
-        if id_.partition("-")[0].endswith((".synthesize", ".asynthesize")):
+    def span_enter(
+        self,
+        id_: str,
+        bound_args: BoundArguments,
+        instance: Any = None,
+        parent_id: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        inside = parent_id in self._inside
+        if inside or isinstance(instance, (BaseQueryEngine, BaseSynthesizer)):
+            self._inside[id_] = None
+            if len(self._inside) > _SPANS:
+                self._inside.popitem(last=False)
+        if not isinstance(instance, BaseSynthesizer):
+            return
+        name = id_.partition("-")[0].rpartition(".")[2]
+        if name in ("synthesize", "asynthesize"):
             nodes: Sequence[NodeWithScore] = bound_args.arguments.get("nodes", ())
+            if _on.get():
+                _note_given([one.node for one in nodes], inside)
             documents = _documents([one.node for one in nodes]) if _on.get() else ()
             _synthesis.set(_Synthesis(_synthesis.get(), documents))
             if _on.get():
                 _note_rewritten(nodes)
+        elif name in ("get_response", "aget_response") and not inside and _on.get():
+            _note_given([TextNode(id_=text, text=text) for text in bound_args.arguments.get("text_chunks", ())], inside)
 
-    def span_exit(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def span_exit(self, id_: str, *args: Any, **kwargs: Any) -> None:
+        self._inside.pop(id_, None)
 
-    def span_drop(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def span_drop(self, id_: str, *args: Any, **kwargs: Any) -> None:
+        self._inside.pop(id_, None)
 
     def new_span(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -293,14 +321,34 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
         return None
 
 
+def _note_given(nodes: Sequence[BaseNode], inside: bool) -> None:
+    """Know nodes that a synthesizer is given and that were not retrieved.
+
+    Within a query engine these are those that have a document, such as neighbours of retrieved nodes. Others are made
+    of answers, or cut of retrieved nodes for citations.
+    """
+    new = [node for node in nodes if recent_nodes.text_of(node.node_id) is None]
+    if inside and (len(new) < len(nodes) or not _cut_of_retrieved(nodes)):
+        new = [node for node in new if isinstance(node, Document) or node.ref_doc_id is not None]
+    elif inside:
+        return
+    known_chunks.add(text for node in new for text in node_texts(node))
+    recent_nodes.add(new)
+
+
+def _cut_of_retrieved(nodes: Sequence[BaseNode]) -> bool:
+    """Whether parts of nodes that were retrieved for this stand in a synthesizer's nodes."""
+    retrieved = [text for node in _retrieved.get() for text in node_texts(node)]
+    return any(find_parts("\n".join(node.get_content() for node in nodes), retrieved))
+
+
 def _documents(nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
     """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
     known = [(node, original) for node in nodes if (original := recent_nodes.text_of(node.node_id)) is not None]
     retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
+    cut = not known and _cut_of_retrieved(nodes)
     _retrieved.set(())
     if not known:
-        whole = "\n".join(node.get_content() for node in nodes)
-        cut = any(find_parts(whole, [text for one in retrieved for text in one.texts]))
         return tuple(retrieved) if cut else ()
     found = []
     for node, original in known:
@@ -314,10 +362,11 @@ def _note_rewritten(nodes: Iterable[NodeWithScore]) -> None:
     for one in nodes:
         original = recent_nodes.text_of(one.node.node_id)
         text = chunk_text(one.node.get_content(metadata_mode=MetadataMode.LLM))
-        if original is None or text in known_chunks or known_chunks.find(text):
+        if original is None or text in known_chunks:
             continue
+        known = sum(match.stop - match.start for match in known_chunks.find(text))
         longest = max((part.stop - part.start for part, _ in find_parts(text, [original])), default=0)
-        if longest < _MOSTLY * len(text):
+        if max(known, longest) < _MOSTLY * len(text):
             known_chunks.add([text])
             note_form(original, text)
 

@@ -12,7 +12,10 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import numpy as np
 from llama_index.core.schema import BaseNode
+from llama_index.core.storage.storage_context import DEFAULT_PERSIST_DIR
+from llama_index.core.vector_stores.simple import DEFAULT_VECTOR_STORE, NAMESPACE_SEP
 from llama_index.core.vector_stores.types import (
+    DEFAULT_PERSIST_FNAME,
     BasePydanticVectorStore,
     MetadataFilters,
     VectorStoreQuery,
@@ -26,7 +29,10 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.exact_index import ExactIndex
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
-_VERSION = 1
+_VERSION = 2
+# LlamaIndex's SimpleVectorStore reads this of a saved store, and fails to take it for a number. Without it, that class
+# would load such a file as an empty store, and save that over it.
+_NOT_SIMPLE = "saved by a FaissVectorStore; load it with vector_store=FaissVectorStore.from_persist_dir(persist_dir)"
 # How many of the nearest the diverse ones are chosen from.
 _MMR_PREFETCH = 4
 
@@ -36,12 +42,14 @@ class FaissVectorStore(BasePydanticVectorStore):
 
     It keeps the nodes themselves, so an index over it needs no docstore, and an ingestion pipeline
     can fill it. Similarities are 1 / (1 + L2 distance). Methods may be called from several threads.
+    An index over it is saved by its storage context, and loaded with `from_persist_dir`.
     """
 
     stores_text: bool = True
     flat_metadata: bool = False
     _index: ExactIndex[BaseNode] = PrivateAttr(default_factory=ExactIndex)
     _lock: Any = PrivateAttr(default_factory=threading.RLock)
+    _fresh: bool = PrivateAttr(default=True)  # nothing was ever in it
 
     @classmethod
     def class_name(cls) -> str:
@@ -95,6 +103,7 @@ class FaissVectorStore(BasePydanticVectorStore):
         # Of a node that is kept the vector is in the index.
         kept = {node.node_id: node.model_copy(deep=True, update={"embedding": None}) for node in nodes}
         self._index.replace((), kept, vectors)
+        self._fresh = False
 
     # Finding
 
@@ -156,20 +165,71 @@ class FaissVectorStore(BasePydanticVectorStore):
     # Saving and loading
 
     def persist(self, persist_path: str, fs: fsspec.AbstractFileSystem | None = None) -> None:
-        """Write nodes and vectors to one JSON file; nothing in it is ever executed on reading."""
-        files = fs or fsspec.filesystem("file")
+        """Write nodes and vectors to one JSON file; nothing in it is ever executed on reading.
+
+        Raises
+        ------
+        ConfigError
+            If a store that never held a node would take the place of nodes that another one has saved.
+        DocumentError
+            If metadata of a node are not plain JSON. What was saved before stays.
+        """
+        files, path = fs or fsspec.filesystem("file"), str(persist_path)
+        if self._fresh and files.exists(path) and _saved_nodes(files, path):
+            remedy = (
+                "this store never held a node, and the file has some: read it by from_persist_path, or delete the file"
+            )
+            raise ConfigError("persist_path", path, remedy)
         with self._lock:
             keys = np.array(list(self._index.items), dtype=np.int64)
             vectors = self._index.faiss.reconstruct_batch(keys) if len(keys) else NONE
             saved = {
                 "version": _VERSION,
+                "embedding_dict": {"": [_NOT_SIMPLE]},
                 "dimension": int(vectors.shape[1]),
-                "nodes": [node_to_metadata_dict(node, flat_metadata=False) for node in self._index.items.values()],
                 "vectors": base64.b64encode(vectors.astype("<f4").tobytes()).decode(),
             }
-        files.makedirs(os.path.dirname(str(persist_path)) or ".", exist_ok=True)
-        with files.open(str(persist_path), "w", encoding="utf-8") as file:
-            json.dump(saved, file)
+            try:
+                nodes = [node_to_metadata_dict(node, flat_metadata=False) for node in self._index.items.values()]
+                text = json.dumps({**saved, "nodes": nodes})
+            except (TypeError, ValueError) as error:
+                raise DocumentError(f"the metadata of a node cannot be saved: {error}; use JSON's own types") from error
+        files.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with files.open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    def from_persist_dir(
+        cls,
+        persist_dir: str = DEFAULT_PERSIST_DIR,
+        namespace: str = DEFAULT_VECTOR_STORE,
+        fs: fsspec.AbstractFileSystem | None = None,
+    ) -> FaissVectorStore:
+        """Read the vector store of an index that its storage context saved.
+
+        Parameters
+        ----------
+        persist_dir : str
+            Folder that ``storage_context.persist`` wrote.
+        namespace : str
+            Name of the vector store in it, for storage contexts of several.
+        fs : fsspec file system, optional
+            Where the folder is; by default on this machine.
+
+        Raises
+        ------
+        DocumentError
+            If there is no such file, or it was saved by another kind of store.
+        """
+        files, folder = fs or fsspec.filesystem("file"), str(persist_dir).rstrip("/")
+        ending = NAMESPACE_SEP + DEFAULT_PERSIST_FNAME
+        path = f"{folder}/{namespace}{ending}"
+        if not files.exists(path):
+            names = [os.path.basename(one) for one in files.ls(folder, detail=False)] if files.isdir(folder) else []
+            there = sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
+            remedy = f"its namespaces are {there}" if there else "there are no saved vector stores"
+            raise DocumentError(f"there is no {os.path.basename(path)} in {folder}: {remedy}")
+        return cls.from_persist_path(path, fs=fs)
 
     @classmethod
     def from_persist_path(cls, persist_path: str, fs: fsspec.AbstractFileSystem | None = None) -> FaissVectorStore:
@@ -178,20 +238,51 @@ class FaissVectorStore(BasePydanticVectorStore):
         Raises
         ------
         DocumentError
-            If the file is damaged or of another version.
+            If there is no such file, or it is damaged, of another version, or saved by another kind of store.
         """
-        files = fs or fsspec.filesystem("file")
-        with files.open(str(persist_path), "r", encoding="utf-8") as file:
-            text = file.read()
+        files, path = fs or fsspec.filesystem("file"), str(persist_path)
         store = cls()
         try:
-            saved = json.loads(text)
-            if saved["version"] != _VERSION:
-                raise ValueError(f"version {saved['version']}")
+            saved = _read(files, path)
             nodes = [metadata_dict_to_node(one) for one in saved["nodes"]]
             flat = np.frombuffer(base64.b64decode(saved["vectors"], validate=True), dtype="<f4")
             if nodes:
                 store._keep(nodes, flat.reshape(len(nodes), saved["dimension"]).astype(np.float32))
+            store._fresh = False
+        except FileNotFoundError as error:
+            raise DocumentError(f"there is no saved index {path}; save one there first") from error
+        except IsADirectoryError as error:
+            raise DocumentError(f"{path} is a folder; read it by from_persist_dir") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(f"the saved index {persist_path} cannot be read: {error}; make it anew") from error
+            raise DocumentError(f"the saved index {path} cannot be read: {error}; make it anew") from error
         return store
+
+
+def _read(files: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+    """The content of a saved store.
+
+    Raises
+    ------
+    DocumentError
+        If LlamaIndex's own store has saved it.
+    ValueError
+        If it is no such content, or of a version that is not known.
+    """
+    with files.open(path, "r", encoding="utf-8") as file:
+        saved = json.loads(file.read())
+    if not isinstance(saved, dict):
+        raise ValueError("it is no JSON object")
+    if "version" not in saved and "embedding_dict" in saved:
+        remedy = "it has vectors without nodes: read it by that class, or index its documents anew"
+        raise DocumentError(f"{path} was saved by LlamaIndex's SimpleVectorStore; {remedy}")
+    if saved.get("version") not in (1, _VERSION):
+        raise ValueError(f"version {saved.get('version')}")
+    return saved
+
+
+def _saved_nodes(files: fsspec.AbstractFileSystem, path: str) -> bool:
+    """Whether a file holds a store with nodes; what cannot be read counts as one."""
+    try:
+        return bool(_read(files, path).get("nodes", True))
+    except (DocumentError, ValueError):
+        return True

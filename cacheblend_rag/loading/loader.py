@@ -1,11 +1,14 @@
 """Reading stored KV into place, one layer after another or one layer ahead (section 6 of the paper).
 
-On a CPU KV is read straight into a prompt's buffers, and comes to a GPU through pinned host memory. Records in memory
-go to a GPU some layers at a time on a stream of its own: no thread reads, and none waits.
+On a CPU KV is read straight into a prompt's buffers, and comes to a GPU through pinned host memory. Where a GPU can
+decode all records of a prompt, it gets them as they were written, some layers at a time, on a stream of its own.
+Threads read those that lie in files.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,19 +17,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import cycle
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import HasBlock, StoredKV, copy_layer, reads_ahead, reads_in_place
+from cacheblend_rag.store.base import StoredKV, copy_layer, reads_ahead, reads_in_place
+from cacheblend_rag.store.codecs import CODECS, DTYPES
 
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
 _GROUPS = (1, 1, 2, 4, 8)
 # Groups that are under way before their layers are asked for.
 _GROUPS_AHEAD = 3
+# Groups that threads read from files at most before they are copied: a scoring pass wants most layers at once.
+_READ_AHEAD = 6
+# Threads that read files for a GPU, at most: memory hardly gives more to further ones.
+_MOST_READERS = 6
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers
 # (docs/explanation/performance.md).
@@ -44,7 +53,7 @@ class _Copier(Protocol):
         """Within it buffers are made and filled; behind it they are whole, for every stream."""
         ...
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Bring one layer of a record into place; see `copy_layer`."""
         ...
 
@@ -56,9 +65,9 @@ class _PlainCopier:
         """See `_Copier.open`."""
         return nullcontext()
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `_Copier.put`."""
-        copy_layer(record, layer, keys, values)
+        place.copy_layer(layer, keys, values)
 
 
 class _PinnedCopier:
@@ -90,17 +99,17 @@ class _PinnedCopier:
             yield
         self._stream.synchronize()
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `_Copier.put`."""
-        if not reads_in_place(record):
+        if not reads_in_place(place.record):
             # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            copy_layer(record, layer, keys, values)
+            place.copy_layer(layer, keys, values)
             return
         buffer, sent = next(self._buffers)
         sent.synchronize()  # what it held before has left it
-        held = buffer[:, :, : record.info.tokens]
-        copy_layer(record, layer, held[0], held[1])
+        held = buffer[:, :, : place.record.info.tokens]
+        place.copy_layer(layer, held[0], held[1])
         keys.copy_(held[0], non_blocking=True)
         values.copy_(held[1], non_blocking=True)
         sent.record(self._stream)
@@ -132,18 +141,41 @@ class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from
 
 @dataclass(frozen=True)
 class Placement:
-    """A stored record and the position in the prompt at which it begins."""
+    """A stored record and the position in the prompt at which it begins.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    record : StoredKV
+    start : int
+    shared : SharedKV or None
+        Keeps its layers for other prompts of a batch; None if no other needs them.
+    """
 
     key: str
     record: StoredKV
     start: int
+    shared: SharedKV | None = None
+
+    def copy_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one layer into place; see `copy_layer`."""
+        if self.shared is None:
+            copy_layer(self.record, layer, keys, values)
+        else:
+            self.shared.copy_layer(self.key, self.record, layer, keys, values)
 
 
 class ReadClock:
     """Seconds spent reading."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self._lock = 0.0, threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count some more; several threads may do so."""
+        with self._lock:
+            self.seconds += seconds
 
 
 @dataclass(frozen=True)
@@ -203,7 +235,7 @@ class LayerReader:
                 stop = place.start + place.record.info.tokens
                 span = slice(place.start, stop)
                 try:
-                    self._copier.put(place.record, layer, keys[0, :, span], values[0, :, span])
+                    self._copier.put(place, layer, keys[0, :, span], values[0, :, span])
                 except (StoreError, OSError) as error:
                     raise _lost(place, error) from error
         self.took(time.perf_counter() - started)
@@ -212,7 +244,7 @@ class LayerReader:
     def _read_ahead(self, layer: int) -> None:
         """Let every record on another machine come while the first is waited for."""
         for place in self.placements:
-            if reads_ahead(place.record):
+            if reads_ahead(place.record) and not (place.shared and place.shared.holds(place.key, layer)):
                 try:
                     place.record.read_ahead(layer)
                 except StoreError as error:
@@ -220,7 +252,7 @@ class LayerReader:
 
     def took(self, seconds: float) -> None:
         """Count time spent reading."""
-        self.clock.seconds += seconds
+        self.clock.add(seconds)
 
     @cached_property
     def _copier(self) -> _Copier:
@@ -233,43 +265,106 @@ def _lost(place: Placement, error: Exception) -> RecordLost:
     return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
 
 
-def _blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
-    """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
-    blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
-    found = [block for block in blocks if block is not None and _fits(block, reader)]
-    return found if has_kernels(reader.device) and len(found) == len(blocks) else None
+def _gpu_decodes(reader: LayerReader) -> bool:
+    """Whether a GPU takes all records of a prompt as they were written."""
+    return has_kernels(reader.device) and all(_fits(place.record, reader) for place in reader.placements)
 
 
-def _fits(block: torch.Tensor, reader: LayerReader) -> bool:
-    here = block.device == reader.device if block.is_cuda else block.is_pinned()
-    return here and block.dtype == reader.dtype and len(block) >= reader.layers
+def _fits(record: StoredKV, reader: LayerReader) -> bool:
+    codec, info = record.codec, record.info
+    aligned = info.head_dim % 8 == 0  # then all parts of a layer begin where a GPU can read them
+    alike = DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers
+    return codec is not None and CODECS[codec].on_gpu and alike and aligned
 
 
-def _load_to_gpu(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
-    """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
+class _Streams:
+    """The stream of copies to a GPU, and that of the pass they are for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies, self._pass = _side_stream(device), torch.cuda.current_stream(device)
+        self._copies.wait_stream(self._pass)  # records may only now be written by what was queued before
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Within it the host queues copies."""
+        return torch.cuda.stream(self._copies)
+
+    def queued(self) -> torch.cuda.Event:
+        """Event of the moment when all copies queued so far are done."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._copies)
+        return event
+
+    def hand_over(self, target: torch.Tensor, done: torch.cuda.Event) -> None:
+        """Let the pass use what the stream of copies allocated and filled; its stream waits, its host does not."""
+        self._pass.wait_event(done)
+        target.record_stream(self._pass)
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+        self._copies.synchronize()
+
+
+class _Group(NamedTuple):
+    """Layers that go to a GPU together, and by the number of a record what reads it, if it lies in a file."""
+
+    layers: slice
+    reads: dict[int, Future[torch.Tensor]]
+
+    def is_read(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return all(read.done() for read in self.reads.values())
+
+
+def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
+    """Layers in groups: read or taken from memory, copied, put into their places, given to the pass.
 
     Parameters
     ----------
     reader : LayerReader
-        The KV to read.
-    blocks : sequence of Tensor
-        Results of `_blocks_of`.
+        The KV to read, see `_gpu_decodes`.
+    streams : _Streams
     """
-    stream, pass_stream = _side_stream(reader.device), torch.cuda.current_stream(reader.device)
-    stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
-    groups, waiting = _groups(reader.layers), deque[tuple[torch.Tensor, torch.cuda.Event]]()
-    try:
-        ahead = 1  # the pass begins once its first layer is under way
-        while True:
-            while len(waiting) < ahead and (group := next(groups, None)):
-                waiting.append(_copied(reader, blocks, group, stream))
-            if not waiting:
-                return
-            yield from _ready(reader, *waiting.popleft(), pass_stream)
-            ahead = _GROUPS_AHEAD
-    finally:
-        if waiting:  # the pass was given up: records may go, and must not while they are read
-            stream.synchronize()
+    groups, reading = _groups(reader.layers), deque[_Group]()
+    copied, ready = deque[tuple[torch.Tensor, torch.cuda.Event]](), deque[LayerKV]()
+    begun = False  # the pass begins once its first layer is under way
+    with ThreadPoolExecutor(_readers(), thread_name_prefix="kv-loader") as pool:
+        try:
+            while True:
+                while len(reading) < _READ_AHEAD and (layers := next(groups, None)):
+                    reading.append(_read(reader, layers, pool))
+                while reading and len(copied) < _GROUPS_AHEAD and (reading[0].is_read() if begun else not copied):
+                    copied.append(_copied(reader, reading.popleft(), streams))
+                if not ready:
+                    if not copied and not reading:
+                        return
+                    target, done = copied.popleft() if copied else _copied(reader, reading.popleft(), streams)
+                    streams.hand_over(target, done)
+                    rotated = reader.rotation is not None
+                    ready.extend(LayerKV(keys, values, rotated) for keys, values in target[:, :, None].unbind())
+                yield ready.popleft()
+                begun = True
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            if copied:  # the pass was given up: records may go, and must not while they are copied
+                streams.settle()
+            raise
+
+
+def _read(reader: LayerReader, layers: slice, pool: ThreadPoolExecutor) -> _Group:
+    """Let threads read some layers of all records that lie in files."""
+
+    def read(record: StoredKV) -> torch.Tensor:
+        started = time.perf_counter()
+        data = record.read_written(layers, pinned=reader.device.type == "cuda")
+        reader.took((time.perf_counter() - started) / _readers())  # for others read meanwhile
+        return data
+
+    records = ((number, place.record) for number, place in enumerate(reader.placements))
+    return _Group(layers, {number: pool.submit(read, record) for number, record in records if record.tier != "memory"})
+
+
+def _readers() -> int:
+    return min(_MOST_READERS, os.cpu_count() or 1)
 
 
 def _groups(layers: int) -> Iterator[slice]:
@@ -281,37 +376,32 @@ def _groups(layers: int) -> Iterator[slice]:
         start = stop
 
 
-def _copied(
-    reader: LayerReader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
-) -> tuple[torch.Tensor, torch.cuda.Event]:
+def _copied(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.Tensor, torch.cuda.Event]:
     """Buffers of some layers, ``[layers, 2, kv_heads, tokens, head_dim]``, and what says that they are filled."""
     from cacheblend_rag.models.gpu.scatter import Source, place
 
-    started, done = time.perf_counter(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    layers, data = group.layers, list[torch.Tensor]()
+    for number, placed in enumerate(reader.placements):
+        try:
+            data.append(group.reads[number].result() if number in group.reads else placed.record.read_written(layers))
+        except (StoreError, OSError) as error:
+            raise _lost(placed, error) from error
+    started = time.perf_counter()
     shape = (layers.stop - layers.start, 2, reader.kv_heads, reader.tokens, reader.head_dim)
-    with torch.cuda.stream(stream):
+    with streams.copying():
         target = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-        parts, sources = [], []  # parts are kept until the copy is queued: then their memory waits for it
-        for block, placed in zip(blocks, reader.placements, strict=True):
-            part, skipped = block, layers.start
-            if not block.is_cuda:
-                part, skipped = block[layers].to(reader.device, non_blocking=True), 0
-                parts.append(part)
-            address = part.data_ptr() + skipped * part.stride(0) * part.itemsize
-            sources.append(Source(address, block.shape[3], placed.start, not placed.record.info.rotated))
+        # Kept until the kernel is queued: then their memory waits for it. Pinned memory is given out again only when
+        # the copies from it are done: PyTorch sees to both.
+        parts = [one.to(reader.device, non_blocking=True) for one in data]
+        sources = []
+        for part, placed in zip(parts, reader.placements, strict=True):
+            info, int8 = placed.record.info, placed.record.codec == "int8"
+            where = part.data_ptr(), part.stride(0), info.tokens, placed.start
+            sources.append(Source(*where, rotates=not info.rotated, int8=int8))
         place(sources, target, reader.rotation)
-        done.record(stream)
+        done = streams.queued()
     reader.took(time.perf_counter() - started)
     return target, done
-
-
-def _ready(
-    reader: LayerReader, target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream
-) -> Iterator[LayerKV]:
-    pass_stream.wait_event(done)
-    target.record_stream(pass_stream)
-    for keys, values in target[:, :, None].unbind():
-        yield LayerKV(keys, values, rotated=reader.rotation is not None)
 
 
 def synchronize(layer: Future[LayerKV]) -> LayerKV:
@@ -345,8 +435,7 @@ def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
     """
     if reader.device.type != "cpu":
-        blocks = _blocks_of(reader)
-        yield from load_ahead(reader) if blocks is None else _load_to_gpu(reader, blocks)
+        yield from _load_to_gpu(reader, _Streams(reader.device)) if _gpu_decodes(reader) else load_ahead(reader)
         return
     if all(place.record.tier == "memory" for place in reader.placements):
         yield from load_plainly(reader)

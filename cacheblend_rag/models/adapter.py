@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention.rows import RowMask, as_added, use_row_attention, with_mask
 from cacheblend_rag.models.cache import (
     Enough,
+    JoinedLayers,
     LastLayer,
     PreallocatedLayer,
     ScatterCache,
@@ -49,6 +50,8 @@ from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
 
+TOGETHER = 4
+"""Layers that are run by one call, where that is possible."""
 # Tokens of one slice of a prefill that others may interrupt.
 _SLICE = 1024
 
@@ -59,17 +62,22 @@ class _Blending:
 
     Parameters
     ----------
-    layers : sequence of Module
-        Twins of the model's.
+    twins : callable
+        Makes twins of the model's layers; not asked where kernels stand for them.
     fused : bool
         Whether they attend by `row_attention`; otherwise in the plain form.
     kernels : PlainLayers or None
         The kernels in their place, if there are any.
     """
 
-    layers: Sequence[torch.nn.Module]
+    twins: Callable[[], Sequence[torch.nn.Module]]
     fused: bool
     kernels: PlainLayers | None = None
+
+    @cached_property
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The layers to run."""
+        return self.twins()
 
 
 class _ThreadState(threading.local):
@@ -195,10 +203,12 @@ class ModelAdapter:
         fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
         plain = self.plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
-        with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use():
-            layers = self._twins(use_row_attention() if fused else "eager")
-            with self._as(_Blending(layers, fused, kernels)):
-                yield
+        implementation = use_row_attention() if fused else "eager"
+        blending = _Blending(partial(self._twins, implementation), fused, kernels)
+        if kernels is None:
+            _ = blending.layers  # what has no twin is refused before anything runs
+        with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use(), self._as(blending):
+            yield
 
     def _twins(self, implementation: str) -> list[torch.nn.Module]:
         return twins_of(self.layers, self.family.attention, implementation)
@@ -395,6 +405,75 @@ class ModelAdapter:
         """Whether several layers in a row are one call for so many rows."""
         return (kernels := self._in_use) is not None and kernels.replays(rows)
 
+    def sum_attention(
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        watched: range,
+        layer_kv: Callable[[int], LayerKV],
+        rotaries: Rotaries,
+        layers: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Mean attention of some rows over given KV, by kernels that never hold single weights; None without them.
+
+        Parameters
+        ----------
+        ids : Tensor, [tokens], long
+            Ids of the prompt, on the model's device.
+        rows : Tensor, [rows], long
+            Positions that are computed, rising; their KV is overwritten.
+        watched : range
+            Which of them count, by their numbers.
+        layer_kv : callable
+            Rotated KV of all positions of a layer; asked for each layer once, in order.
+        rotaries : Rotaries
+            Of the rows, in the model's element type.
+        layers : sequence of int
+            Layers whose attention counts, rising; nothing beyond the last is computed.
+
+        Returns
+        -------
+        Tensor, [tokens], float32, or None
+        """
+        if (kernels := self._in_use) is None:
+            return None
+        sums, hidden = kernels.begin_sums(len(ids), watched), self.embed(ids[rows])
+        for first in range(0, layers[-1] + 1, TOGETHER):
+            kvs = [layer_kv(layer) for layer in range(first, min(first + TOGETHER, layers[-1] + 1))]
+            hidden = kernels.run(first, kvs, hidden, rows, rotaries.layer(first), sums, layers)
+        weights = len(watched) * len(layers) * self.kv_heads * self.form.sharing
+        return sums.totals[:, : len(ids)].sum(dim=0) / weights
+
+    def step(self, ids: torch.Tensor, answers: Sequence[JoinedLayers]) -> torch.Tensor | None:
+        """The next token of some answers through all layers by kernels; None where layers have no kernels now.
+
+        Nothing in these layers depends on whether a model is trained.
+
+        Parameters
+        ----------
+        ids : Tensor, [answers], long
+            The newest token of each.
+        answers : sequence of JoinedLayers
+            The KV of each, with room for a row; it grows by one.
+
+        Returns
+        -------
+        Tensor, [answers, hidden], or None
+            To be used before the next call.
+        """
+        kernels = self.plain_layers
+        if kernels is None or not kernels.as_they_were():
+            return None
+        at = [answer.used for answer in answers]
+        positions = torch.tensor(at).to(self.device, non_blocking=True)
+        rotaries = self.rotary(max(at) + 1).at(positions).to(self.dtype)
+        entries = torch.stack([answer.entries for answer in answers], dim=1)
+        with torch.no_grad():
+            hidden = kernels.step(entries, self.embed(ids), positions, rotaries.layer(0))
+        for answer in answers:
+            answer.used += 1
+        return hidden
+
     @contextmanager
     def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:
         """Within this, a layer's attention runs in its plain form and its weights are appended to ``seen``.
@@ -411,7 +490,7 @@ class ModelAdapter:
             return output
 
         attention.forward = noting  # of the twin
-        with self._as(_Blending(layers, fused=False)):
+        with self._as(_Blending(lambda: layers, fused=False)):
             yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

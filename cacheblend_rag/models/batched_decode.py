@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
+from cacheblend_rag.models.cache import joined_layers
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 
@@ -54,7 +55,8 @@ class BatchedDecode:
         return free is None or 2 * tokens * self._token_bytes <= free
 
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """Logits of each step, ``[1, tokens, vocab]``; on a GPU one alone is the model's own pass.
+        """Logits of each step, ``[1, tokens, vocab]``; on a GPU one alone is the model's own pass, if its
+        layers are not plain.
 
         Parameters
         ----------
@@ -62,6 +64,8 @@ class BatchedDecode:
             Inputs by transformers' generation for each: ``input_ids`` ``[1, tokens]``, one token unless
             `takes_several`, the cache and more. The caches grow.
         """
+        if self._in_one_pass and (found := self._by_kernels(inputs)) is not None:
+            return found
         # On a CPU heads that share a key are faster as rows of one head. On a GPU it was not measured.
         alone = len(inputs) == 1 and not self._on_cpu
         if alone or not self._in_one_pass:
@@ -69,6 +73,19 @@ class BatchedDecode:
             return [model(**one, return_dict=True).logits for one in inputs]
         with self._adapter.blending():
             return [rows[None] for rows in self.one_pass(inputs)]
+
+    def _by_kernels(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
+        """Logits of each, ``[1, 1, vocab]``, where a GPU runs all layers by one call; None where it cannot."""
+        adapter = self._adapter
+        if adapter.plain_layers is None or any(one["input_ids"].shape != (1, 1) for one in inputs):
+            return None
+        name = cache_argument(adapter.model)
+        answers = [joined_layers(one[name]) for one in inputs]
+        known = [answer for answer in answers if answer is not None]
+        if len(known) < len(answers) or len(set(map(id, known))) < len(known):
+            return None
+        hidden = adapter.step(torch.cat([one["input_ids"][0] for one in inputs]), known)
+        return None if hidden is None else list(adapter.head(hidden)[:, None, None])
 
     def one_pass(self, inputs: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
         """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""

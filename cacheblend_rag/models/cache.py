@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,6 +72,49 @@ class _Buffers:
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 
+@dataclass(eq=False)
+class JoinedLayers:
+    """KV of one answer on all layers in one tensor, to which kernels add a row on each layer in one call.
+
+    Parameters
+    ----------
+    block : Tensor, [layers, 2, kv_heads, rows and room, head_dim]
+    used : int
+        Rows that are there.
+    """
+
+    block: torch.Tensor
+    used: int
+    _entries: tuple[int, torch.Tensor] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, layers: Sequence[PreallocatedLayer], rows: int) -> JoinedLayers:
+        """Room for some rows and then some, with what layers hold; they hold it here from now on."""
+        first = layers[0].keys
+        _, heads, used, width = first.shape
+        block = first.new_empty((len(layers), 2, heads, used + rows + _ROWS, width))
+        joined = cls(block, used)
+        for layer, kv in zip(layers, block, strict=True):
+            kv[0, :, :used], kv[1, :, :used] = layer.keys[0], layer.values[0]
+            layer.join(joined, kv)
+        return joined
+
+    @property
+    def room(self) -> int:
+        """Rows that each head of a layer has room for."""
+        return self.block.shape[3]
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """Address of each layer's keys, of its values, and their room, ``[layers, 3]`` int64, on the CPU."""
+        address = self.block.data_ptr()
+        if self._entries is None or self._entries[0] != address:  # a copy lies elsewhere
+            layer, part = (stride * self.block.itemsize for stride in self.block.stride()[:2])
+            begin = torch.arange(len(self.block)) * layer + address
+            self._entries = address, torch.stack((begin, begin + part, torch.full_like(begin, self.room)), dim=1)
+        return self._entries[1]
+
+
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     """transformers' `DynamicLayer`, growing within room kept behind its rows.
 
@@ -80,11 +123,43 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     and again.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
     before_update: Callable[[], object] | None = None
     """Called before rows are added: a place between two layers of a pass."""
+    joined: JoinedLayers | None = None
+    """Where its rows lie with those of the other layers, if they do."""
     _room: _Buffers | None = None
+    _held: tuple[Any, Any] = (None, None)
+
+    def _part(self, part: int) -> Any:
+        """Keys (0) or values (1), of the rows that are there."""
+        return self._held[part] if self.joined is None else self._held[part][:, :, : self.joined.used]
+
+    @property
+    def keys(self) -> Any:
+        """Keys of all rows, ``[batch, kv_heads, rows, head_dim]``."""
+        return self._part(0)
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._held, self.joined = (keys, self._part(1)), None
+
+    @property
+    def values(self) -> Any:
+        """Values of all rows, ``[batch, kv_heads, rows, head_dim]``."""
+        return self._part(1)
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._held, self.joined = (self._part(0), values), None
+
+    def __copy__(self) -> PreallocatedLayer:
+        other = type(self)()
+        other.__dict__ |= {**self.__dict__, "_held": (self.keys, self.values), "joined": None}
+        return other
+
+    def join(self, joined: JoinedLayers, kv: torch.Tensor) -> None:
+        """Hold rows with those of other layers from now on, in ``kv``, ``[2, kv_heads, rows and room, head_dim]``."""
+        self._held, self.joined, self._room = (kv[None, 0], kv[None, 1]), joined, None
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Begin with these keys and values, which are taken over."""
@@ -125,6 +200,19 @@ def preallocate(cache: Cache) -> Cache:
     """The same cache; its layers that keep all positions grow in place from now on."""
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def joined_layers(cache: Cache) -> JoinedLayers | None:
+    """The KV of an answer in one tensor, with room for one more row; None if its layers cannot lie so."""
+    layers = cache.layers
+    if not all_preallocated(cache) or not layers[0].is_initialized:
+        return None
+    joined: JoinedLayers | None = layers[0].joined
+    if joined is None or joined.used == joined.room or any(layer.joined is not joined for layer in layers):
+        if len(layers[0].keys) != 1 or len({layer.keys.shape for layer in layers}) != 1:
+            return None
+        joined = JoinedLayers.of(layers, 1)
+    return joined
 
 
 def all_preallocated(cache: Cache) -> bool:

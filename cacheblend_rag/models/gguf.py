@@ -9,13 +9,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
+import shutil
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
@@ -25,6 +30,7 @@ from transformers.utils import logging
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_folders import made_once, models_path, part_folder, sha256_of
 from cacheblend_rag.models.shape import head_width
 
@@ -42,6 +48,9 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 """Architectures that both transformers' reader and the blended pass know: the file's name, and the family."""
+# Bytes at the start of a file among which all its settings are.
+_MOST_SETTINGS = 2**28
+_reading = threading.Lock()
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Splits every digit from the rest before merging; transformers knows these names not.
@@ -91,16 +100,33 @@ def _gguf_path(file: Path, sha256: str) -> Path:
     return models_path() / "gguf" / f"{file.stem}-{sha256[:12]}"
 
 
+def holds_chat_template(file: str | os.PathLike[str]) -> bool:
+    """Whether a GGUF file names a chat template; its other settings are not read.
+
+    Raises
+    ------
+    ModelLoadError
+        If it is no GGUF file.
+    """
+    path = Path(file).expanduser()
+    _check_start(path)
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(b"tokenizer.chat_template", 0, _MOST_SETTINGS) >= 0
+
+
 def convert(file: Path, folder: Path) -> None:
     """Write a GGUF file into an empty folder as a model, with tokenizer, chat template and ids that end an answer.
 
     A file of quantised weights becomes float16: 11 significant bits lose nothing next to the 4 to 8 that were kept.
     Its config names bfloat16, in which activations cannot overflow. Other files keep their element type.
 
+    Standard error gets a line with what it takes. Memory holds the weights twice meanwhile, and the largest of them
+    in float32.
+
     Raises
     ------
     ModelLoadError
-        If the file is damaged, or has what is not converted.
+        If the file is damaged, or has what is not converted. If disk or memory is too small for it.
     UnsupportedModelError
         If its architecture is not supported.
     """
@@ -108,16 +134,17 @@ def convert(file: Path, folder: Path) -> None:
     architecture = str(fields.get("general.architecture"))
     _check_supported(file, architecture, fields)
     stored, computed = _element_types(reader)
+    _check_room(file, folder, reader, stored)
     # Not the file's own folder: a config or tokenizer that lies there would be mixed in.
     names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(**names)
-        _settle(config, architecture, fields, reader)
-        with _without_advice():
+        with _read_by(reader), _without_advice():
+            config = AutoConfig.from_pretrained(**names)
+            _settle(config, architecture, fields, reader)
             model, info = AutoModelForCausalLM.from_pretrained(
                 **names, config=config, dtype=stored, output_loading_info=True
             )
-        tokenizer = AutoTokenizer.from_pretrained(**names)
+            tokenizer = AutoTokenizer.from_pretrained(**names)
     except (OSError, ValueError, ImportError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
         raise ModelLoadError(f"{file} could not be converted: {type(error).__name__}: {error}") from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -140,6 +167,49 @@ def convert(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
         raise OSError(code, str(error)) from error
+
+
+def _check_room(file: Path, folder: Path, reader: Any, stored: torch.dtype) -> None:
+    """Say what a conversion takes.
+
+    Raises
+    ------
+    ModelLoadError
+        If there is not so much.
+    """
+    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
+    disk = sum(sizes) * stored.itemsize
+    memory, there = 2 * disk + 4 * max(sizes, default=0), total_memory()
+    free = shutil.disk_usage(folder).free
+    print(
+        f"Converting {file.name}: {disk / 1e9:.1f} GB on the disk of {folder.parent}, and up to {memory / 1e9:.1f} GB "
+        "of memory meanwhile.",
+        file=sys.stderr,
+    )
+    if disk > free:
+        raise ModelLoadError(
+            f"{file} takes {disk:,} bytes once it is converted, and the disk of {folder.parent} has {free:,} left: "
+            "free some space, or set XDG_CACHE_HOME to a folder on another disk"
+        )
+    if there is not None and memory > there:
+        raise ModelLoadError(
+            f"converting {file} takes up to {memory:,} bytes of memory, and there are {there:,}: convert it on a "
+            "larger machine and copy the folder, or take a smaller model"
+        )
+
+
+@contextmanager
+def _read_by(reader: Any) -> Iterator[None]:
+    """Within this, transformers takes this reader of a file. It would read all settings three times more."""
+    import gguf
+
+    with _reading:
+        own = gguf.GGUFReader
+        gguf.GGUFReader = lambda path: reader
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = own
 
 
 @contextmanager
@@ -196,8 +266,14 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
     """The file's reader, and its settings except long lists."""
     from gguf import GGUFReader
 
+    class Reader(GGUFReader):  # type: ignore[misc]
+        """Cuts the file up as a plain array, which is several times faster than as a mapped one."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
         return reader, {field.name: field.contents() for field in short}
     except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised

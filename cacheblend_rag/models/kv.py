@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,10 +54,34 @@ class SegmentKV:
     values: tuple[torch.Tensor, ...]
     rotated: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
+
+    @property
+    def written(self) -> Written | None:
+        """Its layers as a GPU takes several with one copy; None if they do not lie one behind another."""
+        return None
+
+
+class Written(NamedTuple):
+    """Layers in the bytes of a codec, one behind another.
+
+    Parameters
+    ----------
+    codec : str
+    layers : Tensor, uint8 [layers, bytes]
+        The bytes of each, and perhaps more to fill it up.
+    """
+
+    codec: str
+    layers: torch.Tensor
+
 
 @dataclass(frozen=True)
 class JoinedKV(SegmentKV):
-    """KV of a segment whose layers lie one behind the other: a GPU takes several with one copy.
+    """KV of a segment whose layers lie one behind the other, as they are.
 
     Parameters
     ----------
@@ -66,6 +90,11 @@ class JoinedKV(SegmentKV):
     """
 
     block: torch.Tensor
+
+    @property
+    def written(self) -> Written:
+        """See `SegmentKV.written`."""
+        return Written("raw", self.block.flatten(1).view(torch.uint8))
 
     @classmethod
     def of(cls, kv: SegmentKV, device: torch.device) -> JoinedKV:

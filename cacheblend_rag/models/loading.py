@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,13 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_supported
-from cacheblend_rag.models.gguf import is_gguf, opened_gguf
+from cacheblend_rag.models.gguf import holds_chat_template, is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.projections import latent_width
@@ -38,6 +38,61 @@ _INSTEAD = (
 )
 # Arguments of from_pretrained that say where files are.
 _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+
+# Arguments that transformers took once, and what does the same now.
+_QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def loading_arguments(
+    device: Any, dtype: Any, model_kwargs: Mapping[str, Any] | None
+) -> tuple[str, str, dict[str, Any]]:
+    """Device, element type and the other arguments that a model is loaded with, as `load_model` takes them.
+
+    Parameters
+    ----------
+    device : str, int, torch.device or None
+        A number is that of a GPU, and -1 the CPU, as in transformers' pipelines. None is ``"auto"``.
+    dtype : str, torch.dtype or None
+        None is ``"auto"``.
+    model_kwargs : mapping or None
+        ``device``, ``dtype`` and ``torch_dtype`` may be among them.
+
+    Raises
+    ------
+    ConfigError
+        If two of them contradict one another, or weights are to be quantised by an argument that is no longer there.
+    """
+    rest = dict(model_kwargs or {})
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if rest.pop(name, None):
+            raise ConfigError(name, True, _QUANTISE.format(name))
+    device, dtype = _device_name(device), _type_name(dtype)
+    for name in ("dtype", "torch_dtype"):
+        if (own := _type_name(rest.pop(name, None))) != "auto":
+            if dtype not in ("auto", own):
+                raise ConfigError(name, own, f"leave it out; dtype={dtype!r} is given, too")
+            dtype = own
+    if (own := _device_name(rest.pop("device", None))) != "auto":
+        if device not in ("auto", own):
+            raise ConfigError("device", own, f"leave it out of model_kwargs; device={device!r} is given, too")
+        device = own
+    if device != "auto" and rest.get("device_map") is not None:
+        raise ConfigError("device", device, "leave it out, or leave out device_map; each says where weights go")
+    return device, dtype, rest
+
+
+def _device_name(device: Any) -> str:
+    if device is None:
+        return "auto"
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu" if device < 0 else f"cuda:{device}"
+    return str(device)
+
+
+def _type_name(dtype: Any) -> str:
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def type_to_load(config: Any, device: torch.device) -> str:
@@ -136,8 +191,8 @@ class LoadedModel:
 def load_model(
     model: str | os.PathLike[str],
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | int | torch.device | None = "auto",
+    dtype: str | torch.dtype | None = "auto",
     keep_converted: bool | None = None,
     **model_kwargs: Any,
 ) -> LoadedModel:
@@ -149,9 +204,9 @@ def load_model(
         A folder, a GGUF file, an id that transformers can resolve, or the name of a starter model (``"smollm2"``,
         which is fetched on first use). A folder that has a starter's name is ``"./smollm2"``. A LoRA adapter's folder
         or id loads the model that it was trained on, and activates the adapter.
-    device : str
-        ``"auto"`` (a GPU if there is one), or a torch device.
-    dtype : str
+    device : str, int or torch.device
+        ``"auto"`` (a GPU if there is one), or a torch device; see `loading_arguments`.
+    dtype : str or torch.dtype
         ``"auto"`` (see `type_to_load`), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     keep_converted : bool, optional
         Keep what a GGUF file was converted into, in the user's cache, so that the next start takes seconds. Without
@@ -169,6 +224,7 @@ def load_model(
     ConfigError
         If the device or the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
+    device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
     check_choice("dtype", dtype, DTYPES)
     target = _device(device)
     if (base := _base_of(model)) is not None:
@@ -178,6 +234,24 @@ def load_model(
         loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
     processor = cache(partial(_load_processor, name, model_kwargs))
     return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None, processor)
+
+
+def has_chat_template(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any]) -> bool | None:
+    """Whether a model has a chat template, by its small files alone; None where they do not say it."""
+    name = os.fspath(model)
+    if starter_named(model, "language model") is not None:
+        return True
+    if is_gguf(model):
+        return holds_chat_template(model)
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        of = partial(cached_file, name, **quiet, **_where(dict(model_kwargs)))
+        if of("chat_template.jinja") or of("chat_template.json"):
+            return True
+        settings = of("tokenizer_config.json")
+        return None if settings is None else bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError, TypeError):  # loading it says more
+        return None
 
 
 def _base_of(model: str | os.PathLike[str]) -> str | None:
@@ -276,6 +350,11 @@ def _load(
             tokenizer.chat_template = _template_of_processor(name)
     except (ConfigError, UnsupportedModelError):
         raise
+    except TypeError as error:
+        if (unknown := _UNKNOWN.search(str(error))) is None or unknown[1] not in model_kwargs:
+            raise
+        remedy = f"leave it out; transformers' from_pretrained does not take it for this model ({error})"
+        raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelLoadError(
             f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
@@ -297,6 +376,8 @@ def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:
     said = getattr(config, "quantization_config", None) or model_kwargs.get("quantization_config")
     if said is None:
         return None
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # it imports what it may quantise with
+
     said = said if isinstance(said, dict) else said.to_dict()
     method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
     if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):

@@ -1,39 +1,25 @@
-"""Chat templates, stock prompts, and tool calls in a generated text."""
+"""Chat templates, stock prompts, and the tool calls that an answer may be held to."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
 
-# The form that Hermes, Qwen and many other templates teach.
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
-# The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
-_MARK = "[TOOL_CALLS]"
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
+_LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
+_EXAMPLE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "A leaf.", "parameters": _LEAF}}
 
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call that a model wrote."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BrokenCall:
-    """Text that looks like a tool call and cannot be read."""
-
-    text: str
-    error: str
+_log = logging.getLogger(__name__)
+# Chat templates of which it is known whether their form of calls is read.
+_known_forms: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -54,22 +40,6 @@ class CallText:
     schema: dict[str, Any]
     after: str
     strict: bool
-
-
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """A generated text, and the calls in it.
-
-    Parameters
-    ----------
-    content : str
-        The text before the first call.
-    calls : tuple of Call or BrokenCall
-        In their order in the text.
-    """
-
-    content: str
-    calls: tuple[Call | BrokenCall, ...] = ()
 
 
 def offers_tools(tokenizer: Any) -> bool:
@@ -120,7 +90,36 @@ def render_turns(
         {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
         for tool in tools or []
     ]
+    if shown and str(template) not in _known_forms:
+        _known_forms.add(str(template))
+        if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
+            _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
     return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+
+
+def call_as_written(tokenizer: Any) -> str:
+    """A tool call as the chat template writes it into a conversation, as text; empty if it writes none.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    """
+    function = {"name": "look_up", "arguments": {"leaf": "red"}}
+    call = {"type": "function", "id": "123456789", "function": function}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        asked = written_by_template(tokenizer, turns[:1], tools=[_EXAMPLE_TOOL], add_generation_prompt=True)
+        answered = written_by_template(tokenizer, turns, tools=[_EXAMPLE_TOOL])
+    except Exception:  # a template may refuse this conversation, and take that of the request
+        return ""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    text = answered[same:]
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return text.strip() if "look_up" in text and "red" in text else ""
 
 
 def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -254,7 +253,7 @@ def calls_in_text(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[l
     tokenizer : transformers tokenizer
     """
     calls = [_call_text(tool["function"], '{"name": "' + _named(tool["function"]["name"], tokenizer)) for tool in tools]
-    return (calls, CALL_START, CALL_END) if CALL_START in str(tokenizer.chat_template) else (calls, _MARK, "")
+    return (calls, CALL_START, CALL_END) if CALL_START in str(tokenizer.chat_template) else (calls, MARK, "")
 
 
 def _call_text(function: Mapping[str, Any], before: str) -> CallText:
@@ -267,80 +266,6 @@ def _named(name: str, tokenizer: Any) -> str:
     template = str(tokenizer.chat_template)
     tagged = CALL_START in template
     return f'{name}", "{"arguments" if tagged or _PARAMETERS not in template else "parameters"}": '
-
-
-def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:
-    """Read the tool calls in a generated text.
-
-    Parameters
-    ----------
-    text : str
-        The answer.
-    names : collection of str
-        Tools that are offered: an answer that is nothing but JSON is a call of one of them.
-    """
-    if CALL_START in text:
-        return ParsedAnswer(text[: text.index(CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
-    calls = _bare_calls(text, names)
-    return ParsedAnswer("" if calls else text, calls)
-
-
-def _bare_calls(text: str, names: Collection[str]) -> tuple[Call | BrokenCall, ...]:
-    body = text.strip().removeprefix(_MARK).strip()
-    if not names or not body.startswith(("{", "[")):
-        return ()
-    try:
-        found, _ = json.JSONDecoder().raw_decode(body)
-    except ValueError:
-        return ()
-    written = found if isinstance(found, list) else [found]
-    fit = all(isinstance(call, dict) and call.get("name") in names for call in written)
-    return tuple(_call(json.dumps(call)) for call in written) if fit else ()
-
-
-def _call(text: str) -> Call | BrokenCall:
-    try:
-        call, _ = json.JSONDecoder().raw_decode(text)
-        arguments = call["arguments"] if "arguments" in call else call.get("parameters", {})
-        return Call(str(call["name"]), dict(arguments))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return BrokenCall(text, repr(error))
-
-
-class HeldBack:
-    """Returns the pieces of an answer, and holds back text that may be or become a tool call.
-
-    Parameters
-    ----------
-    holds : bool
-        Whether calls are possible; otherwise nothing is held back.
-    """
-
-    def __init__(self, holds: bool) -> None:
-        self._holds = holds
-        self._text = ""
-        self.sent = 0
-
-    def feed(self, piece: str) -> str:
-        """Text that may be handed out now."""
-        if not self._holds:
-            self.sent += len(piece)
-            return piece
-        self._text += piece
-        new = self._text[self.sent : self._certain()]
-        self.sent += len(new)
-        return new
-
-    def _certain(self) -> int:
-        """Length of the text that is no call, without white space that may stand before one."""
-        begun = self._text.lstrip()
-        if begun.startswith(("{", "[")) or not begun:
-            return 0
-        at = self._text.find(CALL_START)
-        if at < 0:
-            starts = range(max(0, len(self._text) - len(CALL_START)), len(self._text))
-            at = next((n for n in starts if CALL_START.startswith(self._text[n:])), len(self._text))
-        return max(self.sent, len(self._text[:at].rstrip()))
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _length(parts: Sequence[Sequence[int]]) -> int:
 
 
 def _by_chance(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 @lru_cache(1)

@@ -46,6 +46,8 @@ _HEAD = 16
 _HEAD_ROOM = 64
 # Texts of which it is remembered in what other forms prompts held them.
 _FORMS_OF, _FORMS_EACH = 4096, 256
+# Tokens from which on it pays to reuse KV.
+_LONG = 1024
 
 
 def chunk_text(text: str) -> str:
@@ -530,4 +532,23 @@ def warn_of_missing(missing: int, retrieved: int) -> None:
         missing,
         retrieved,
         why,
+    )
+
+
+def hint_at_unknown(tokens: int) -> None:
+    """Say once in this process that a long prompt held no known document, and what helps.
+
+    Parameters
+    ----------
+    tokens : int
+        Of the prompt.
+    """
+    why = "no known document"
+    if tokens < _LONG or why in warned_of:
+        return
+    warned_of.add(why)
+    _log.warning(
+        "a prompt of %s tokens held no known document, so its KV is neither reused nor stored; if it has retrieved "
+        "text, hand that on as documents or warm it, see docs/how-to/troubleshooting.md#where-did-my-document-go",
+        f"{tokens:,}",
     )

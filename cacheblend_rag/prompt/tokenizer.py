@@ -8,6 +8,7 @@ loses its last chunks.
 from __future__ import annotations
 
 import copy
+import re
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 _SURROUNDINGS = (" ", '"')
 # Tokenizers do not merge the beginning of a text with the end of a line.
 _LINE_END = "\n"
+# Half of a surrogate pair: text that was cut within a character, or read from JSON that was.
+_HALF = re.compile("[\ud800-\udfff]")
 # Chunks whose tokens are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
 _REMEMBERED = 1024
 
@@ -282,6 +285,25 @@ class PromptTokenizer:
         return _Encoded(start + encoded.ids, none + encoded.starts, none + encoded.stops)
 
     def _encode(self, text: str) -> _Encoded:
+        """Ids of a text.
+
+        Raises
+        ------
+        PromptError
+            If it holds half of a surrogate pair; tokenizers take characters alone.
+        """
+        try:
+            return self._encoded(text)
+        except (TypeError, UnicodeError) as error:
+            if (half := _HALF.search(text)) is None:
+                raise
+            before = text[max(0, half.start() - 40) : half.start()]
+            raise PromptError(
+                f"the text holds half of a surrogate pair, U+{ord(half[0]):X}, at character {half.start()} behind "
+                f"{before!r}, and that is no character: leave it out, or read the text anew where it was cut"
+            ) from error
+
+    def _encoded(self, text: str) -> _Encoded:
         # verbose=False: a prompt longer than the tokenizer's limit is the engine's to judge.
         if not getattr(self._tokenizer, "is_fast", False):
             return _Encoded(tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False)))
@@ -415,7 +437,7 @@ def check_all_fit(
         return
     for number, prompt in enumerate(prompts):
         # No tokenizer makes more tokens than there are bytes.
-        size = len(prompt.written(tokenizer.separator).text.encode()) + len(tokenizer.start_ids)
+        size = len(prompt.written(tokenizer.separator).text.encode(errors="surrogatepass")) + len(tokenizer.start_ids)
         if size + needed <= window and not isinstance(prompt, ImagePrompt):
             continue
         try:

@@ -29,6 +29,8 @@ from cacheblend_rag.retrieval.wordml import with_all_text
 Reader = Callable[[str, bytes], tuple[str, ...]]
 
 _log = logging.getLogger(__name__)
+# Losses of files that are read. Commands, which list the files that are skipped themselves, let it through.
+_losses = logging.getLogger(f"{__package__}.losses")
 # Bytes of XML in a Word document, unpacked. A book of 1,000 pages has fewer; as a tree they take 50 times that.
 _MOST_XML = 20_000_000
 # Elements within elements in XML. Nested tables are the deepest in practice, at about 10 a table.
@@ -83,7 +85,7 @@ def _decoded(name: str, data: bytes, *, markup: bool = False) -> str:
     if _is_damaged_utf8(data):
         text = _CONTROLS.sub("\ufffd", data.decode("utf-8-sig", "replace"))
         damaged = text.count("\ufffd")
-        _log.warning("%s is UTF-8 but for %d bytes or so, which are read as \ufffd; save it anew", name, damaged)
+        _losses.warning("%s is UTF-8 but for damage in %d places, read as \ufffd; save it anew", name, damaged)
     else:
         text = data.decode(_encoding(name, data, markup), "replace")
     if "\0" in text or text.count("\ufffd") > _BROKEN * len(text):
@@ -217,7 +219,7 @@ def _docx(name: str, data: bytes) -> tuple[str, ...]:
             "or move it away"
         ) from error
     if left_out:
-        _log.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
+        _losses.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
     return (_text_of_html(name, html),)
 
 

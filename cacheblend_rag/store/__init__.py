@@ -1,6 +1,15 @@
 """LOOK UP: KV of segments, kept by content."""
 
-from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
+from cacheblend_rag.store.base import (
+    BaseRecord,
+    BaseStore,
+    KVRecord,
+    KVStore,
+    RecordInfo,
+    StoredKV,
+    StoreStats,
+    record_key,
+)
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.factory import StoreLocations, open_store
 from cacheblend_rag.store.memory import MemoryStore
@@ -8,6 +17,7 @@ from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = [
+    "BaseRecord",
     "BaseStore",
     "DiskEntry",
     "DiskStore",

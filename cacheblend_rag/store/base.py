@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, TypeGuard, cast, runtime_checkable
+from typing import Protocol, TypeGuard, cast
 
 import torch
 
@@ -135,7 +135,7 @@ class StoredKV(Protocol):
     """A record opened for reading, layer by layer.
 
     It stays readable if the store evicts it meanwhile. One on another machine may then be lost: reading raises
-    `RecordError`.
+    `RecordError`. `BaseRecord` has defaults for some members.
     """
 
     @property
@@ -160,9 +160,45 @@ class StoredKV(Protocol):
         """
         ...
 
+    @property
+    def codec(self) -> str | None:
+        """Codec in whose bytes `read_written` gives layers; None if they are only read decoded."""
+        ...
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        """Some layers as the codec wrote them, uint8 ``[layers, bytes]``, checked; a row may be longer than its layer.
+
+        Several threads may call it at once. What lies in memory comes as it lies there, on whatever device.
+
+        Parameters
+        ----------
+        layers : slice
+        pinned : bool
+            Read into pinned memory, from which a GPU copies fast.
+
+        Raises
+        ------
+        RecordError
+            As for `read_layer`.
+        """
+        ...
+
     def close(self) -> None:
         """Release what is held open."""
         ...
+
+
+class BaseRecord:
+    """Defaults for members of `StoredKV`: a record that is only read decoded. Inherit from it in one of your own."""
+
+    @property
+    def codec(self) -> str | None:
+        """See `StoredKV.codec`."""
+        return None
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        """See `StoredKV.read_written`; not asked for without a codec."""
+        raise NotImplementedError
 
 
 OnEvict = Callable[[str, StoredKV], None]
@@ -197,16 +233,6 @@ class ReadsAhead(StoredKV, Protocol):
 def reads_ahead(record: StoredKV) -> TypeGuard[ReadsAhead]:
     """Whether a record is a `ReadsAhead`."""
     return hasattr(record, "read_ahead")
-
-
-@runtime_checkable
-class HasBlock(Protocol):
-    """A record whose layers lie one behind the other in memory."""
-
-    @property
-    def block(self) -> torch.Tensor | None:
-        """Keys and values of all layers, ``[layers, 2, kv_heads, tokens, head_dim]``, on a GPU or pinned; or None."""
-        ...
 
 
 def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.models.kv import SegmentKV, Written
 from cacheblend_rag.store.base import RecordInfo
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Buffer: TypeAlias = Any
+"""Bytes that can be written, such as a `bytearray` or the memory of a tensor."""
 _KEY_AXIS, _VALUE_AXIS = 1, 2  # of [kv_heads, tokens, head_dim]: what one scale spans
 
 
@@ -29,6 +33,8 @@ class Codec(ABC):
     """
 
     name: str
+    on_gpu = True
+    """Whether `models.gpu.scatter` decodes it."""
 
     def layer_bytes(self, info: RecordInfo) -> int:
         """Bytes one layer takes."""
@@ -50,7 +56,7 @@ class Codec(ABC):
         """
         return [*self._pack(keys.detach().cpu(), _KEY_AXIS), *self._pack(values.detach().cpu(), _VALUE_AXIS)]
 
-    def decode(self, data: bytearray, info: RecordInfo) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, data: Buffer, info: RecordInfo) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[kv_heads, tokens, head_dim]`` of the record's element type.
 
         They may be views of ``data``.
@@ -58,7 +64,7 @@ class Codec(ABC):
         keys = self._unpack(data, 0, info, _KEY_AXIS)
         return keys, self._unpack(data, self._size(info, _KEY_AXIS), info, _VALUE_AXIS)
 
-    def decode_into(self, data: bytearray, info: RecordInfo, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def decode_into(self, data: Buffer, info: RecordInfo, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write what `decode` gives into tensors of its shape, wherever they lie."""
         self._unpack_into(data, 0, info, _KEY_AXIS, keys)
         self._unpack_into(data, self._size(info, _KEY_AXIS), info, _VALUE_AXIS, values)
@@ -71,9 +77,9 @@ class Codec(ABC):
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]: ...
 
     @abstractmethod
-    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor: ...
+    def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor: ...
 
-    def _unpack_into(self, data: bytearray, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
+    def _unpack_into(self, data: Buffer, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
         target.copy_(self._unpack(data, offset, info, axis))
 
 
@@ -88,7 +94,7 @@ class RawCodec(Codec):
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
         return [_bytes(tensor)]
 
-    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+    def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         return _view(data, offset, DTYPES[info.dtype], _shape(info))
 
 
@@ -119,12 +125,12 @@ class ScaledCodec(Codec):
         scale = self._scale(tensor, axis)
         return [_bytes(scale), _bytes(self._codes(tensor, scale).to(torch.int8))]
 
-    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+    def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         target = torch.empty(_shape(info), dtype=DTYPES[info.dtype])
         self._unpack_into(data, offset, info, axis, target)
         return target
 
-    def _unpack_into(self, data: bytearray, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
+    def _unpack_into(self, data: Buffer, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
         scale = _view(data, offset, torch.float32, _reduced(info, axis))
         small = _view(data, offset + scale.nbytes, torch.int8, _shape(info))
         if target.device.type == "cpu":
@@ -141,6 +147,7 @@ class GroupedCodec(Codec):
     """
 
     name = "int4"
+    on_gpu = False
     _groups: ClassVar = {_KEY_AXIS: 64, _VALUE_AXIS: 32}
     _steps = 15
 
@@ -163,7 +170,7 @@ class GroupedCodec(Codec):
             flat = torch.cat((flat, flat.new_zeros(1)))
         return [_bytes(low), _bytes(step), _bytes(flat[::2] | (flat[1::2] << 4))]
 
-    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+    def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         low = _view(data, offset, torch.float16, self._per_group(info, axis))
         step = _view(data, offset + low.nbytes, torch.float16, self._per_group(info, axis))
         pairs = _view(data, offset + 2 * low.nbytes, torch.uint8, (-(-_elements(info) // 2),))
@@ -183,6 +190,59 @@ class GroupedCodec(Codec):
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), ScaledCodec(), GroupedCodec())}
+
+
+class EncodedKV(SegmentKV):
+    """KV of a segment in the bytes of a codec, decoded whenever it is asked for.
+
+    Parameters
+    ----------
+    info : RecordInfo
+    codec : Codec
+    layers : sequence of Tensor, uint8 [bytes]
+        Each as the codec wrote it, and perhaps longer; or all in one tensor, ``[layers, bytes]``.
+    """
+
+    info: RecordInfo
+    codec: Codec
+    layers: Sequence[torch.Tensor] | torch.Tensor
+
+    def __init__(self, info: RecordInfo, codec: Codec, layers: Sequence[torch.Tensor] | torch.Tensor) -> None:
+        vars(self).update(info=info, codec=codec, layers=layers, rotated=info.rotated)  # its class is frozen
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each ``[kv_heads, tokens, head_dim]``."""
+        return self.codec.decode(self.layers[layer].numpy(), self.info)
+
+    def decoded(self) -> SegmentKV:
+        """The same, as the model's element type has it."""
+        keys, values = zip(*map(self.layer, range(self.info.layers)), strict=True)
+        return SegmentKV(keys, values, self.rotated)
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """See `SegmentKV`."""
+        return self.decoded().keys
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """See `SegmentKV`."""
+        return self.decoded().values
+
+    @property
+    def nbytes(self) -> int:
+        """See `SegmentKV`."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def written(self) -> Written | None:
+        """See `SegmentKV.written`."""
+        return Written(self.codec.name, self.layers) if isinstance(self.layers, torch.Tensor) else None
+
+    def joined(self, pinned: bool) -> EncodedKV:
+        """A copy whose layers lie one behind another."""
+        block = torch.empty((len(self.layers), len(self.layers[0])), dtype=torch.uint8, pin_memory=pinned)
+        return EncodedKV(self.info, self.codec, torch.stack(tuple(self.layers), out=block))
 
 
 def codec_named(name: str) -> Codec:
@@ -221,5 +281,5 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _view(data: bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _view(data: Buffer, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)

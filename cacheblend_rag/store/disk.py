@@ -72,6 +72,41 @@ class Files(Protocol):
         ...
 
 
+class _Connection(sqlite3.Connection):
+    """A connection that closes itself with the thread or the cache that it belongs to: Python warns of others.
+
+    It lies in a `threading.local`, so no two threads use it. Any thread may be the one that drops the cache.
+    """
+
+    def __del__(self) -> None:
+        with contextlib.suppress(sqlite3.ProgrammingError):  # one that could not be opened
+            self.close()
+
+
+def _connect(path: str, **options: Any) -> sqlite3.Connection:
+    return sqlite3.connect(path, factory=_Connection, check_same_thread=False, **options)
+
+
+class _Cache(diskcache.Cache):  # type: ignore[misc]
+    """diskcache's cache over a `_Connection` a thread."""
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        here = self._local
+        if getattr(here, "pid", None) != os.getpid():  # a connection does not survive a fork
+            self.close()
+            here.pid = os.getpid()
+        if getattr(here, "con", None) is None:
+            path = os.path.join(self._directory, diskcache.core.DBNAME)
+            here.con = _connect(path, timeout=self._timeout, isolation_level=None)
+            with contextlib.suppress(sqlite3.OperationalError):  # a new folder has no settings yet
+                for key, value in here.con.execute("SELECT key, value FROM Settings").fetchall():
+                    if key.startswith("sqlite_"):  # these hold for one connection
+                        self.reset(key, value, update=False)
+        connection: sqlite3.Connection = here.con
+        return connection
+
+
 class _ReadOnlyCache:
     """Takes the place of diskcache's cache for a folder that cannot be written. It does not note what is used.
 
@@ -97,12 +132,12 @@ class _ReadOnlyCache:
     def _sql(self) -> Any:
         if getattr(self._here, "process", None) != os.getpid():
             uri = self._path.resolve().as_uri()
-            connection = sqlite3.connect(f"{uri}?mode=ro", uri=True)
+            connection = _connect(f"{uri}?mode=ro", uri=True)
             try:
                 connection.execute("SELECT COUNT(*) FROM Cache").fetchone()
             except sqlite3.OperationalError:  # its journal cannot be made here; then nobody writes it, either
                 connection.close()
-                connection = sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True)
+                connection = _connect(f"{uri}?mode=ro&immutable=1", uri=True)
             self._here.process, self._here.connection = os.getpid(), connection
         return self._here.connection.execute
 
@@ -267,7 +302,7 @@ class DiskStore(BaseStore):
         for path in self.folder.glob("cache.db*"):
             with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
                 path.chmod(0o600)
-        cache = diskcache.Cache(
+        cache = _Cache(
             str(self.folder),
             timeout=10,
             disk=_NoPickleDisk,

@@ -12,13 +12,14 @@ import torch
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
-from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, StoreStats
-from cacheblend_rag.store.codecs import CODECS
+from cacheblend_rag.store.base import BaseRecord, BaseStore, Claims, KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.codecs import CODECS, EncodedKV
 
 _log = logging.getLogger(__name__)
+_NOT_PINNED = "a record could not be kept in pinned memory, and will come to the GPU slowly: %s"
 
 
-class MemoryRecord:
+class MemoryRecord(BaseRecord):
     """A record in memory, read like any other.
 
     Parameters
@@ -34,12 +35,18 @@ class MemoryRecord:
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StoredKV.read_layer`."""
-        return self.record.kv.keys[layer], self.record.kv.values[layer]
+        kv = self.record.kv
+        return kv.layer(layer) if isinstance(kv, EncodedKV) else (kv.keys[layer], kv.values[layer])
 
     @property
-    def block(self) -> torch.Tensor | None:
-        """See `HasBlock`; None where no GPU is in use."""
-        return self.record.kv.block if isinstance(self.record.kv, JoinedKV) else None
+    def codec(self) -> str | None:
+        """See `StoredKV.codec`; None where no GPU is in use."""
+        return written.codec if (written := self.record.kv.written) else None
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        """See `StoredKV.read_written`."""
+        written = self.record.kv.written
+        return super().read_written(layers, pinned) if written is None else written.layers[layers]
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -55,8 +62,8 @@ class MemoryStore(Claims, BaseStore):
     device : str or torch.device
         Where records are kept: ``"cpu"``, or a GPU.
     pinned : bool
-        Keep all records on a CPU in pinned memory, from which a GPU reads fast. Records that a GPU computed are always
-        in pinned memory.
+        Keep all records on a CPU in pinned memory, from which a GPU reads fast. What a folder wrote in eight bits stays
+        as it was written. Records that a GPU computed are always in pinned memory.
     """
 
     persistent = False
@@ -96,7 +103,7 @@ class MemoryStore(Claims, BaseStore):
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
         record = self._moved(record)
-        size = _size(record)
+        size = record.kv.nbytes
         if size > self._size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
         with self._lock:
@@ -116,16 +123,28 @@ class MemoryStore(Claims, BaseStore):
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv
+        if isinstance(kv, EncodedKV):
+            if self._pinned and self.device.type == "cpu":
+                return KVRecord(record.info, self._joined(kv))
+            kv = kv.decoded()
         if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.device.type == "cuda"):
             try:
                 return KVRecord(record.info, JoinedKV.of(kv, self.device))
             except RuntimeError as error:  # the system bounds how much may be pinned
                 if self.device.type == "cuda":
                     raise
-                _log.warning("a record could not be kept in pinned memory, and will come to the GPU slowly: %s", error)
+                _log.warning(_NOT_PINNED, error)
         keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
         values = tuple(tensor.detach().to(self.device) for tensor in kv.values)
         return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))
+
+    @staticmethod
+    def _joined(kv: EncodedKV) -> EncodedKV:
+        try:
+            return kv.joined(pinned=True)
+        except RuntimeError as error:
+            _log.warning(_NOT_PINNED, error)
+            return kv.joined(pinned=False)
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
@@ -175,9 +194,5 @@ class MemoryStore(Claims, BaseStore):
         record = self._records.pop(key, None)
         if record is None:
             return False
-        self._volume -= _size(record)
+        self._volume -= record.kv.nbytes
         return True
-
-
-def _size(record: KVRecord) -> int:
-    return sum(tensor.nbytes for tensor in record.kv.keys + record.kv.values)

@@ -30,9 +30,8 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store.base import KVRecord, RecordInfo
-from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
+from cacheblend_rag.store.base import BaseRecord, KVRecord, RecordInfo
+from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, EncodedKV, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
 _log = logging.getLogger(__name__)
@@ -121,9 +120,10 @@ def as_written(record: KVRecord, form: RecordFormat) -> KVRecord:
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     if codec is CODECS["raw"]:
         return record
-    pairs = [codec.decode(bytearray().join(layer), record.info) for layer in layers]
-    keys, values = zip(*pairs, strict=True)
-    return KVRecord(record.info, SegmentKV(keys, values, record.kv.rotated))
+    size = _padded(codec.layer_bytes(record.info))
+    data = [torch.frombuffer(bytearray().join(layer).ljust(size), dtype=torch.uint8) for layer in layers]
+    kv = EncodedKV(record.info, codec, data)
+    return KVRecord(record.info, kv if codec.on_gpu else kv.decoded())
 
 
 def _encoded(
@@ -156,7 +156,7 @@ def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Seq
         return CODECS["raw"], [CODECS["raw"].encode(keys, values) for keys, values in pairs]
 
 
-class EncodedRecord:
+class EncodedRecord(BaseRecord):
     """A record in this format, wherever its bytes lie. A subclass says how they are fetched.
 
     Parameters
@@ -305,6 +305,20 @@ class FileRecord(EncodedRecord):
         header = bytearray(length)
         self._read(START_BYTES, header)
         self._take_header(start, header, size)
+
+    @property
+    def codec(self) -> str | None:
+        """See `StoredKV.codec`; none of an encrypted record."""
+        return self._codec.name if self._codec.on_gpu and self._seal is None else None
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        """See `StoredKV.read_written`; layers lie one behind another in the file, and are read at once."""
+        places = self._layers[layers]
+        data = torch.empty((len(places), _padded(places[0].size)), dtype=torch.uint8, pin_memory=pinned)
+        self._read(places[0].offset, data.numpy().data.cast("B"))
+        for place, layer in zip(places, data.numpy(), strict=True):
+            _check_sum(place, layer[: place.size])
+        return data
 
     def _fetch(self, place: LayerPlace, *buffers: Any) -> None:
         self._read(place.offset, *buffers)

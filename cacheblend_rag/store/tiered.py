@@ -15,6 +15,7 @@ import torch
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import (
+    BaseRecord,
     BaseStore,
     KVRecord,
     KVStore,
@@ -25,6 +26,7 @@ from cacheblend_rag.store.base import (
     check_store,
     reads_ahead,
 )
+from cacheblend_rag.store.codecs import CODECS, EncodedKV
 from cacheblend_rag.store.write_behind import WriteBehind
 
 _log = logging.getLogger(__name__)
@@ -234,7 +236,11 @@ class TieredStore(BaseStore):
                 continue
             record = self._to_rise(level, key, stored)
             try:
-                if record is not stored:
+                if isinstance(record, _Rising) and record.codec is not None:
+                    for layer in range(record.info.layers):
+                        record.read_written(slice(layer, layer + 1))
+                    record.rise()
+                elif record is not stored:
                     _whole(record)
             except StoreError as error:
                 _log.warning("KV record %s cannot be brought closer: %s", key, error)
@@ -279,14 +285,16 @@ class TieredStore(BaseStore):
         for tier in self.tiers:
             tier.close()
 
-    def rise(self, rising: _Rising, record: KVRecord) -> None:
-        """Put what was read from a tier into a nearer one, unless it is gone from there."""
+    def rise(self, rising: _Rising, record: KVRecord, behind: bool = False) -> None:
+        """Put what was read from a tier into a nearer one, unless it is gone from there; perhaps without waiting."""
         key, tier = rising.key, self.tiers[rising.level]
         with self._move(key) as free:
             if not free or rising.gone or not (tier.remote or tier.contains(key)):
                 return
             keeping = [one for one in self._own if one.persistent][:1] if tier.remote else []
-            if self.tiers[0] not in keeping:
+            if behind:
+                self._behind.put(key, record, self.tiers[:1])
+            elif self.tiers[0] not in keeping:
                 try:
                     self.tiers[0].put(key, record)
                 except StoreError as error:
@@ -309,14 +317,19 @@ class TieredStore(BaseStore):
                     _log.warning("KV record %s does not fit the next tier: %s", key, error)
 
 
-class _Rising:
-    """A record of a lower tier that rises when all its layers have been read."""
+class _Rising(BaseRecord):
+    """A record of a lower tier that rises when all its layers have been read.
+
+    As it was written it rises when it is closed, and nobody waits: a GPU is at work, and pinned memory takes the system
+    long.
+    """
 
     def __init__(self, store: TieredStore, level: int, key: str, inner: StoredKV) -> None:
         self._store, self.level, self.key, self._inner = store, level, key, inner
         self.gone = False  # whether it was erased since
         self.info, self.tier = inner.info, inner.tier
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written: dict[int, torch.Tensor] = {}
         self._risen = False
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,8 +346,27 @@ class _Rising:
         if reads_ahead(self._inner):
             self._inner.read_ahead(layer)
 
+    @property
+    def codec(self) -> str | None:
+        return self._inner.codec
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        data = self._inner.read_written(layers, pinned)
+        if not self._risen:
+            self._written.update(zip(range(layers.start, layers.stop), data, strict=True))
+        return data
+
+    def rise(self, behind: bool = False) -> None:
+        """Put all layers into the nearest tier as they were written, if all were read so."""
+        if self.codec and not self._risen and len(self._written) == self.info.layers:
+            self._risen = True
+            layers = [self._written[number] for number in range(self.info.layers)]
+            self._store.rise(self, KVRecord(self.info, EncodedKV(self.info, CODECS[self.codec], layers)), behind)
+
     def close(self) -> None:
+        self.rise(behind=True)
         self._layers.clear()
+        self._written.clear()
         self._inner.close()
 
 

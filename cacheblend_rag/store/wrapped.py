@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, OnEvict, RecordInfo, StoredKV, StoreStats
@@ -48,7 +48,16 @@ class WrappedStore(BaseStore):
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
-        return self.inner.open(key)
+        record = self.inner.open(key)
+        return None if record is None else self.handed_out(key, record)
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
+        return {key: self.handed_out(key, record) for key, record in self.inner.open_all(keys).items()}
+
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        """The record that a caller gets for one of the wrapped store: the very same, unless a subclass changes it."""
+        return record
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -40,10 +42,12 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._full, self._failed = Warnings(), Warnings()
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     def put(self, key: str, record: KVRecord, tiers: Sequence[KVStore]) -> bool:
         """Write a record to tiers as soon as possible; False if there is no room for it to wait."""
-        size = sum(tensor.nbytes for tensor in record.kv.keys + record.kv.values)
+        size = record.kv.nbytes
         with self._changed:
             if self._closed or (self._waiting and self._held + size > _MOST_BYTES):
                 name = ", ".join(tier.tier for tier in tiers)
@@ -58,10 +62,16 @@ class WriteBehind:
             self._waiting[key] = waiting
             self._held += size
             if self._thread is None:
+                _begun.add(self)
                 self._thread = threading.Thread(target=self._work, name="kv-write-behind", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter ends, and begins no thread any more
+                    self._thread = None
             self._changed.notify_all()
-            return True
+        if self._thread is None:
+            self._write(key)
+        return True
 
     def waits(self, key: str) -> bool:
         """Whether a record of this key waits to be written."""
@@ -141,3 +151,12 @@ class WriteBehind:
                 done = self._drop(key) if self._waiting.get(key) is waiting else []
         for call in done:
             call()
+
+
+_begun: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Write what waits before the interpreter ends; whatever fills these queues has registered itself later."""
+    for queue in list(_begun):
+        queue.close()

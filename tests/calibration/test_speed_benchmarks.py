@@ -44,6 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], script: ModuleType, *arguments: str)
         ("qwen3-1.7b", 1_720_574_976),
         ("mistral-7b", 7_241_732_096),
         ("qwen3-14b", 14_768_307_200),
+        ("gemma3-12b", 11_766_034_176),
         ("yi-34b", 34_388_917_248),
     ],
 )

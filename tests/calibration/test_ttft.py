@@ -19,7 +19,7 @@ from tests import tiny
 from tests.probes import engine_of
 
 RULES = ["full reuse", "hkvd 15%", "hkvd 5%"]
-RULES += ["gradual 30, 3%", "gradual 50, 40, 30, 5%", "chunk starts 15%", "chunk starts 5%", "default"]
+RULES += ["gradual 30, 3%", "gradual 50, 40, 30, 5%", "chunk starts 15%", "chunk starts 5%", "default", "invoke"]
 SMALL = ["--chunks", "2", "--chunk-tokens", "40", "--threads", "1", "--device", "cpu"]
 
 
@@ -52,6 +52,10 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
     assert work["full reuse, disk"] < starts[0] < starts[1] < work["hkvd 15%, disk"]
     assert work["hkvd 15%, disk"] == work["hkvd 15%, memory"]
     assert work["default, disk"] > starts[1], "a scoring pass is part of it"
+    for place in ("disk", "memory"):
+        invoke, default = f"invoke, {place}", f"default, {place}"
+        assert 1.0 <= work[invoke] / work[default] < 1.05, "LangChain's call blends the same prompt"
+        assert 0.9 < result["loaded_bytes"][invoke] / result["loaded_bytes"][default] <= 1.0
     assert 5 / 6 < work["cold"] < work["full recompute"] == 1.0, "of the last layer only one row is needed"
 
 

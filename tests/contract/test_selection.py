@@ -231,7 +231,7 @@ def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str,
 def test_of_rows_before_the_question_nothing_undefined_is_read() -> None:
     """Text between chunks is computed before the question, whose KV may then hold whatever was in memory."""
     adapter = ModelAdapter(tiny.model())
-    ids, rows = list(range(5, 45)), torch.tensor([0, 1, 12, 13, *range(30, 40)])
+    ids, rows = torch.arange(5, 45), torch.tensor([0, 1, 12, 13, *range(30, 40)])
     rotaries, scores = adapter.rotary(len(ids)), []
     for undefined in (0.0, float("nan")):
         kv = random_kv(adapter.model, len(ids))

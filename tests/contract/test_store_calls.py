@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import ast
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import cacheblend_rag
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.engine.batch import ReadOnceStore
+from cacheblend_rag.app.fleet.summaries import SummarizedStore
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import BaseStore, DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from cacheblend_rag.store.base import check_store
+from cacheblend_rag.store.tombstones import TombstonedStore
+from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.faults import record_of
 from docs.benchmarks.scripts.throttled import ThrottledStore
 from tests import tiny
 from tests.contract.store_contract import PATIENCE, fill
-from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+from tests.probes import CHUNKS, PROMPT, CountingStore, Hooked, engine_of
 
 SMALL = 2 * 100_000
 
@@ -182,18 +186,76 @@ def test_a_record_that_cannot_be_used_nor_erased_is_a_miss(caplog: pytest.LogCap
 def test_every_store_has_all_that_the_protocol_names(tmp_path: Path) -> None:
     memory, disk = MemoryStore(), DiskStore(tmp_path / "kv")
     stores: list[KVStore] = [
-        memory, disk, TieredStore([memory, disk]), ReadOnceStore(disk), ThrottledStore(disk, 1e9), Hooked(disk),
+        memory, disk, TieredStore([memory, disk]), WrappedStore(disk), ThrottledStore(disk, 1e9), Hooked(disk),
     ]  # fmt: skip
     for store in stores:
         check_store(store)
-    tiers, once = stores[2], ReadOnceStore(stores[2])
+    tiers = stores[2]
     assert (tiers.persistent, tiers.tier, tiers.folder, tiers.tiers) == (True, "disk", disk.folder, (memory, disk))
-    assert (once.persistent, once.tier, once.folder, once.tiers) == (True, "disk", disk.folder, (memory, disk))
-    assert (memory.persistent, memory.tier, memory.folder, memory.tiers) == (False, "memory", None, ())
-    assert tiers.stats() == once.stats() == disk.stats()
-    once.on_evict = print
-    assert disk.on_evict is print
+    assert tiers.stats() == disk.stats()
     tiers.close()
+
+
+# Every method of the protocol with arguments for it.
+CALLS: dict[str, tuple[Any, ...]] = {
+    "open": ("key",),
+    "open_all": (["key", "other"],),
+    "put": ("new", record_of(2)),
+    "contains": ("key",),
+    "infos": ("k",),
+    "volume": (),
+    "record_bytes": (record_of(1).info,),
+    "as_kept": (record_of(1),),
+    "prefetch": ("key",),
+    "delete": ("key",),
+    "claim": ("key", 0.5),
+    "stats": (),
+    "flush": (),
+    "close": (),
+}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [WrappedStore, lambda inner: TombstonedStore(inner, 60.0), SummarizedStore, Hooked, CountingStore,
+     lambda inner: ThrottledStore(inner, 1e12)],
+    ids=["plain", "tombstones", "summaries", "hooked", "counting", "throttled"],
+)  # fmt: skip
+def test_a_wrapper_passes_every_call_on(tmp_path: Path, wrap: Callable[[KVStore], WrappedStore]) -> None:
+    memory, disk = MemoryStore(), DiskStore(tmp_path)
+    inner = TieredStore([memory, disk])
+    for number, key in enumerate(("key", "other")):
+        inner.put(key, record_of(number))
+    wrapper = wrap(inner)
+    assert CALLS.keys() == {name for name, one in vars(KVStore).items() if callable(one) and not name.startswith("_")}
+    for name, arguments in CALLS.items():
+        with mock.patch.object(inner, name, wraps=getattr(inner, name)) as called:
+            given = getattr(wrapper, name)(*arguments)
+            if name == "claim":
+                with given as mine:
+                    assert mine
+            elif name == "infos":
+                assert [key for key, _ in given] == ["key"]
+            elif name == "open_all":
+                assert sorted(given) == ["key", "other"]
+        called.assert_called_once_with(*arguments)
+    for name in ("tiers", "tier", "device", "persistent", "read_only", "remote", "folder", "size_limit"):
+        if not (isinstance(wrapper, ThrottledStore) and name in ("tiers", "tier")):  # it says that it is a device
+            assert getattr(wrapper, name) == getattr(inner, name)
+    wrapper.on_evict = print
+    assert inner.on_evict is print
+    disk.close()
+
+
+def test_a_wrapper_gives_out_the_very_records() -> None:
+    inner = MemoryStore()
+    inner.put("key", record_of(0))
+    records = {"key": inner.open("key")}
+    for wrapper in (WrappedStore(inner), TombstonedStore(inner, 60.0), SummarizedStore(inner)):
+        with mock.patch.object(inner, "open_all", return_value=records):
+            assert wrapper.open_all(["key"])["key"] is records["key"]
+        with mock.patch.object(inner, "open", return_value=records["key"]):
+            assert wrapper.open("key") is records["key"]
 
 
 def test_a_store_that_lacks_something_is_refused() -> None:

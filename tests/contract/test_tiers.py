@@ -19,6 +19,7 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from cacheblend_rag.store.codecs import CODECS
+from cacheblend_rag.store.record import RecordFormat
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, key_of
@@ -87,6 +88,54 @@ def test_layers_read_in_any_order_and_twice_rise_in_theirs(tiers: tuple[MemorySt
         opened.read_layer(layer)
     opened.close()
     read(memory.open("1"), 1)
+
+
+@pytest.mark.parametrize("by_reading", [True, False])
+def test_beside_a_gpu_memory_keeps_the_bytes_of_a_folder(by_reading: bool, tmp_path: Path) -> None:
+    memory, disk = MemoryStore(SIZE, pinned=True), DiskStore(tmp_path, form=RecordFormat("int8"))
+    with closing(TieredStore([memory, disk])) as store:
+        store.put("fresh", record_of(1))
+        disk.put("risen", record_of(1))
+        opened = store.open("risen")
+        assert opened is not None
+        assert opened.codec == "int8"
+        if by_reading:
+            opened.read_written(slice(1, opened.info.layers))
+            opened.read_written(slice(0, 1))
+            assert not memory.contains("risen"), "nobody waits for memory while a GPU is at work"
+        else:
+            assert store.prefetch("risen")
+        opened.close()
+        store.flush()
+        wanted = disk.open("fresh")
+        assert wanted is not None
+        for key in ("fresh", "risen"):
+            found = memory.open(key)
+            assert found is not None
+            assert found.codec == "int8"
+            for layer in range(found.info.layers):
+                for ours, theirs in zip(found.read_layer(layer), wanted.read_layer(layer), strict=True):
+                    assert torch.equal(ours, theirs)
+            size = CODECS["int8"].layer_bytes(found.info)
+            same = wanted.read_written(slice(0, found.info.layers))
+            assert torch.equal(found.read_written(slice(0, found.info.layers))[:, :size], same[:, :size])
+        assert memory.volume() == sum(disk.record_bytes(found.info) - 4096 for _ in range(2))
+        wanted.close()
+
+
+def test_what_was_forgotten_while_it_was_read_as_written_does_not_rise(tmp_path: Path) -> None:
+    memory, disk = MemoryStore(SIZE, pinned=True), DiskStore(tmp_path, form=RecordFormat("int8"))
+    with closing(TieredStore([memory, disk])) as store:
+        for number, half in ((1, True), (2, False)):
+            disk.put("a", record_of(number))
+            opened = store.open("a")
+            assert opened is not None
+            opened.read_written(slice(0, opened.info.layers - half))
+            if not half:
+                assert store.delete("a")
+            opened.close()
+            store.flush()
+            assert not memory.contains("a")
 
 
 def test_a_record_larger_than_memory_goes_by_it(tmp_path: Path) -> None:

@@ -1,15 +1,28 @@
-"""Prompts of a batch: in an order that keeps shared chunks together, each record read once."""
+"""Prompts of a batch: in an order that keeps shared chunks together, what several need read once and kept no longer."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.batch import by_common_chunks
+from cacheblend_rag.loading.shared import SharedKV
+from cacheblend_rag.report import Generation, Seconds
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
+from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
-from tests.probes import engine_of, key_of
+from tests.probes import CountingStore, engine_of, key_of, record_files
+
+TEXTS = [tiny.text(12, seed) for seed in range(5)]
 
 
 def test_prompts_with_chunks_in_common_are_neighbours() -> None:
@@ -18,94 +31,201 @@ def test_prompts_with_chunks_in_common_are_neighbours() -> None:
     assert by_common_chunks([[], []]) == [0, 1]
 
 
-class Counting:
-    """A store that counts what is opened, read and closed."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.opened = self.read = self.closed = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def open(self, key: str) -> Any:
-        record = self._store.open(key)
-        if record is not None:
-            self.opened += 1
-            return _Record(self, record)
-        return None
+# A batch over an engine -----------------------------------------------------------------------
 
 
-class _Record:
-    def __init__(self, counts: Counting, record: Any) -> None:
-        self._counts, self._record, self.tier = counts, record, "memory"
-
-    @property
-    def info(self) -> Any:
-        return self._record.info
-
-    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._counts.read += 1
-        found: tuple[torch.Tensor, torch.Tensor] = self._record.read_layer(layer)
-        return found
-
-    def close(self) -> None:
-        self._counts.closed += 1
-        self._record.close()
+def prompt_of(*chunks: int, prefix: str = "Use this:") -> Prompt:
+    return Prompt(prefix, [TEXTS[one] for one in chunks], "What fell?")
 
 
-def filled(texts: list[str]) -> tuple[Counting, list[str]]:
-    """A store with the KV of some chunks, and their keys."""
-    store = MemoryStore(10**8)
-    with engine_of(store=store) as engine:
-        engine.warm(texts, progress=False)
-        keys = [key_of(engine, text) for text in texts]
-    return Counting(store), keys
+@contextmanager
+def warm_engine(store: KVStore, **options: Any) -> Iterator[tuple[BlendEngine, CountingStore]]:
+    """An engine over a store with all texts and the usual prefix."""
+    counting = CountingStore(store)
+    with engine_of(store=counting, recompute_ratio=0.5, **options) as engine:
+        engine.warm(TEXTS, progress=False)
+        engine.generate(prompt_of(0), max_new_tokens=1)
+        yield engine, counting
+    counting.close()
 
 
-def test_a_record_is_opened_and_read_once_and_closed_at_the_end() -> None:
-    store, (first, second) = filled([tiny.text(9, 1), tiny.text(9, 2)])
-    with ReadOnceStore(store) as shared:  # type: ignore[arg-type]
-        for _ in range(3):
-            shared.next_prompt()
-            for key in (first, second):
-                record = shared.open(key)
-                assert record is not None
-                keys, values = torch.empty_like(record.read_layer(0)[0]), torch.empty_like(record.read_layer(0)[1])
-                record.read_into(0, keys, values)
-                assert torch.equal(keys, record.read_layer(0)[0])
-                record.close()
-        assert shared.open("unknown") is None
-        assert shared.contains(first)
-        assert (store.opened, store.read, store.closed) == (2, 2, 0)
-    assert store.closed == 2
+def timeless(answer: Generation) -> Any:
+    """An answer and its report, but for times."""
+    return answer.token_ids, dataclasses.replace(answer.report, seconds=Seconds())
 
 
-def test_what_is_too_much_is_let_go_but_not_while_it_is_read() -> None:
-    store, (first, second) = filled([tiny.text(9, 1), tiny.text(9, 2)])
-    with ReadOnceStore(store, limit=1) as shared:  # type: ignore[arg-type]
-        held = shared.open(first)
-        assert held is not None
-        before = held.read_layer(0)[0].clone()
-        shared.next_prompt()
-        assert store.closed == 0
-        assert torch.equal(held.read_layer(0)[0], before)
-        held.close()
-        assert store.closed == 1
-        other = shared.open(second)
-        assert other is not None
-        other.close()
-        assert shared.delete(second)
-        assert store.closed == 2
-        assert shared.open(second) is None
+PROMPTS = [prompt_of(0, 1), prompt_of(2, 3), prompt_of(1, 0), prompt_of(1, 4)]
 
 
-def test_a_batch_answers_as_single_prompts_do() -> None:
-    texts = [tiny.text(12, seed) for seed in range(4)]
-    prompts = [f"Use: # # {texts[a]} # # {texts[b]} # # What?" for a, b in ((0, 1), (2, 3), (1, 0))]
-    with engine_of(recompute_ratio=0.5, separator=" # # ", split_at_separator=True) as engine:
-        engine.warm(texts, progress=False)
-        alone = [engine.generate(prompt, max_new_tokens=3).token_ids for prompt in prompts]
-        together = engine.generate_batch(prompts, max_new_tokens=3)
-    assert [one.token_ids for one in together] == alone
-    assert [one.report.hits for one in together] == [2, 2, 2]
+@pytest.mark.parametrize("max_concurrent", [1, 3])
+def test_a_record_that_several_prompts_need_is_read_once(tmp_path: Path, max_concurrent: int) -> None:
+    with warm_engine(DiskStore(tmp_path), max_concurrent=max_concurrent) as (engine, store):
+        alone = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
+        store.forget()
+        together = engine.generate_batch(PROMPTS, max_new_tokens=3)
+        reads = Counter(call[1] for call in store.calls if call[0] == "read_into")
+        assert set(reads.values()) == {engine.adapter.num_layers}
+        assert len(reads) == len(TEXTS) + 1, "the prefix, too"
+        calls = Counter(call[0] for call in store.calls)
+        assert calls == {"open_all": 4, "read_into": reads.total(), "close": 12}
+        assert (store.most_held, store.most_open) == (0, 3)
+    assert list(map(timeless, together)) == list(map(timeless, alone))
+
+
+def test_of_one_prompt_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warm_engine(DiskStore(tmp_path)) as (engine, store):
+        expected = engine.generate(PROMPTS[0], max_new_tokens=2)
+        store.forget()
+        monkeypatch.delattr("cacheblend_rag.engine.engine.SharedKV")
+        (answer,) = engine.generate_batch(PROMPTS[:1], max_new_tokens=2)
+        assert [call[0] for call in store.calls][:2] == ["open_all", "read_into"]
+    assert timeless(answer) == timeless(expected)
+
+
+def test_jobs_in_the_background_store_what_a_batch_missed(tmp_path: Path) -> None:
+    store = CountingStore(DiskStore(tmp_path))
+    with engine_of(store=store, write_back="background") as engine:
+        engine.generate_batch(PROMPTS, max_new_tokens=2)
+        engine.flush()
+        again = engine.generate_batch(PROMPTS, max_new_tokens=2)
+        assert [(one.report.hits, one.report.prefix_hit) for one in again] == [(2, True)] * 4
+    store.close()
+
+
+def test_a_damaged_record_is_a_miss_for_every_prompt_of_a_batch(tmp_path: Path) -> None:
+    with warm_engine(DiskStore(tmp_path), write_back="off") as (engine, store):
+        key = key_of(engine, TEXTS[1])
+        assert store.delete(key)
+        expected = engine.generate_batch(PROMPTS, max_new_tokens=2)
+        before = set(record_files(tmp_path))
+        engine.warm(TEXTS[1:2], progress=False)
+        (path,) = set(record_files(tmp_path)) - before
+        data = bytearray(path.read_bytes())
+        data[-4096] ^= 1  # in the last layer, which takes a page; those before it are good
+        path.write_bytes(data)
+        found = engine.generate_batch(PROMPTS, max_new_tokens=2)
+        assert not store.contains(key)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.report.hits for one in found] == [1, 2, 1, 1]
+    assert sum(one.report.lost for one in found) == 1, "the others did not find it"
+
+
+def test_requests_to_another_machine_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    from cacheblend_rag.store import s3
+
+    monkeypatch.setattr(s3, "_HEAD_BYTES", 4096)  # the header, and nothing of the layers
+    asked: list[tuple[str, int]] = []
+    read = s3.S3Store.read
+
+    def noted(store: s3.S3Store, path: str, start: int, stop: int) -> memoryview:
+        asked.append((path, start))
+        return read(store, path, start, stop)
+
+    monkeypatch.setattr(s3.S3Store, "read", noted)
+    store = s3.S3Store("memory:///")
+    with engine_of(store=store, recompute_ratio=0.5) as engine:
+        engine.warm(TEXTS, progress=False)
+        engine.generate_batch([prompt_of(0, 1), prompt_of(1, 2)], max_new_tokens=2)  # stores the prefix
+        asked.clear()
+        engine.generate_batch([prompt_of(0, 1), prompt_of(1, 2)], max_new_tokens=2)
+        assert len({path for path, _ in asked}) == 4
+        assert len(set(asked)) == len(asked)
+    store.close()
+
+
+# What is kept ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CountingStore]:
+    """A folder with a record for each of three texts, by the text."""
+    with contextlib.closing(CountingStore(DiskStore(tmp_path))) as made:
+        for number, text in enumerate("abc"):
+            made.put(text, record_of(number))
+        yield made
+
+
+def read(shared: SharedKV, store: CountingStore, text: str) -> int:
+    """Read the record of a text whole, by way of what a batch shares; how many of its layers came from the store."""
+    record = store.open(text)
+    assert record is not None
+    assert shared.takes(text, text, record)
+    expected = [record.read_layer(layer) for layer in range(record.info.layers)]
+    store.forget()
+    for layer, (keys, values) in enumerate(expected):
+        ours = torch.empty_like(keys), torch.empty_like(values)
+        shared.copy_layer(text, record, layer, *ours)
+        assert torch.equal(ours[0], keys)
+        assert torch.equal(ours[1], values)
+    reads = len(store.calls)
+    record.close()
+    return reads
+
+
+def kv_bytes(number: int) -> int:
+    kv = record_of(number).kv
+    return sum(tensor.nbytes for tensor in kv.keys + kv.values)
+
+
+def test_what_is_kept_goes_with_the_last_prompt_that_needs_it(store: CountingStore) -> None:
+    layers = record_of(0).info.layers
+    first, second, third = "ab", "bc", "c"
+    shared = SharedKV([first, second, third])
+    with shared.read_by(first):
+        alone = store.open("a")
+        assert alone is not None
+        with contextlib.closing(alone):
+            assert not shared.takes("a", "a", alone)
+        assert read(shared, store, "b") == layers
+        assert shared.size == kv_bytes(1)
+    with shared.read_by(second):
+        assert read(shared, store, "b") == 0
+        assert shared.size == 0, "the last prompt takes it along"
+        assert read(shared, store, "c") == layers
+        assert read(shared, store, "c") == 0, "the same text at two places"
+        assert shared.size == kv_bytes(2)
+    with pytest.raises(KeyError), shared.read_by(third):
+        raise KeyError("the last prompt fails before it reads")
+    assert shared.size == 0
+
+
+def test_prompts_that_are_answered_at_once_share_too(store: CountingStore) -> None:
+    shared = SharedKV(["a", "a"])
+    with shared.read_by("a"):
+        with shared.read_by("a"):
+            assert read(shared, store, "a") > read(shared, store, "a") == 0
+            assert shared.size == kv_bytes(0)
+        assert shared.size == kv_bytes(0)
+        assert shared.holds("a", 0)
+        assert read(shared, store, "a") == shared.size == 0
+    assert not shared.holds("a", 0)
+
+
+def test_what_does_not_fit_is_read_again(store: CountingStore) -> None:
+    layers = record_of(0).info.layers
+    limit = kv_bytes(0) // layers
+    shared = SharedKV(["a", "a"], limit=limit)
+    with shared.read_by("a"):
+        assert read(shared, store, "a") == layers
+        assert shared.size == limit
+    with shared.read_by("a"):
+        assert read(shared, store, "a") == layers - 1
+        assert shared.size == 0
+
+
+def test_nothing_is_kept_of_memory_of_other_records_or_after_the_end(store: CountingStore) -> None:
+    memory = MemoryStore()
+    memory.put("a", record_of(0))
+    near, far, other = memory.open("a"), store.open("a"), store.open("b")
+    assert near is not None
+    assert far is not None
+    assert other is not None
+    shared = SharedKV(["a", "a"])
+    with contextlib.closing(far), contextlib.closing(other):
+        assert not shared.takes("a", "a", near)
+        assert shared.takes("a", "a", far)
+        assert not shared.takes("a", "a", other), "another record has taken its place"
+    shared.close()
+    assert read(shared, store, "a") > 0
+    assert shared.size == 0

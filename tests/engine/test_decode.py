@@ -375,6 +375,7 @@ def test_a_logits_processor_is_applied_to_the_first_token_too(engine: Any, greed
         ("top_k", 5),
         ("top_p", 0.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 8.7e-167),  # scores divided by it are not finite
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [5]),

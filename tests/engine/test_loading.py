@@ -17,7 +17,7 @@ from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo
+from cacheblend_rag.store import BaseRecord, DiskStore, KVRecord, MemoryStore, RecordInfo
 from tests import tiny
 from tests.probes import assert_same, engine_of
 
@@ -25,7 +25,7 @@ LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 
 
-class Record:
+class Record(BaseRecord):
     """A stored record whose layers tell their number; calls back before each read."""
 
     tier = "disk"
@@ -211,11 +211,14 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kept", ["disk", "host", "gpu"])
-def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, dtype: str, tmp_path: Path) -> None:
-    stores: dict[str, Any] = {"disk": tmp_path, "host": MemoryStore(), "gpu": MemoryStore(device="cuda")}
+@pytest.mark.parametrize("codec", ["int8", "raw", "int4"])
+@pytest.mark.parametrize("kept", ["disk", "disk and memory", "host", "gpu"])
+def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, codec: str, dtype: str, tmp_path: Path) -> None:
+    stores: dict[str, Any] = {"host": MemoryStore(), "gpu": MemoryStore(device="cuda")}
     model = tiny.model().to("cuda", getattr(torch, dtype))
-    with engine_of(model, store=stores[kept], recompute_ratio=0.2) as engine:
+    memory = {"disk": 0}.get(kept, "auto")
+    options = {"codec": codec, "memory_limit": memory, "recompute_ratio": 0.2}
+    with engine_of(model, store=stores.get(kept, tmp_path), **options) as engine:
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)
         plain = engine.with_config(prefetch=False).fuse(PROMPT)

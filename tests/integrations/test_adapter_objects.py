@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,16 +16,18 @@ import torch
 from langchain_core.callbacks import StdOutCallbackHandler
 from langchain_core.load import dumps, loads
 from langchain_core.tools import tool
-from transformers import GenerationConfig
+from llama_index.core.schema import TextNode
+from transformers import AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.llm_base import AnswerFields
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.langchain.base import AllFields, LangChainFields
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.llm import LlamaIndexFields, _AllFields
+from tests import gguf_files, tiny
 from tests.engine.test_options import OPTIONS, OTHERS
 from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
 from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
@@ -64,8 +67,8 @@ def test_every_field_is_typed(kind: Any) -> None:
     ours, all_of = (LlamaIndexFields, _AllFields) if kind is LlamaIndexLLM else (LangChainFields, AllFields)
     there = {*kind.model_fields, *OPTIONS, "max_tokens", "pipeline_kwargs", "generate_kwargs"}
     typed = set(get_type_hints(all_of))
-    chat_only = set(ChatCacheBlend.model_fields) - set(CacheBlendLLM.model_fields)
-    assert typed - (chat_only if kind is CacheBlendLLM else set()) == there
+    of_others = set(ChatCacheBlend.model_fields) ^ set(CacheBlendLLM.model_fields)
+    assert typed - (of_others - there) == there
     # A grammar comes with each request: with_structured_output, or structured predict.
     assert set(DecodeArguments.__annotations__) - {"grammar"} < set(AnswerFields.__annotations__)
     assert not set(kind.model_fields) & set(OPTIONS)
@@ -90,13 +93,156 @@ def test_unknown_fields_are_refused_with_the_nearest_name(kind: Any, engine: Ble
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": torch.bfloat16},
+        {"model_kwargs": {"dtype": "bfloat16"}},
+        {"model_kwargs": {"torch_dtype": torch.bfloat16, "device": torch.device("cpu")}},
+        {"dtype": "bfloat16", "model_kwargs": {"dtype": torch.bfloat16}, "device": -1},
+        {"device": torch.device("cpu"), "dtype": torch.bfloat16, "task": "text-generation", "load_in_4bit": False},
+    ],
+    ids=str,
+)
+def test_a_model_is_loaded_by_the_arguments_that_transformers_takes(kind: Any, given: Any, saved: Path) -> None:
+    model = kind.from_model_id(saved, **QUICK, **given)
+    assert model.engine.model.dtype == torch.bfloat16
+    again = pickle.loads(pickle.dumps(model))
+    assert (again.device, again.dtype) == (model.device, "bfloat16")
+    engine_given = {
+        **given.get("model_kwargs", {}),
+        **{name: given[name] for name in ("device", "dtype") if name in given},
+    }
+    with BlendEngine.from_pretrained(saved, config=BlendConfig(**QUICK), **engine_given) as alone:
+        assert alone.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"model_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, "dtype='bfloat16' is given, too"),
+        ({"model_kwargs": {"device": "cpu"}, "device": "meta"}, "device='meta' is given, too"),
+        ({"model_kwargs": {"device_map": "cpu"}, "device": "cpu"}, "leave out device_map"),
+        ({"model_kwargs": {"sliding": 3}}, "sliding=3 .*does not take it"),
+        ({"model_kwargs": {"temperature": 0.5}}, "beside model_kwargs"),
+        ({"model_kwargs": {"config": {}}}, "beside model_kwargs"),
+        ({"model_kwargs": {"load_in_4bit": True}}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
+        ({"model_kwargs": "bfloat16"}, "use a dict"),
+        ({"dtype": torch.int8}, "'int8' .*use one of 'auto'"),
+        ({"device": 97}, "cuda:97.*use"),
+        ({"load_in_4bit": True}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
+        ({"task": "summarization"}, "leave it out"),
+        ({"repo_id": "a/b"}, "use model_id"),
+        ({"num_ctx": 4096}, "drop_chunks"),
+        ({"num_predict": 9}, "use max_new_tokens"),
+        ({"tokenizer": "a/b"}, "use from_model"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_of_loading_that_do_not_go_are_refused_with_a_remedy(
+    kind: Any, given: Any, remedy: str, saved: Path
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        kind.from_model_id(saved, **QUICK, **given)
+
+
+def test_a_base_model_is_no_chat_model_and_is_refused_before_it_is_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = shutil.copytree(saved, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer.chat_template = None
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(base)
+    file = gguf_files.write(tmp_path / "base.gguf", tiny.model("llama"), chat=False)
+    loaded = CacheBlendLLM.from_model_id(base, **QUICK)
+    assert loaded.invoke("What fell?", max_tokens=2) == CacheBlendLLM.from_model_id(saved, **QUICK).invoke(
+        "What fell?", max_tokens=2
+    )
+    template = {"chat_template": gguf_files.TEMPLATE}
+    chat = ChatCacheBlend.from_model_id(base, **QUICK, chat_template_kwargs=template)
+    assert chat.invoke("What fell?", max_tokens=2).usage_metadata
+    with monkeypatch.context() as patch:
+        patch.setattr(BlendEngine, "from_pretrained", None)
+        for name in (base, file):
+            with pytest.raises(ConfigError, match="no chat template: use CacheBlendLLM"):
+                ChatCacheBlend.from_model_id(name, **QUICK)
+    chats = gguf_files.write(tmp_path / "chat.gguf", tiny.model("llama"))
+    assert ChatCacheBlend.from_model_id(chats, **QUICK).invoke("What fell?", max_tokens=2).usage_metadata
+
+
+def test_one_call_alone_is_refused_with_a_remedy(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="take the first of an answer's calls"):
+        ChatCacheBlend(engine=engine).invoke("What fell?", parallel_tool_calls=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_character_is_named_and_fails_no_other_text(
+    kind: Any, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cut, good = kind(engine=engine, max_new_tokens=2), tiny.text(20, 81) + "\ud83d", tiny.text(20, 82)
+    for answering in (engine, engine.with_config(max_concurrent=2)):
+        with pytest.raises(PromptError, match=r"U\+D83D, at character \d+ behind '.*leave it out"):
+            say(kind(engine=answering, max_new_tokens=2), cut)
+    nodes = [TextNode(text=one) for one in (cut, good)] if kind is LlamaIndexLLM else [cut, good]
+    assert model.warm(nodes, progress=False).computed == 1
+    assert "a chunk has no KV: the text holds half of a surrogate pair" in caplog.text
+    assert model.estimate_bytes(nodes) > 0
+    assert model.forget(nodes) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_are_refused_before_anything_is_generated(kind: Any, engine: BlendEngine) -> None:
     for name, value in {"temperature": -1, "top_k": -1, "repetition_penalty": 0, "max_retries": "often"}.items():
         with pytest.raises(ConfigError) as caught:
             kind(engine=engine, **{name: value})
         assert caught.value.field == name
-    with pytest.raises(ConfigError, match="not both"):
-        kind(engine=engine, max_tokens=3, max_new_tokens=4)
+    for empty in ("", [""], 7, [7]):
+        with pytest.raises(ConfigError, match="stop="):
+            kind(engine=engine, stop=empty)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_lengths_the_last_counts(kind: Any, engine: BlendEngine) -> None:
+    """A call's own is behind what `bind` has bound, whatever the names of both are."""
+    made = kind(engine=engine, max_tokens=3, max_new_tokens=4)
+    assert made.max_new_tokens == 4
+    assert generated(made) == 4
+    for given in ({"max_new_tokens": 2, "max_tokens": 5}, {"max_tokens": 2, "max_new_tokens": 5},
+                  {"max_new_tokens": 5, "max_tokens": None}, {"pipeline_kwargs": {"max_tokens": 5}}):  # fmt: skip
+        assert generated(made, **given) == 5
+    with pytest.raises(ConfigError, match="leave 'max_new_tokens' out; 'max_tokens' is given beside"):
+        generated(made, max_tokens=2, pipeline_kwargs={"max_new_tokens": 5})
+    if kind is LlamaIndexLLM:
+        return
+    for bound, given in (("max_tokens", "max_new_tokens"), ("max_new_tokens", "max_tokens")):
+        model = made.bind(stop=["zzz"]).bind(**{bound: 2})
+        model.invoke("What fell?", **{given: 5})
+        assert made.last_report.generated_tokens == 5
+        assert made._get_ls_params(**{bound: 2, given: 5})["ls_max_tokens"] == 5
+
+
+def generated(model: Any, **options: Any) -> int:
+    say(model, **options)
+    return int(model.last_report.generated_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_text_that_ends_an_answer_is_no_list_of_letters(kind: Any, engine: BlendEngine) -> None:
+    whole = say(kind(engine=engine, max_new_tokens=12))
+    word = whole[4:8]
+    expected = whole[: whole.index(word)]
+    plain = kind(engine=engine, max_new_tokens=12)
+    assert say(kind(engine=engine, max_new_tokens=12, stop=word)) == expected
+    assert say(kind(engine=engine, max_new_tokens=12, pipeline_kwargs={"stop": word})) == expected
+    assert say(plain, stop=word) == say(plain, stop=(word,)) == say(plain, pipeline_kwargs={"stop": word}) == expected
+    assert say(kind(engine=engine, max_new_tokens=12, stop=None), stop=None) == whole
+    assert say(plain.model_copy(update={"stop": word})) == expected
+    if kind is not LlamaIndexLLM:
+        assert say(plain.bind(stop=word)) == expected
+        assert plain._get_ls_params(stop=word)["ls_stop"] == [word]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,8 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models import adapter, gpu, rope
 from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import MemoryStore, RecordInfo
+from cacheblend_rag.store.codecs import CODECS
 from tests import tiny
 
 pytest.importorskip("triton")
@@ -73,6 +74,17 @@ def randn(*shape: int, dtype: str) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
 
 
+def weights_of(query: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Attention weights of rows at some places, ``[heads, rows, tokens]``, from their definition."""
+    columns = torch.arange(keys.shape[1], device=DEVICE)
+    seen = columns[None] <= places[:, None]
+    if window:
+        seen &= columns[None] > places[:, None] - window
+    spread = keys.double().repeat_interleave(len(query) // len(keys), 0)
+    scores = query.double() @ spread.transpose(1, 2) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+
+
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal but for rounding, that of the result's type included."""
     share = 1e-5 if found.dtype == torch.float32 else 1e-2
@@ -91,19 +103,69 @@ def test_a_row_sees_all_up_to_its_position(
     query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
     keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
     places = torch.randperm(tokens, device=DEVICE)[:rows].sort().values
-    spread = [part.double().repeat_interleave(heads // kv_heads, 0) for part in (keys, values)]
-    columns = torch.arange(tokens, device=DEVICE)
-    seen = columns[None] <= places[:, None]
-    if window:
-        seen &= columns[None] > places[:, None] - window
-    scores = (query.double() @ spread[0].transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
-    wanted = (scores.softmax(-1) @ spread[1]).transpose(0, 1)
+    spread = values.double().repeat_interleave(heads // kv_heads, 0)
+    wanted = (weights_of(query, keys, places, window) @ spread).transpose(0, 1)
     keys[:, int(places[-1]) + 1 :] = float("nan")  # positions behind the last row are not read
     values[:, int(places[-1]) + 1 :] = float("nan")
     kv = LayerKV(keys[None], values[None])
     near(attend_from(query, kv, places, window, width**-0.5), wanted)
     pointers = KVPointers(torch.tensor(KVPointers.written(kv), device=DEVICE), kv_heads)
     near(attend_from(query, pointers, places, window, width**-0.5), wanted)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (20, 131)] + [(70, 200)] * (DEVICE == "cuda"))
+def test_weights_of_watched_rows_are_summed(
+    rows: int, tokens: int, heads: int, kv_heads: int, width: int, window: int | None, dtype: str
+) -> None:
+    from cacheblend_rag.models.gpu.attention import WeightSums, attend_from
+
+    torch.manual_seed(rows)
+    query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
+    keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
+    places = torch.cat(
+        (torch.randperm(tokens - 1, device=DEVICE)[: rows - 1].sort().values, torch.tensor([tokens - 1]).to(DEVICE))
+    )
+    watched = range(rows // 3, rows)
+    wanted = weights_of(query, keys, places, window)[:, watched.start :].unflatten(0, (kv_heads, -1)).sum(dim=(1, 2))
+    sums = WeightSums.empty(kv_heads, tokens, query.device)
+    sums.begin(watched)
+    kv = LayerKV(keys[None], values[None])
+    plain = attend_from(query, kv, places, window, width**-0.5)
+    for _ in range(2):  # of two layers
+        assert torch.equal(attend_from(query, kv, places, window, width**-0.5, sums), plain)
+    near(sums.totals[:, :tokens].to(query.dtype), 2 * wanted)
+    assert not sums.totals[:, tokens:].any()
+    sums.begin(range(0, 1))
+    assert not sums.totals.any()
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
+@pytest.mark.parametrize("lengths", [(1,), (70,), (5, 131, 64)])
+def test_each_row_sees_its_own_answer(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, width: int, dtype: str
+) -> None:
+    from cacheblend_rag.models.gpu.attention import attend_by_row
+    from cacheblend_rag.models.gpu.pointer_table import KVPointers
+
+    torch.manual_seed(len(lengths))
+    query = randn(len(lengths), heads, width, dtype=dtype).transpose(0, 1)
+    held = [randn(2, kv_heads, length + 9, width, dtype=dtype) for length in lengths]
+    for kv, length in zip(held, lengths, strict=True):
+        kv[:, :, length:] = float("nan")  # room is not read
+    entries = [KVPointers.written(LayerKV(kv[None, 0], kv[None, 1])) for kv in held]
+    pointers = KVPointers(torch.tensor(entries, device=DEVICE), kv_heads)
+    newest = torch.tensor(lengths, device=DEVICE) - 1
+    found = attend_by_row(query, pointers, newest, width**-0.5)
+    for row, (kv, length) in enumerate(zip(held, lengths, strict=True)):
+        keys, values = kv[:, :, :length].double().repeat_interleave(heads // kv_heads, 1)
+        weights = (query[:, row, None].double() @ keys.transpose(1, 2) * width**-0.5).softmax(-1)
+        near(found[row], (weights @ values)[:, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,32 +204,46 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     near(whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rotates", [False, True])
-def test_records_come_to_their_places_rotated(rotates: bool, dtype: str) -> None:
+def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: str) -> None:
     from cacheblend_rag.models.gpu.scatter import Source, place
 
     torch.manual_seed(0)
-    layers, heads, tokens, width = 3, 2, 200, 24
-    records = [randn(layers, 2, heads, count, width, dtype=dtype) for count in (5, 70, 64)]
-    starts, rotated = (3, 20, 100), (True, False, False)
+    layers, heads, tokens, width = 3, 2, 260, 24
+    kind = getattr(torch, dtype)
     angles = torch.rand(tokens, width // 2, device=DEVICE) * 6
     rotation = (angles.cos(), angles.sin()) if rotates else None
-    found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(getattr(torch, dtype))
+    found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(kind)
     wanted = found.clone()
-    for record, start, kept in zip(records, starts, rotated, strict=True):
-        span = slice(start, start + record.shape[3])
-        wanted[:, :, :, span] = record
-        if rotates and not kept:
-            x, y = record[:, 0].double().chunk(2, dim=-1)
-            cos, sin = (table[span].double() for table in (angles.cos(), angles.sin()))
-            wanted[:, 0, :, span] = torch.cat((x * cos - y * sin, y * cos + x * sin), -1).to(wanted.dtype)
-    sources = [
-        Source(record.data_ptr(), record.shape[3], start, not kept)
-        for record, start, kept in zip(records, starts, rotated, strict=True)
-    ]
+    sources, kept = [], []
+    records = [(5, 3, "raw", False), (70, 20, "int8", True), (64, 100, "raw", True), (67, 180, "int8", True)]
+    for count, start, name, turned in (*records, (3, 250, "int8", True)):
+        info = RecordInfo("f", (), tuple(range(count)), layers, heads, width, dtype, not turned)
+        codec, stride = CODECS[name], 16 * (CODECS[name].layer_bytes(info) // 16 + 3)
+        block = torch.randint(0, 255, (layers, stride), dtype=torch.uint8)  # what pads a layer is not read
+        for layer in range(layers):
+            parts = [
+                torch.randn(heads, count, width).mul_(10.0 ** torch.randint(-2, 3, (1, 1, width))).to(kind)
+                for _ in range(2)
+            ]
+            parts[0][0, 0, 0] = parts[1][0, 0] = 0
+            data = bytearray().join(codec.encode(*parts))
+            block[layer, : len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+            keys, values = (part.to(DEVICE) for part in codec.decode(data, info))
+            if rotates and turned:
+                rope.turn_pairs(
+                    *rope.pairs_of(keys, width // 2, False), *(of[start : start + count] for of in rotation or ())
+                )
+            wanted[layer, 0, :, start : start + count], wanted[layer, 1, :, start : start + count] = keys, values
+        kept.append(block.to(DEVICE))
+        sources.append(Source(kept[-1].data_ptr(), stride, count, start, turned, name == "int8"))
     place(sources, found, rotation)
-    near(found, wanted)
+    if rotates:
+        near(found[:, 0], wanted[:, 0])
+        assert torch.equal(found[:, 1], wanted[:, 1])
+    else:
+        assert torch.equal(found, wanted)
 
 
 # Biases, groups of heads, norms of queries and windows are each in one that the interpreter runs, too.
@@ -200,11 +276,43 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
         plain.graphs = None
         wanted = engine.fuse(PROMPT)
         plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
-        plain.graphs.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
+        plain.graphs.recorder.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
         found = engine.fuse(PROMPT)
-    assert [list(size.recordings) for size in plain.graphs.sizes.values()] == [[(0, 1)], [(1, 2)]]
+    recordings = [[name[:2] for name in size.recordings] for size in plain.graphs.sizes.values()]
+    assert recordings == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens
     _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("mistral, window"), _long("qwen2")])
+def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scored() -> tuple[Any, torch.Tensor]:
+        fused = fused_by(family, recompute_ratio=0.3, selection="query")
+        return fused, fused.recomputed[0]
+
+    found, ours = scored()
+    monkeypatch.setattr(adapter.ModelAdapter, "sum_attention", lambda *given: None)
+    wanted, theirs = scored()
+    assert torch.equal(ours, theirs)
+    assert found.report.work == wanted.report.work
+    _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("qwen2"), _long("llama, one key for all heads")])
+def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
+    """One alone and several of different lengths together, beyond the room that is kept behind rows."""
+    model, tokenizer = _model(family), tiny.tokenizer()
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0, max_concurrent=3, prompt_lookup=0)
+    prompts = [Prompt("Read this:", [tiny.text(words, words)], "What fell?") for words in (9, 30, 14)]
+    count = 12 if DEVICE == "cuda" else 3
+    with BlendEngine(model, tokenizer, config=config, store=MemoryStore(device=DEVICE)) as engine:
+        alone = [engine.generate(prompt, max_new_tokens=count) for prompt in prompts]
+        together = engine.generate_batch(prompts, max_new_tokens=count)
+        for ours, also in zip(alone, together, strict=True):
+            ids = torch.tensor([ours.report.input_ids], device=DEVICE)
+            with torch.no_grad():
+                theirs = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+            assert ours.token_ids == also.token_ids == theirs[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", _long("mistral, window"), _long("qwen3")])
@@ -253,7 +361,7 @@ def _model(family: str) -> Any:
 
 
 def fused_by(family: str, **options: Any) -> Any:
-    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", **options)
+    config = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "selection": "hkvd", **options})
     with BlendEngine(_model(family), tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)

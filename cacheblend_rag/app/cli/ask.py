@@ -180,8 +180,7 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
         line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<30}{_on_one_line(result.text)}"
         screen.show((line, "green" if result is results[-1] else ""))
     screen.show(
-        "\nKL: mean divergence from full recompute, in nats a token of its answer. Another order of the passages\n"
-        "moves an answer by about 0.06."
+        "\nKL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely."
     )
 
 

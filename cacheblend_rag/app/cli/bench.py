@@ -66,7 +66,7 @@ def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="full, prefix, reuse, hkvd, gradual-30, gradual-50, starts, default, cold (default: all)",
+        help="full, prefix, reuse, hkvd, gradual-30, gradual-50, starts, default, invoke, cold (default: all)",
     )
     parser.add_argument(
         "--kv", nargs="+", metavar="PLACE", help="where stored KV lies: disk, memory, gpu (default: disk memory)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cacheblend_rag.app.fleet.pieces import piece_digests
 from cacheblend_rag.app.fleet.routing import MOST_CHUNKS, HeldChunks
@@ -94,15 +94,10 @@ class SummarizedStore(WrappedStore):
     def _evicted(self, key: str, record: StoredKV) -> None:
         self._forget(key)
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        return self.open_all([key]).get(key)
-
-    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
-        """See `KVStore.open_all`; what is read from elsewhere is kept here, too."""
-        found = self.inner.open_all(keys)
-        self._note((key, record.info) for key, record in found.items())
-        return found
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        """See `WrappedStore.handed_out`; what is read from elsewhere is kept here, too."""
+        self._note([(key, record.info)])
+        return record
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""

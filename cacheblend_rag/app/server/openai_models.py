@@ -16,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend_rag.engine.decode import LEAST_PENALTY
+
 _Count = Annotated[int, Field(ge=1, le=16)]
 _Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -72,7 +74,7 @@ class AnswerBody(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     user: Any = None
@@ -189,15 +191,16 @@ class FunctionCall(_Body):
 
 
 class ToolCall(_Body):
-    """A call with its id."""
+    """A call with its id; a client that has put it together from a stream may send its index back, too."""
 
     id: str
+    index: Annotated[int | None, Field(exclude=True)] = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class ChatMessage(_Body):
-    """One message of a conversation."""
+    """One message of a conversation; thoughts that another model had in it are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | list[_AnyPart] | None = None
@@ -205,6 +208,9 @@ class ChatMessage(_Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0, exclude=True)] = []
+    reasoning: Any = Field(default=None, exclude=True)
+    reasoning_content: Any = Field(default=None, exclude=True)
+    reasoning_details: Any = Field(default=None, exclude=True)
 
 
 class FunctionDefinition(_Body):
@@ -326,8 +332,22 @@ class CallOutputItem(_Item):
     output: _Text | list[TextItem]
 
 
+class ReasoningItem(_Item):
+    """A thought that another model had in an earlier turn; it is passed over."""
+
+    type: Literal["reasoning"]
+    summary: Any = None
+    content: Any = None
+    encrypted_content: Any = None
+
+
 # No name of a field, so that errors do not name it.
-_KINDS = {"message": "a message", "function_call": "a call", "function_call_output": "an output"}
+_KINDS = {
+    "message": "a message",
+    "function_call": "a call",
+    "function_call_output": "an output",
+    "reasoning": "a thought",
+}
 
 
 def _kind(item: Any) -> str | None:
@@ -339,7 +359,8 @@ def _kind(item: Any) -> str | None:
 _AnyItem = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a call")]
-    | Annotated[CallOutputItem, Tag("an output")],
+    | Annotated[CallOutputItem, Tag("an output")]
+    | Annotated[ReasoningItem, Tag("a thought")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",

@@ -17,6 +17,7 @@ from cacheblend_rag.app.server.completions import Chat, logprob_dicts
 from cacheblend_rag.app.server.openai_models import (
     AnswerBody,
     CallItem,
+    CallOutputItem,
     ChatBody,
     ChatMessage,
     FlatSchema,
@@ -122,7 +123,7 @@ class Response(Chat):
             answer = await choice.stream.acomplete()
         self.count(answer)
         found = choice.conversation.message()
-        rest = None if found.tool_calls or found.invalid_tool_calls else choice.rest(answer)
+        rest = None if found.tool_calls else choice.rest(answer)
         for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
             yield one
 
@@ -310,7 +311,7 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
                 messages.append(ChatMessage(role="assistant"))
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
-        else:
+        elif isinstance(item, CallOutputItem):
             messages.append(ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id))
     return messages
 

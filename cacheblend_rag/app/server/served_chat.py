@@ -19,7 +19,7 @@ from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.prompt.chat import CALL_END, HeldBack
+from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument
 
@@ -41,7 +41,7 @@ class ServedChat(ChatCacheBlend):
     given : list of str
         Texts of the request's own documents.
     one_call : bool
-        Whether an answer ends with its first tool call.
+        Whether an answer has its first tool call alone. It is not ended there: text and thoughts may name its mark.
     schemas : SchemaCheck
         Sees the tenant's JSON schemas before they are compiled here.
     images : ImageLimits
@@ -94,7 +94,7 @@ class ServedChat(ChatCacheBlend):
             overrides["response_format"] = body.response_format.model_dump(by_alias=True)
         messages = _messages_of(body.messages, self.given)
         try:
-            return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)
+            return self._request(messages, body.stops, overrides)
         except ImageError as error:
             place = f"messages.{error.message - len(messages) + len(body.messages)}"  # as the client has numbered it
             raise Problem(400, "bad_image", f"{place}: {error.why}", field=place) from error
@@ -117,7 +117,7 @@ class ServedChat(ChatCacheBlend):
             Seconds it may take.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
-        return Conversation(self, request, stream, HeldBack(bool(request.tools)))
+        return Conversation(self, request, stream, request.held_back())
 
 
 @dataclass
@@ -139,9 +139,8 @@ class Conversation:
         """The whole answer, once the stream has ended; ``held.sent`` characters have been handed out."""
         answer = self.stream.result
         message = self.model._message(self.request, answer) if answer else AIMessage(content="")
-        if self.model.one_call:  # an answer that is nothing but a list of calls has no end mark to stop at
+        if self.model.one_call:
             message.tool_calls = message.tool_calls[:1]
-            message.invalid_tool_calls = message.invalid_tool_calls[: 1 - len(message.tool_calls)]
         return message
 
 

@@ -47,6 +47,8 @@ _T = TypeVar("_T")
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
 # Seconds in which a thread must be free for the server to be ready.
 _THREAD_SECONDS = 3.0
+# For which KV that waits is still stored when the server ends.
+_STORING_AT_END = 10.0
 
 
 class Service:
@@ -295,7 +297,7 @@ class Service:
         self.ingestion.close()
         for session in self.sessions.values():
             session.library.close()
-        self.rag.close()
+        self.rag.close(seconds=_STORING_AT_END)
         if self.database is not None:
             self.database.close()
 

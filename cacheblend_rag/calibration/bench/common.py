@@ -77,7 +77,10 @@ def bench_tokenizer() -> Any:
     trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([_SYSTEM, _QUESTION, f" {_SYSTEM} {_QUESTION}".lower()], trainer)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    # A message is written as it is, so that a chat has the tokens of the same text.
+    made.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
 
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:

@@ -4,7 +4,9 @@
 
 All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
 tokenising, looking up, loading, the layers before a check, the check and the question are all in the
-time. Only "cold" finds nothing stored, the prefix included, and stores nothing. The least time that a
+time. Only "cold" finds nothing stored, the prefix included, and stores nothing. "invoke" is a call of LangChain's chat
+model, whose answer is one token long: to the others it adds the chat template, finding chunks in the text, and what
+LangChain does itself. The least time that a
 method could take is its arithmetic at full prefill's rate, or reading its KV if that is longer.
 """
 
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from langchain_core.messages import HumanMessage, SystemMessage
 
 from cacheblend_rag.calibration.bench.common import (
     bench_model,
@@ -38,13 +41,15 @@ from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import RowsDone, work_share
+from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import known_chunks
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
-METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "cold")
+METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "invoke", "cold")
 _KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
@@ -240,7 +245,29 @@ def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
     for name, rule in _rules(options).items():
         for place, engine in bench.engines.items():
             found[f"{name}, {place}"] = _Method(blended(engine.with_config(**rule), bench.prompt), place)
+    if "invoke" in options.methods:
+        for place, engine in bench.engines.items():
+            found[f"invoke, {place}"] = _Method(invoked(engine, bench.prompt), place)
     return found
+
+
+def invoked(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
+    """The default as a user of LangChain gets it: a whole call of the chat model, its answer one token long."""
+    chat = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
+    rest = prompt.written(engine.config.separator).text.removeprefix(prompt.prefix)
+    messages = [SystemMessage(prompt.prefix), HumanMessage(rest)]
+
+    def run() -> PrefillResult:
+        known_chunks.add(prompt.chunks)  # as a retriever does
+        try:
+            chat.invoke(messages)
+        finally:
+            known_chunks.discard(prompt.chunks)
+        report = chat.last_report
+        computed = report.computed_tokens if report else ()
+        return PrefillResult(None, torch.zeros(1), computed, report)  # the host knows the token already
+
+    return run
 
 
 def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from cacheblend_rag.models.attention.onednn import (
     attend_behind,
@@ -144,7 +141,7 @@ _mask_here: ContextVar[RowMask | PerSequenceKV | None] = ContextVar("_mask_here"
 
 @contextmanager
 def with_mask(what: RowMask | PerSequenceKV | None) -> Iterator[None]:
-    """Within this, `row_attention` is mask more than the layers that call it hand on."""
+    """Within this, `row_attention` also gets what decoder layers do not hand on: positions, or KV of each sequence."""
     token = _mask_here.set(what)
     try:
         yield
@@ -158,6 +155,8 @@ _NOT_FUSED = ("softcap", "s_aux", "position_bias")
 
 def use_row_attention() -> str:
     """Make `row_attention` known to transformers; its name."""
+    from transformers import AttentionInterface  # with it comes torch._dynamo, which no import of ours needs
+
     AttentionInterface.register(ROW_ATTENTION, row_attention)
     return ROW_ATTENTION
 
@@ -226,7 +225,7 @@ def attend_rows(
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
-        key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
+        key, value, grouped = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1), False
     if mask is None:
         out = _behind(query, key, value, scaling, grouped)
     else:
@@ -290,6 +289,11 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     return RowMask(mask, tuple(blocks))
 
 
+def mask_by_position(rows: torch.Tensor, window: int | None) -> RowMask:
+    """The mask where only kernels that know positions are asked; parameters as in `in_blocks`."""
+    return RowMask(rows[:, None], positions=RowPositions(rows, window))
+
+
 def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
     """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
     return replace(mask, positions=RowPositions(rows, window)) if has_kernels(rows.device) else mask
@@ -301,6 +305,8 @@ def _behind(
     """Causal attention of rows that are the last positions."""
     before = key.shape[2] - query.shape[2]
     if before and query.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
         bias: Any = causal_lower_right(query.shape[2], key.shape[2])
         return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
     group = query.shape[1] // key.shape[1]
@@ -362,7 +368,7 @@ def as_positions(rows: torch.Tensor, tokens: int, window: int | None, trailing: 
         window = None
     # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
     causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
-    return None if causal else by_position(RowMask(rows[:, None]), rows, window)
+    return None if causal else mask_by_position(rows, window)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:

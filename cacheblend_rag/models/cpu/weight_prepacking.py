@@ -98,6 +98,9 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
                     return nullcontext
                 raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
             _by_model[model] = weakref.ref(prepacked)
+            _log.info(
+                "prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{prepacked.nbytes:,}"
+            )
         elif anew:
             prepacked.renew(layers)
     return prepacked.in_use
@@ -141,7 +144,7 @@ class _WeightState:
         self._form = _form(weight)
 
     def still(self, weight: object) -> bool:
-        """Whether a weight still is that, as far as every call can afford to ask."""
+        """True if this is the same tensor, version and address as then. Every call asks, so no value is looked at."""
         return (
             isinstance(weight, torch.Tensor)
             and weight is self._weight()

@@ -9,20 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
-from cacheblend_rag.models.attention.rows import RowMask, by_position
+from cacheblend_rag.models.attention.rows import mask_by_position
+from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.layer import FusedLayer
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
 
 _log = logging.getLogger(__name__)
-_SIZES = 8  # numbers of rows whose recordings are kept
+_SIZES = 16  # numbers of rows whose recordings are kept
 
 
 @dataclass
@@ -32,8 +34,52 @@ class _Size:
     hidden: torch.Tensor  # [rows, hidden]
     row_positions: torch.Tensor  # [rows], long
     rotary: Rotary  # of the rows
-    recordings: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = field(default_factory=dict)
-    """By first layer and the one behind the last; None where they have run once."""
+    pointers: torch.Tensor  # [layers, 3] or [layers, rows, 3], int64; see `KVPointers`
+    recordings: dict[Hashable, torch.cuda.CUDAGraph | None] = field(default_factory=dict)
+    """By what runs; None where it has run once."""
+
+
+class _Recorder:
+    """Records calls the second time they come, and replays them from then on."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._aside: torch.cuda.Stream | None = None
+        self.failed = False
+
+    def run(
+        self, recordings: dict[Hashable, torch.cuda.CUDAGraph | None], name: Hashable, work: Callable[[], None]
+    ) -> None:
+        """Do some work, by its recording where there is one."""
+        recording = recordings.get(name)
+        if recording is None and name in recordings and not self.failed:
+            try:
+                recording = recordings[name] = self._recorded(work)
+            except RuntimeError as error:
+                self.failed = True  # nothing has run yet, and all goes on without
+                _log.warning("layers could not be recorded, so passes take the host longer: %s", error)
+        if recording is not None:
+            recording.replay()
+        else:
+            work()
+            recordings.setdefault(name, None)
+
+    def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record the work, without doing it."""
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        if self._aside is None:  # one for all: streams come from a small pool, and others of it are in use
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._aside.wait_stream(here)
+        with torch.cuda.stream(self._aside):
+            # Other threads may go on using the GPU meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._aside)
+        self._pool = self._pool or graph.pool()
+        return graph
 
 
 class LayerGraphs:
@@ -49,14 +95,10 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[FusedLayer], windows: Sequence[int | None], kv_heads: int) -> None:
         self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
-        self.sizes: OrderedDict[int, _Size] = OrderedDict()
-        device = layers[0].weights[0].device
-        self._pointers = torch.zeros((len(layers), 3), dtype=torch.int64, device=device)  # see `KVPointers`
-        self._pool: Any = None
-        self._aside: torch.cuda.Stream | None = None
+        self.sizes: OrderedDict[tuple[str, int], _Size] = OrderedDict()
+        self.recorder = _Recorder()
         self._addresses: list[int] = []
         self._lock = threading.Lock()
-        self.failed = False
 
     def settle(self) -> None:
         """Forget what was recorded if weights lie elsewhere by now."""
@@ -66,7 +108,14 @@ class LayerGraphs:
             self._addresses = found
 
     def run(
-        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
+        self,
+        first: int,
+        kvs: Sequence[LayerKV],
+        hidden: torch.Tensor,
+        row_positions: torch.Tensor,
+        rotary: Rotary,
+        sums: WeightSums | None = None,
+        scored: Sequence[int] = (),
     ) -> torch.Tensor:
         """Run layers from ``first`` on, one for each of ``kvs``, whose KV of the rows is overwritten.
 
@@ -76,6 +125,46 @@ class LayerGraphs:
         row_positions : Tensor, [rows], long
         rotary : Rotary
             Of the rows.
+        sums : WeightSums, optional
+            Takes the attention weights of the layers in ``scored``.
+        scored : sequence of int
+
+        Returns
+        -------
+        Tensor, [rows, hidden]
+            To be used before the next call.
+        """
+        span = range(first, first + len(kvs))
+        watched = tuple(layer for layer in span if layer in scored)
+        with self._lock:
+            size = self._filled("rows", rounded(len(hidden)), hidden, row_positions, rotary)
+            entries = torch.tensor([KVPointers.written(kv) for kv in kvs])
+            size.pointers[span.start : span.stop].copy_(entries, non_blocking=True)  # else the host would wait
+
+            def layers() -> None:
+                out = size.hidden
+                for layer in span:
+                    mask = mask_by_position(size.row_positions, self._windows[layer])
+                    kv = KVPointers(size.pointers[layer], self._kv_heads)
+                    own = sums if layer in watched else None
+                    out = self._layers[layer](out, kv, size.row_positions, size.rotary, mask, own)
+                size.hidden.copy_(out)
+
+            capacity = sums.capacity if sums is not None and watched else 0
+            self.recorder.run(size.recordings, (span.start, span.stop, watched, capacity), layers)
+            return size.hidden[: len(hidden)]
+
+    def step(
+        self, entries: torch.Tensor, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        """Run all layers over the newest row of some answers, each with KV of its own, which takes the row.
+
+        Parameters
+        ----------
+        entries : Tensor, [layers, rows, 3], int64
+            By layer and answer; see `KVPointers`.
+        hidden, row_positions, rotary
+            As in `run`, of one row of each answer.
 
         Returns
         -------
@@ -83,40 +172,38 @@ class LayerGraphs:
             To be used before the next call.
         """
         with self._lock:
-            size = self._filled(hidden, row_positions, rotary)
-            span = (first, first + len(kvs))
-            entries = torch.tensor([KVPointers.written(kv) for kv in kvs])
-            self._pointers[slice(*span)].copy_(entries, non_blocking=True)  # else the host would wait for all before
-            self._replay(size, span)
-            return size.hidden[: len(hidden)]
+            count = len(hidden)
+            size = self._filled("answers", triton.next_power_of_2(count), hidden, row_positions, rotary)
+            rounded_up = size.pointers.shape[1]
+            if count < rounded_up:
+                entries = torch.cat((entries, entries[:, -1:].expand(-1, rounded_up - count, -1)), dim=1)
+            size.pointers.copy_(entries, non_blocking=True)
 
-    def _replay(self, size: _Size, span: tuple[int, int]) -> None:
-        """Run the layers, by their recording where there is one; they are recorded the second time they run."""
-        recording = size.recordings.get(span)
-        if recording is None and span in size.recordings and not self.failed:
-            try:
-                recording = size.recordings[span] = self._recorded(size, span)
-            except RuntimeError as error:
-                self.failed = True  # nothing has run yet, and all goes on without
-                _log.warning("layers could not be recorded, so passes take the host longer: %s", error)
-        if recording is not None:
-            recording.replay()
-        else:
-            self._plainly(size, span)
-            size.recordings.setdefault(span, None)
+            def layers() -> None:
+                out = size.hidden
+                for layer, run in enumerate(self._layers):
+                    kv = KVPointers(size.pointers[layer], self._kv_heads)
+                    out = run(out, kv, size.row_positions, size.rotary, None)
+                size.hidden.copy_(out)
 
-    def _filled(self, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary) -> _Size:
-        """The tensors for so many rows, filled with these."""
-        count = rounded(len(hidden))
-        size = self.sizes.get(count)
+            self.recorder.run(size.recordings, "step", layers)
+            return size.hidden[:count]
+
+    def _filled(
+        self, kind: str, count: int, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
+    ) -> _Size:
+        """The tensors for so many rows of a prompt, or of answers, filled with these."""
+        size = self.sizes.get((kind, count))
         if size is None:
             cos, sin = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
             rotated = Rotary(cos, sin, rotary.layout)
-            size = _Size(hidden.new_empty((count, hidden.shape[1])), row_positions.new_empty(count), rotated)
-            self.sizes[count] = size
+            shape = (len(self._layers), 3) if kind == "rows" else (len(self._layers), count, 3)
+            pointers = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+            size = _Size(hidden.new_empty((count, hidden.shape[1])), row_positions.new_empty(count), rotated, pointers)
+            self.sizes[kind, count] = size
             if len(self.sizes) > _SIZES:
                 self.sizes.popitem(last=False)
-        self.sizes.move_to_end(count)
+        self.sizes.move_to_end((kind, count))
         if hidden.data_ptr() == size.hidden.data_ptr():
             return size  # they are there, from the layers before
         pairs = (
@@ -130,31 +217,6 @@ class LayerGraphs:
             if len(given) < count:
                 kept[len(given) :] = given[-1:]
         return size
-
-    def _plainly(self, size: _Size, span: tuple[int, int]) -> None:
-        hidden = size.hidden
-        for layer in range(*span):
-            mask = by_position(RowMask(size.row_positions[:, None]), size.row_positions, self._windows[layer])
-            kv = KVPointers(self._pointers[layer], self._kv_heads)
-            hidden = self._layers[layer](hidden, kv, size.row_positions, size.rotary, mask)
-        size.hidden.copy_(hidden)
-
-    def _recorded(self, size: _Size, span: tuple[int, int]) -> torch.cuda.CUDAGraph:
-        """Record the layers, without running them."""
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        if self._aside is None:  # one for all: streams come from a small pool, and others of it are in use
-            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._aside.wait_stream(here)
-        with torch.cuda.stream(self._aside):
-            # Other threads may go on using the GPU meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._plainly(size, span)
-            finally:
-                graph.capture_end()
-        here.wait_stream(self._aside)
-        self._pool = self._pool or graph.pool()
-        return graph
 
 
 def rounded(rows: int) -> int:

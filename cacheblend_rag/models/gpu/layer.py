@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from cacheblend_rag.models.attention.rows import RowMask, attend_rows
-from cacheblend_rag.models.gpu.attention import attend_from
+from cacheblend_rag.models.gpu.attention import WeightSums, attend_by_row, attend_from
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
 from cacheblend_rag.models.kv import LayerKV
@@ -83,10 +83,12 @@ class FusedLayer:
         rows: torch.Tensor,
         rotary: Rotary,
         mask: RowMask | None,
+        sums: WeightSums | None = None,
     ) -> torch.Tensor:
         """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
 
-        Behind KV found by pointers only with a mask that knows positions.
+        Behind KV found by pointers only with a mask that knows positions, or where each row has KV of its own. So it is
+        with ``sums``, which take the weights of attention.
         """
         attention, second = self._attention, self._norms[1]
         normed = self.normed(hidden)
@@ -98,10 +100,12 @@ class FusedLayer:
             norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
         place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, kv, norms, eps)
         by_head = query.view(len(hidden), -1, rotary.cos.shape[-1]).transpose(0, 1)  # [heads, rows, head_dim]
-        if mask is not None and mask.positions is not None:
-            seen = attend_from(by_head, kv, mask.positions.rows, mask.positions.window, attention.scaling)
-        elif isinstance(kv, KVPointers):
-            raise ValueError("KV found by pointers needs a mask that knows positions")
+        if isinstance(kv, KVPointers) and kv.by_row:
+            seen = attend_by_row(by_head, kv, rows, attention.scaling)
+        elif mask is not None and mask.positions is not None:
+            seen = attend_from(by_head, kv, mask.positions.rows, mask.positions.window, attention.scaling, sums)
+        elif isinstance(kv, KVPointers) or sums is not None:
+            raise ValueError("KV found by pointers and sums of weights need a mask that knows positions")
         else:
             seen = attend_rows(by_head[None], kv.keys, kv.values, mask, attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)

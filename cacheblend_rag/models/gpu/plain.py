@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.models.attention.rows import mask_by_position
+from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.graphs import LayerGraphs
 from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
+from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Layout, Rotaries, Rotary
 
@@ -32,7 +35,9 @@ class PlainLayers:
         self, layers: Sequence[Any], windows: Sequence[int | None], kv_heads: int, device: torch.device
     ) -> None:
         self.layers = [FusedLayer(layer) for layer in layers]
+        self._windows, self._kv_heads, self._device = windows, kv_heads, device
         self.graphs = LayerGraphs(self.layers, windows, kv_heads) if device.type == "cuda" else None
+        self._sums: WeightSums | None = None
 
     def as_they_were(self) -> bool:
         """Whether they may still be used: nothing in them was replaced, and nobody watches them."""
@@ -49,13 +54,40 @@ class PlainLayers:
         """Whether several layers in a row are one call for so many rows."""
         return self.graphs is not None and 1 < rows <= _MOST_REPLAYED
 
-    def run(
-        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, rows: torch.Tensor, rotary: Rotary
+    def step(
+        self, entries: torch.Tensor, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
     ) -> torch.Tensor:
-        """Several layers in one call, see `LayerGraphs.run`."""
-        if self.graphs is None:
-            raise ValueError("there are no recordings on this device")
-        return self.graphs.run(first, kvs, hidden, rows, rotary)
+        """All layers over the newest row of some answers; see `LayerGraphs.step`."""
+        if self.graphs is not None:
+            return self.graphs.step(entries, hidden, row_positions, rotary)
+        for layer, pointers in zip(self.layers, entries.to(hidden.device), strict=True):
+            hidden = layer(hidden, KVPointers(pointers, self._kv_heads), row_positions, rotary, None)
+        return hidden
+
+    def begin_sums(self, tokens: int, watched: range) -> WeightSums:
+        """Room for the attention of some rows to so many positions; nothing is in it."""
+        if self._sums is None or self._sums.capacity < tokens:  # recordings write to the room that they began with
+            self._sums = WeightSums.empty(self._kv_heads, tokens, self._device)
+        self._sums.begin(watched)
+        return self._sums
+
+    def run(
+        self,
+        first: int,
+        kvs: Sequence[LayerKV],
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        rotary: Rotary,
+        sums: WeightSums | None = None,
+        scored: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Several layers in a row, in one call where it pays; parameters as in `LayerGraphs.run`."""
+        if self.graphs is not None and self.replays(len(rows)):
+            return self.graphs.run(first, kvs, hidden, rows, rotary, sums, scored)
+        for layer, kv in enumerate(kvs, first):
+            mask = mask_by_position(rows, self._windows[layer])
+            hidden = self.layers[layer](hidden, kv, rows, rotary, mask, sums if layer in scored else None)
+        return hidden
 
 
 def plain_layers(

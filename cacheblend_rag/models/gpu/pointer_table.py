@@ -15,13 +15,19 @@ class KVPointers:
 
     Parameters
     ----------
-    entry : Tensor, [3] int64
-        Address of the keys, of the values, and how many positions each head has.
+    entries : Tensor, [3] or [rows, 3], int64
+        Address of the keys, of the values, and how many positions each head has room for: of all rows, or of each row
+        where each belongs to another answer.
     kv_heads : int
     """
 
-    entry: torch.Tensor
+    entries: torch.Tensor
     kv_heads: int
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row has keys and values of its own."""
+        return self.entries.dim() == 2
 
     @staticmethod
     def written(kv: LayerKV) -> tuple[int, int, int]:
@@ -32,5 +38,5 @@ class KVPointers:
 def kernel_arguments(kv: LayerKV | KVPointers) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Arguments of kernels for keys and values (or the pointers in place of both), and the strides of their heads."""
     if isinstance(kv, KVPointers):
-        return kv.entry, kv.entry, 0, 0
+        return kv.entries, kv.entries, 0, 0
     return kv.keys, kv.values, kv.keys.stride(1), kv.values.stride(1)

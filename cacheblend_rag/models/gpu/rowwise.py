@@ -54,6 +54,7 @@ def _place_rows(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     BY_POINTER: tl.constexpr,
+    BY_ROW: tl.constexpr,
     NORMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -62,17 +63,20 @@ def _place_rows(
     dim = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (dim < HALF)[None, :]
     row = row.to(tl.int64)
-    if BY_POINTER:
-        pointers = all_keys
-        all_keys = tl.multiple_of(tl.load(pointers).to(query.dtype), 16)
-        all_values = tl.multiple_of(tl.load(pointers + 1).to(query.dtype), 16)
-        keys_head = tl.load(pointers + 2) * WIDTH
-        values_head = keys_head
     if head >= heads + kv_heads:
         head -= heads + kv_heads
         source = values + (row * kv_heads + head)[:, None] * WIDTH + dim[None, :]
         row_position = tl.load(row_positions + row, mask=row < rows, other=0)
-        target = all_values + head.to(tl.int64) * values_head + row_position[:, None] * WIDTH + dim[None, :]
+        if BY_ROW:  # each row's own keys and values
+            room = tl.load(all_values + row * 3 + 2, mask=row < rows, other=0)
+            begin = tl.load(all_values + row * 3 + 1, mask=row < rows, other=0).to(query.dtype)
+            target = (begin + (head * room + row_position) * WIDTH)[:, None] + dim[None, :]
+        elif BY_POINTER:
+            begin = tl.multiple_of(tl.load(all_values + 1).to(query.dtype), 16)
+            place = (head * tl.load(all_values + 2) + row_position) * WIDTH
+            target = begin + place[:, None] + dim[None, :]
+        else:
+            target = all_values + head.to(tl.int64) * values_head + row_position[:, None] * WIDTH + dim[None, :]
         tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
         tl.store(target + HALF, tl.load(source + HALF, mask=mask, other=0.0), mask=mask)
     else:
@@ -84,7 +88,16 @@ def _place_rows(
             head -= heads
             source = keys + (row * kv_heads + head)[:, None] * WIDTH + dim[None, :]
             row_position = tl.load(row_positions + row, mask=row < rows, other=0)
-            target = all_keys + head.to(tl.int64) * keys_head + row_position[:, None] * WIDTH + dim[None, :]
+            if BY_ROW:
+                room = tl.load(all_keys + row * 3 + 2, mask=row < rows, other=0)
+                begin = tl.load(all_keys + row * 3, mask=row < rows, other=0).to(query.dtype)
+                target = (begin + (head * room + row_position) * WIDTH)[:, None] + dim[None, :]
+            elif BY_POINTER:
+                begin = tl.multiple_of(tl.load(all_keys).to(query.dtype), 16)
+                place = (head * tl.load(all_keys + 2) + row_position) * WIDTH
+                target = begin + place[:, None] + dim[None, :]
+            else:
+                target = all_keys + head.to(tl.int64) * keys_head + row_position[:, None] * WIDTH + dim[None, :]
             norm = keys_norm
         first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
         kind = first.dtype
@@ -103,7 +116,7 @@ def _place_rows(
 
 
 @triton.jit
-def _scheduler(gates, ups, out, count, BLOCK: tl.constexpr):
+def _gate(gates, ups, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(gates + at, mask=inside, other=0.0)
@@ -229,6 +242,7 @@ def place_rows(
         HALF=width // 2,
         PADDED=triton.next_power_of_2(width // 2),
         BY_POINTER=isinstance(into, KVPointers),
+        BY_ROW=isinstance(into, KVPointers) and into.by_row,
         NORMS=norms is not None,
         ROWS=size,
         num_warps=1,
@@ -238,7 +252,7 @@ def place_rows(
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
     """``silu(gates) * ups``, without gaps."""
     out, block = torch.empty_like(gates), 1024
-    _scheduler[(triton.cdiv(gates.numel(), block),)](gates, ups, out, gates.numel(), BLOCK=block, num_warps=4)
+    _gate[(triton.cdiv(gates.numel(), block),)](gates, ups, out, gates.numel(), BLOCK=block, num_warps=4)
     return out
 
 

@@ -60,7 +60,7 @@ def kv_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) ->
 
 def question_attention(prepared: PreparedPrompt, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
     """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""
-    adapter, ids = prepared.adapter, prepared.tokens.input_ids
+    adapter, ids = prepared.adapter, torch.tensor(prepared.tokens.input_ids, device=prepared.adapter.device)
     copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
     rows = torch.arange(prepared.question.start, prepared.question.stop, device=adapter.device)
     numbers = range(adapter.num_layers)

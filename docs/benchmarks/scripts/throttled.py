@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.store import KVStore, StoredKV
+from cacheblend_rag.store import BaseRecord, KVStore, StoredKV
 from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -35,10 +35,9 @@ class ThrottledStore(WrappedStore):
         self.read_bytes = 0
         self._device = threading.Lock()
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        record = self.inner.open(key)
-        return None if record is None else _ThrottledRecord(self, record)
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        """See `WrappedStore.handed_out`."""
+        return _ThrottledRecord(self, record)
 
     def delayed(self, size: int, read: Callable[[], Any]) -> Any:
         """Do a read of so many bytes, and wait until the device would be done with it."""
@@ -52,7 +51,7 @@ class ThrottledStore(WrappedStore):
             return result
 
 
-class _ThrottledRecord:
+class _ThrottledRecord(BaseRecord):
     def __init__(self, store: ThrottledStore, inner: StoredKV) -> None:
         self._store, self._inner = store, inner
         self.info, self.tier = inner.info, store.tier

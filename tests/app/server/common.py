@@ -27,6 +27,12 @@ from tests import tiny
 from tests.toy import EMBEDDER_PATH
 
 BASE = "http://localhost"
+# Answers to a model that offers the tool ``look_up``, which are no calls of it.
+NO_CALLS = {
+    "a mention": "Models write <tool_call> before a call, and </tool_call> behind it.",
+    "a thought": '<think>Or <tool_call>{"name": "look_up", "arguments": {}}</tool_call>?</think>No.',
+    "cannot be read": 'So: <tool_call>{"name": </tool_call> it is.',
+}
 
 
 def write_documents(folder: Path, count: int = 4) -> Path:

@@ -184,7 +184,8 @@ def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None
         assert whole.status_code == 504
         until(lambda: narrow.service.queue.served == 0)
         slow.go.set()
-        assert client.post(ASK, json={**QUESTION, "stream": False}).status_code == 200
+        short = {**QUESTION, "stream": False, "max_tokens": 40}  # so that a busy machine answers it in time
+        assert client.post(ASK, json=short).status_code == 200
 
 
 async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -> None:

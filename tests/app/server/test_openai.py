@@ -18,6 +18,7 @@ from langchain_openai import ChatOpenAI
 
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import (
+    NO_CALLS,
     Running,
     client_of,
     new_collection,
@@ -197,8 +198,18 @@ def test_a_model_without_template_gets_plain_roles(client: openai.OpenAI) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls(chat: openai.OpenAI, chatty: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = 'Let me see. <tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>'
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>',
+        "<tool_call><function=look_up>\n<parameter=leaf>\nred\n</parameter></function></tool_call>",
+    ],
+    ids=["JSON", "Qwen3-Coder"],
+)
+def test_tool_calls(
+    chat: openai.OpenAI, chatty: Running, call: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "Let me see. " + call
     script = Script(chatty.service.engine.tokenizer, lambda prompt: None if "[tool]" in prompt else said)
     process_logits(monkeypatch, script)
     messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
@@ -216,13 +227,37 @@ def test_tool_calls(chat: openai.OpenAI, chatty: Running, stream: bool, monkeypa
         reason = made.choices[0].finish_reason
     assert (call.function.name, call.function.arguments) == ("look_up", '{"leaf": "red"}')
     assert reason == "tool_calls"
-    asked = {"id": call.id, "type": "function", "function": {"name": "look_up", "arguments": '{"leaf": "red"}'}}
     messages += [
-        {"role": "assistant", "content": None, "tool_calls": [asked]},
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},  # from a stream, with its index
         {"role": "tool", "tool_call_id": call.id, "content": "It is red."},
     ]
     after = chat.chat.completions.create(model=name, messages=messages, tools=[TOOL], max_tokens=4)
     assert after.choices[0].message.tool_calls is None
+    messages[1]["tool_calls"][0].pop("index", None)
+    same = chat.chat.completions.create(model=name, messages=messages, tools=[TOOL], max_tokens=4)
+    assert same.usage.prompt_tokens == after.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", NO_CALLS.values(), ids=NO_CALLS)
+def test_text_that_only_looks_like_a_call_stays_text(
+    chat: openai.OpenAI, chatty: Running, said: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process_logits(monkeypatch, Script(chatty.service.engine.tokenizer, lambda prompt: said))
+    asked: dict[str, Any] = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}]}
+    for several in (True, False):  # one call alone is no reason to end at a mark that a sentence names
+        made = chat.chat.completions.create(
+            **asked, tools=[TOOL], max_tokens=190, parallel_tool_calls=several, stream=stream
+        )
+        if stream:
+            choices = [one.choices[0] for one in made]
+            assert not [call for one in choices for call in one.delta.tool_calls or []]
+            content = "".join(one.delta.content or "" for one in choices)
+        else:
+            choices = made.choices
+            assert choices[0].message.tool_calls is None
+            content = choices[0].message.content
+        assert (content, choices[-1].finish_reason) == (said, "stop")
 
 
 @pytest.mark.parametrize(
@@ -349,6 +384,20 @@ def test_what_says_that_nothing_is_asked_for_is_taken(chat: openai.OpenAI) -> No
     first = chat.chat.completions.create(model=name_of(chat), messages=messages, **nothing)
     messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "And then?"}]
     assert chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=2).choices
+
+
+def test_thoughts_of_another_model_are_passed_over(chat: openai.OpenAI) -> None:
+    thoughts = {"reasoning_content": "Hm.", "reasoning": "Hm.", "reasoning_details": [{"type": "reasoning.text"}]}
+    answers = []
+    for more in ({}, thoughts):
+        messages: list[Any] = [
+            {"role": "user", "content": "Which leaf fell?"},
+            {"role": "assistant", "content": "One.", **more},
+            {"role": "user", "content": "And then?"},
+        ]
+        answers.append(chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4))
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    assert answers[0].usage == answers[1].usage
 
 
 def test_several_answers_to_one_prompt(client: openai.OpenAI, chat: openai.OpenAI) -> None:

@@ -18,7 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import Running, passage, process_logits, running, settings_for
+from tests.app.server.common import NO_CALLS, Running, passage, process_logits, running, settings_for
 from tests.integrations.langchain.models import Script
 
 KEY = "sk-none-needed-here"
@@ -144,6 +144,19 @@ def test_items_say_what_messages_do(client: openai.OpenAI, asked: dict[str, Any]
     assert answer.usage.input_tokens == same.usage.prompt_tokens
 
 
+def test_thoughts_of_another_model_are_passed_over(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    summary = [{"type": "summary_text", "text": "Hm."}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": "gAAA", "status": None}
+    items: list[Any] = [{"role": "user", "content": "Which leaf?"}, {"role": "assistant", "content": "One."}]
+    again = {"role": "user", "content": "Which one?"}
+    plain, thinking = (
+        client.responses.create(**{**asked, "input": [items[0], *thoughts, items[1], again]}, max_output_tokens=6)
+        for thoughts in ([], [thought])
+    )
+    assert thinking.output_text == plain.output_text
+    assert thinking.usage.input_tokens == plain.usage.input_tokens
+
+
 def test_documents_are_reused(client: openai.OpenAI, asked: dict[str, Any], chatty: Running) -> None:
     body = {"documents": [passage(700), passage(701)], "recompute_ratio": 0.2, "top_k": 1}
     for hits in (0, 2):
@@ -240,6 +253,24 @@ def test_turns_with_calls_go_on_from_what_came_back(
     assert second.usage.input_tokens == same.usage.prompt_tokens, "a message and its call are one turn"
     turns += [*second.output, {"role": "user", "content": "And then?"}]
     assert client.responses.create(input=turns, **options).output_text == "It is red."
+
+
+@pytest.mark.parametrize("said", NO_CALLS.values(), ids=NO_CALLS)
+def test_text_that_only_looks_like_a_call_stays_text(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, said)
+    for several in (True, False):
+        options = {**asked, "tools": [TOOL], "max_output_tokens": 190, "parallel_tool_calls": several}
+        events = streamed(chatty.url, options)
+        parts = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+        whole = client.responses.create(**options)
+        assert "".join(parts) == whole.output_text == said
+        assert (
+            [one["type"] for one in events[-1]["response"]["output"]]
+            == [one.type for one in whole.output]
+            == ["message"]
+        )
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}])

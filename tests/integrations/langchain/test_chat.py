@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -15,13 +17,14 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import message_spans, parse_answer, turns_of
+from cacheblend_rag.langchain.messages import message_spans, turns_of
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import HeldBack, opening, render_turns
+from cacheblend_rag.prompt.chat import opening, render_turns
 from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
 
 DOCUMENTS = passages(3, seed=1)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALLED = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
 STUFFED = "\n\n".join(one.page_content for one in DOCUMENTS)
 
 
@@ -146,6 +149,59 @@ def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypat
     assert model._identifying_params != chat._identifying_params
 
 
+# Turns of other models, as each of them writes its thoughts.
+FOREIGN: dict[str, list[str | dict[str, Any]]] = {
+    "LangChain": [{"type": "reasoning", "reasoning": "Hm.", "extras": {"signature": "a"}}],
+    "OpenAI": [{"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]}],
+    "Anthropic": [
+        {"type": "thinking", "thinking": "Hm.", "signature": "a"},
+        {"type": "redacted_thinking", "data": "b"},
+    ],
+    "Bedrock": [{"type": "reasoning_content", "reasoning_content": {"text": "Hm.", "signature": "a"}}],
+    "not standard": [{"type": "non_standard", "value": {"type": "redacted_thinking", "data": "b"}}],
+    "a cache point": [{"cachePoint": {"type": "default"}}],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+async def test_thoughts_of_another_model_are_passed_over(chat: ChatCacheBlend, name: str) -> None:
+    """A conversation goes on with this model from turns that another one has answered."""
+
+    def talk(answer: Any) -> list[BaseMessage]:
+        return [HumanMessage("What fell?"), AIMessage(answer), HumanMessage("And then?")]
+
+    plain, turns = talk("A leaf fell."), talk([*FOREIGN[name], {"type": "text", "text": "A leaf fell."}])
+    assert chat.segments(turns) == chat.segments(plain)
+    assert chat.get_num_tokens_from_messages(turns) == chat.get_num_tokens_from_messages(plain)
+    fed = [
+        chat.invoke(plain),
+        chat.invoke(turns),
+        await chat.ainvoke(turns),
+        [*chat.stream(turns)][-1],
+        [one async for one in chat.astream(turns)][-1],
+    ]
+    assert len({tuple(one.response_metadata["input_ids"]) for one in fed}) == 1
+    assert "Hm." not in chat.engine.tokenizer.decode(fed[0].response_metadata["input_ids"])
+
+
+def test_calls_and_refusals_of_another_model_are_read(chat: ChatCacheBlend) -> None:
+    call = tool_call(name="find", args={"what": "leaf"}, id="1")
+    answer = ToolMessage("A leaf.", tool_call_id="1")
+    block = {"type": "function_call", "name": "find", "arguments": '{"what": "leaf"}', "call_id": "1", "id": "fc_1"}
+    turns = [[HumanMessage("What fell?"), AIMessage(content, tool_calls=[call]), answer] for content in ("", [block])]
+    assert chat.segments(turns[0]) == chat.segments(turns[1])
+    said = AIMessage([{"type": "refusal", "refusal": "I cannot say."}])
+    assert "I cannot say." in chat.segments([HumanMessage("What fell?"), said, HumanMessage("Why?")]).suffix
+
+
+def test_what_another_model_was_given_or_found_is_not_passed_over(chat: ChatCacheBlend) -> None:
+    blocks: list[dict[str, Any]] = [{"type": kind} for kind in ("audio", "server_tool_result", "file")]
+    for block in (*blocks, {"type": "non_standard", "value": blocks[0]}):
+        kind = block.get("value", block)["type"]
+        with pytest.raises(PromptError, match=f"type '{kind}', which is not read here: leave the block out"):
+            chat.invoke([HumanMessage("What fell?"), AIMessage([block])])
+
+
 # Streams ------------------------------------------------------------------------------------
 
 
@@ -180,43 +236,50 @@ async def test_streams_with_tools_hold_back_calls_alone(chat: ChatCacheBlend, te
         assert sum(bool(chunk.usage_metadata) for chunk in chunks) == 1
 
 
-def test_text_before_a_call_is_handed_out_at_once() -> None:
-    held = HeldBack(True)
-    pieces = [held.feed(piece) for piece in ("So", " be", " it.\n", "<too", "l_call>{")]
-    assert pieces == ["So", " be", " it.", "", ""]
-    assert [HeldBack(False).feed("{")] == ["{"]
-
-
 # Tools --------------------------------------------------------------------------------------
 
 
-def test_tool_calls_are_read() -> None:
-    good = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
-    text = f'Let me look.\n{good}<tool_call>{{"name": </tool_call>'
-    message = parse_answer(text, [TOOL])
-    assert message.content == "Let me look."
-    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("find", {"what": "leaf"})]
-    assert [call["args"] for call in message.invalid_tool_calls] == ['{"name":']
-    assert parse_answer(text, None).content == text
+# Answers to a model that offers tools: the text that is left, and the calls.
+ANSWERS = {
+    "a call behind text": ("Let me look.\n" + CALLED, "Let me look.", 1),
+    "a sentence that names the mark": (
+        "Models write <tool_call> before a call, and </tool_call> behind it.",
+        "Models write <tool_call> before a call, and </tool_call> behind it.",
+        0,
+    ),
+    "a call in a thought": (f"<think>I could say {CALLED} now.</think>It fell.", None, 0),
+    "a call that cannot be read": ('So: <tool_call>{"name": </tool_call> it is.', None, 0),
+    "a call that was cut": ('Let me look. <tool_call>{"name": "find", "argu', None, 0),
+    "two calls in one pair of marks": (CALLED.replace("}}", '}}\n{"name": "find", "arguments": null}'), "", 2),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ('[TOOL_CALLS] [{"name": "find", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}]', [{"a": 1}, {}]),
-        ('{"name": "find", "parameters": {"a": 2}} and so on', [{"a": 2}]),
-        ('{"name": "other", "parameters": {}}', []),
-        ('{"a": 1}', []),
-        ("[1] says so", []),
-        ("{broken", []),
-    ],
-)
-def test_calls_that_are_nothing_but_json_are_read(text: str, calls: list[dict[str, int]]) -> None:
-    message = parse_answer(text, [TOOL])
-    assert [call["args"] for call in message.tool_calls] == calls
-    assert message.content == ("" if calls else text)
-    names = [call["id"] for call in message.tool_calls]
-    assert len(set(names)) == len(names)
+@pytest.mark.parametrize(("said", "content", "calls"), ANSWERS.values(), ids=ANSWERS)
+async def test_what_is_no_call_stays_text_in_every_mode(
+    chat: ChatCacheBlend, said: str, content: str | None, calls: int
+) -> None:
+    model = scripted(chat, said).bind_tools([TOOL])
+    pieces = [*model.stream("What fell?")]
+    apieces = [chunk async for chunk in model.astream("What fell?")]
+    whole = [model.invoke("What fell?"), await model.ainvoke("What fell?")]
+    merged = [reduce(add, pieces), reduce(add, apieces)]
+    for message in [*whole, *merged]:
+        assert message.content == (said if content is None else content)
+        assert [call["name"] for call in message.tool_calls] == ["find"] * calls
+        assert message.invalid_tool_calls == []
+    assert len([piece for piece in pieces if piece.content]) > 1 or not merged[0].content
+
+
+async def test_a_thought_that_the_template_has_opened_holds_no_call(
+    chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = chat.engine.tokenizer.chat_template.replace("[assistant] {", "[assistant] <think>\n{")
+    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", opened)
+    said = f"I could say {CALLED} now.\n</think>Let me look.\n{CALLED}"
+    model = scripted(chat, said).bind_tools([TOOL], max_tokens=300)
+    for message in (model.invoke("What fell?"), reduce(add, [chunk async for chunk in model.astream("What fell?")])):
+        assert message.content == said.removesuffix("\n" + CALLED)
+        assert len(message.tool_calls) == 1
 
 
 def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:
@@ -287,6 +350,23 @@ async def test_structured_answers_follow_their_schema(
             list(short.with_structured_output(schema, method=method).stream("What fell?"))
     free = chat.invoke("What?", max_new_tokens=6, response_format={"type": "text"})
     assert free.content == chat.invoke("What?", max_new_tokens=6).content
+
+
+async def test_an_object_by_a_call_that_was_cut_is_an_error(chat: ChatCacheBlend) -> None:
+    for schema in (SHORT, Leaf):
+        model = chat.with_structured_output(schema, method="function_calling").bind(max_tokens=4)
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            model.invoke("What fell?")
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            await model.ainvoke("What fell?")
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            list(model.stream("What fell?"))
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            _ = [one async for one in model.astream("What fell?")]
+    raw = chat.with_structured_output(SHORT, method="function_calling", include_raw=True).invoke("What fell?")
+    assert raw["parsed"] is None
+    assert "max_tokens" in str(raw["parsing_error"])
+    assert raw["raw"].content.startswith("<tool_call>")
 
 
 def test_structured_answers_that_cannot_be_are_refused(chat: ChatCacheBlend) -> None:

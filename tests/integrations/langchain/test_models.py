@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
 from langchain_core.messages import HumanMessage
 from transformers import GenerationConfig, pipeline
-from transformers.generation import LogitsProcessor
+from transformers.generation import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.store import DiskStore
 from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
+from tests.probes import CountingStore
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
 DOCUMENTS = passages(6, seed=5)
@@ -225,27 +229,26 @@ async def test_a_request_that_was_given_up_while_it_waited_costs_nothing(engine:
 # Batches ------------------------------------------------------------------------------------
 
 
-async def test_a_batch_reads_each_chunk_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
-    llm.warm(DOCUMENTS, progress=False)
-    texts = [one.page_content for one in DOCUMENTS]
-    groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
-    prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
-    alone = [llm.invoke(prompt) for prompt in prompts]
-    opened: list[str] = []
-    opens = engine.store.open
-    monkeypatch.setattr(engine.store, "open", lambda key: opened.append(key) or opens(key))
-    result = llm.generate(prompts)
-    chunks = [key for key in opened if opened.count(key) == 1]
-    assert len(chunks) >= 6
-    found = [engine.store.contains(key) for key in opened]
-    assert len([key for key, there in zip(opened, found, strict=True) if there]) == 6
-    assert [one[0].text for one in result.generations] == alone
-    for one in result.generations:
-        info = one[0].generation_info
-        assert info is not None
-        assert (info["hits"], info["misses"]) == (3, 0)
-    assert llm.batch(prompts) == await llm.abatch(prompts) == alone
+async def test_a_batch_reads_each_chunk_once(tmp_path: Path) -> None:
+    known_chunks.clear()
+    with closing(CountingStore(DiskStore(tmp_path))) as store, tiny_engine(store=store, recompute_ratio=1.0) as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
+        llm.warm(DOCUMENTS, progress=False)
+        texts = [one.page_content for one in DOCUMENTS]
+        groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
+        prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
+        alone = [llm.invoke(prompt) for prompt in prompts]
+        store.forget()
+        result = llm.generate(prompts)
+        reads = Counter(call[1] for call in store.calls if call[0] == "read_into")
+        assert list(reads.values()) == [engine.adapter.num_layers] * 6
+        assert store.most_held == 0
+        assert [one[0].text for one in result.generations] == alone
+        for one in result.generations:
+            info = one[0].generation_info
+            assert info is not None
+            assert (info["hits"], info["misses"]) == (3, 0)
+        assert llm.batch(prompts) == await llm.abatch(prompts) == alone
 
 
 # Identity -----------------------------------------------------------------------------------
@@ -330,3 +333,43 @@ def test_a_pipeline_is_taken_over_with_its_settings() -> None:
     assert CacheBlendLLM.from_pipeline(plain).generation_config is None
     with pytest.raises(ConfigError, match="text-generation"):
         CacheBlendLLM.from_pipeline(object())
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "a prefix": {"prefix": "The leaf. ", "max_new_tokens": 5},
+    "a prefix and a length of all": {"prefix": "The leaf. ", "max_length": 24},
+    "a prefix alone": {"prefix": "The leaf. "},
+    "a text that ends it": {"stop_sequence": "o", "max_new_tokens": 20},
+    "processors": {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([*range(5, 200)])])},
+}
+
+
+@pytest.mark.parametrize("settings", PIPELINES.values(), ids=PIPELINES)
+async def test_a_pipelines_settings_hold_in_every_mode(settings: dict[str, Any]) -> None:
+    model, tokenizer = tiny_parts()
+    made = pipeline("text-generation", model, tokenizer=tokenizer, return_full_text=False, **settings)
+    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))
+    # The text that ends an answer is no part of it here.
+    expected = made("What fell?", do_sample=False)[0]["generated_text"].removesuffix(settings.get("stop_sequence", ""))
+    for mode in MODES:
+        assert await say(llm, mode, "What fell?") == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_special_tokens": False},
+        {"truncation": True},
+        {"handle_long_generation": "hole"},
+        {"tokenizer_encode_kwargs": {"add_special_tokens": False}},
+        {"skip_special_tokens": False},
+        {"stopping_criteria": [Slow(0)]},
+    ],
+)
+def test_settings_of_a_pipeline_that_would_not_hold_are_refused(settings: dict[str, Any]) -> None:
+    model, tokenizer = tiny_parts()
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"{name}=.*make the pipeline without it"):
+        CacheBlendLLM.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, **settings))
+    with pytest.raises(ConfigError, match=r"prefix=.*a system message"):
+        ChatCacheBlend.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, prefix="So. "))

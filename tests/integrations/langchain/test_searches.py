@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
-from langgraph.types import Command
+from langgraph.types import Command, Send
+from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import known_chunks, switch_on, track, tracking_off
@@ -183,11 +185,27 @@ def test_documents_that_a_tool_attaches_are_known() -> None:
     assert known() == [True] * 3
 
 
+@dataclass
+class Best:
+    """The state of a graph may be a dataclass,"""
+
+    document: Document
+
+
+class RetrievalState(BaseModel):
+    """or a pydantic model."""
+
+    found: list[Document]
+    best: Best
+
+
 def test_documents_are_found_in_what_is_returned() -> None:
     one, two, three = DOCUMENTS
     assert documents_in([(one, 0.5), two]) == TEXTS[:2]
     assert documents_in({"context": [one], "question": "What?"}) == TEXTS[:1]
     assert documents_in(Command(update={"found": {"docs": [three]}})) == TEXTS[2:]
     assert documents_in([ToolMessage("text", tool_call_id="1", artifact=[one, two])]) == TEXTS[:2]
-    for nothing in (None, "text", 5, [["a"]], {"a": object()}, [[[[[[one]]]]]]):
+    assert documents_in([Send("answer", {"document": one}), Send("answer", two)]) == TEXTS[:2]
+    assert documents_in(RetrievalState(found=[one], best=Best(two))) == TEXTS[:2]
+    for nothing in (None, "text", 5, [["a"]], {"a": object()}, [[[[[[one]]]]]], Best, HumanMessage("a"), 1.5):
         assert documents_in(nothing) == []

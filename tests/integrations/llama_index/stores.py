@@ -24,7 +24,9 @@ def _qdrant(folder: Path | None) -> Iterator[BasePydanticVectorStore]:
     from llama_index.vector_stores.qdrant import QdrantVectorStore
     from qdrant_client import QdrantClient
 
-    client = QdrantClient(path=str(folder)) if folder else QdrantClient(":memory:")
+    # Without the option it tries a connection that it does not close, of which Python 3.13 warns.
+    place: Any = {"path": str(folder), "force_disable_check_same_thread": True} if folder else {"location": ":memory:"}
+    client = QdrantClient(**place)
     yield QdrantVectorStore(client=client, collection_name="nodes")
     client.close()
 

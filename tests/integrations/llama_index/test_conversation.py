@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms.types import ChatMessage, CitationBlock, TextBlock, ThinkingBlock
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.memory import ChatMemoryBuffer
 
@@ -67,3 +68,24 @@ async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
         # But for what merges at the seam between prompt and answer.
         assert before["prompt_tokens"] - 3 <= info["resumed_tokens"] < info["prompt_tokens"]
         assert event.resumed_tokens == info["resumed_tokens"]
+
+
+@pytest.mark.parametrize("mode", ["chat", "achat", "stream_chat", "astream_chat"])
+async def test_thoughts_and_citations_of_another_model_are_passed_over(mode: str) -> None:
+    llm = make_llm(True)
+    cited = CitationBlock(cited_content="Leaves fall.", source="a", title="A", additional_location_info={})
+    answer = TextBlock(text="A leaf fell.")
+    fed = []
+    for blocks in ([answer], [ThinkingBlock(content="Hm."), answer, cited]):
+        turns = [
+            ChatMessage("What fell?"),
+            ChatMessage(role="assistant", blocks=blocks),
+            ChatMessage("And then?"),
+        ]
+        with listening() as answers:
+            asked = getattr(llm, mode)(turns)
+            said = await asked if mode.startswith("a") else asked
+            if "stream" in mode:
+                _ = [one async for one in said] if mode.startswith("a") else list(said)
+        fed.append(answers.infos[0]["input_ids"])
+    assert fed[0] == fed[1]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
@@ -294,6 +295,84 @@ def test_structured_answers_are_forced_into_their_form() -> None:
     assert llm.structured_predict(Fall, PromptTemplate("What fell? {hint}"), hint="It is green.") == Fall(what="leaf")
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+PERSON = '{"name": "Marie Curie", "age": 66}'
+# By a call that is begun for the model, as JSON from its chat, and as JSON that goes on from a text.
+WAYS: dict[str, dict[str, Any]] = {
+    "call": {"said": PERSON + "}"},
+    "chat": {"said": PERSON, "pydantic_program_mode": PydanticProgramMode.LLM},
+    "text": {"said": PERSON, "is_chat_model": False, "is_function_calling_model": False},
+}
+
+
+async def objects_of(llm: CacheBlendLLM, form: str, kind: Any = Person, **options: Any) -> list[Any]:
+    """The objects of a stream, as LlamaIndex's programs and structured models ask for them."""
+    prompt, asked = PromptTemplate("Who was she? {hint}"), [ChatMessage(role="user", content="Who was she?")]
+    if form == "stream_structured_predict":
+        return list(llm.stream_structured_predict(kind, prompt, options, hint="Polish."))
+    if form == "astream_structured_predict":
+        return [one async for one in await llm.astream_structured_predict(kind, prompt, options, hint="Polish.")]
+    structured = llm.as_structured_llm(kind)
+    if form == "stream_chat":
+        return [one.raw for one in structured.stream_chat(asked, **options)]
+    return [one.raw async for one in await structured.astream_chat(asked, **options)]
+
+
+# LlamaIndex's structured model calls a method that pydantic has deprecated.
+object_forms = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
+OBJECT_FORMS = ("stream_structured_predict", "astream_structured_predict", "stream_chat", "astream_chat")
+
+
+@object_forms
+@pytest.mark.parametrize("form", OBJECT_FORMS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_objects_are_streamed(way: str, form: str) -> None:
+    options = dict(WAYS[way])
+    said = options.pop("said")
+    llm = make_llm(
+        logits_processor=[Script(tiny_parts()[1], lambda prompt: said)],
+        max_new_tokens=120,
+        **{"is_chat_model": True, **options},
+    )
+    objects = await objects_of(llm, form)
+    assert objects[-1] == Person(name="Marie Curie", age=66)
+    assert "Marie" in [one.name for one in objects], "it grows"
+    with pytest.raises(ValueError, match="max_tokens"):
+        await objects_of(llm, form, max_tokens=20)
+
+
+@object_forms
+@pytest.mark.parametrize("form", OBJECT_FORMS)
+@pytest.mark.parametrize("mode", [PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM])
+async def test_streamed_objects_follow_their_schema(mode: PydanticProgramMode, form: str) -> None:
+    """From a model that nobody has taught."""
+    llm = make_llm(True, max_new_tokens=300, temperature=1.0, seed=1, pydantic_program_mode=mode)
+    assert isinstance((await objects_of(llm, form, Leaf))[-1], Leaf)
+
+
+async def test_programs_of_functions_stream_their_calls() -> None:
+    said = f'<tool_call>{{"name": "Person", "arguments": {PERSON}}}</tool_call>'
+    program = FunctionCallingProgram.from_defaults(Person, "Who was she?", llm=with_script(lambda prompt: said))
+    assert list(program.stream_call())[-1] == Person(name="Marie Curie", age=66)
+    assert [one async for one in await program.astream_call()][-1] == Person(name="Marie Curie", age=66)
+
+
+async def test_an_object_that_was_cut_is_an_error() -> None:
+    prompt = PromptTemplate("Who was she?")
+    for mode in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
+        llm = make_llm(True, max_new_tokens=6, pydantic_program_mode=mode)
+        with pytest.raises(ValueError, match="max_tokens"):
+            llm.structured_predict(Person, prompt)
+        with pytest.raises(ValueError, match="max_tokens"):
+            await llm.astructured_predict(Person, prompt)
+
+
 class Leaf(BaseModel):
     """A leaf."""
 
@@ -322,10 +401,27 @@ def test_what_is_no_call_stays_text() -> None:
     assert plain.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="called no tool"):
         plain.get_tool_calls_from_response(response)
-    message = answer_message('<tool_call>{"name": </tool_call>', ["find"])
-    assert message.content == '{"name":'
-    assert not any(isinstance(block, ToolCallBlock) for block in message.blocks)
     assert answer_message(CALL).content == CALL
+
+
+NO_CALLS = {
+    "cannot be read": 'So: <tool_call>{"name": </tool_call> it is.',
+    "a mention": "Models write <tool_call> before a call.",
+    "a thought": f"<think>I could say {CALL} now.</think>No.",
+    "cut": 'Let me look.<tool_call>{"name": "fi',
+}
+
+
+@pytest.mark.parametrize("said", NO_CALLS.values(), ids=NO_CALLS)
+async def test_text_that_only_looks_like_a_call_stays_text(said: str) -> None:
+    llm, tools = with_script(lambda prompt: said), [FunctionTool.from_defaults(find).metadata.to_openai_tool()]
+    for form in CHAT_FORMS:
+        got = await responses(llm, form, HELLO, tools=tools)
+        assert got[-1].message.content == said
+        assert got[-1].message.additional_kwargs == {}
+        assert llm.get_tool_calls_from_response(got[-1], error_on_no_tool_call=False) == []
+        if "stream" in form:
+            assert "".join(one.delta for one in got) == said
 
 
 def test_messages_that_are_no_text_are_refused() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.schema import MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import (
     ExactMatchFilter,
     MetadataFilters,
@@ -128,6 +131,93 @@ def test_saved_and_read_again(store: FaissVectorStore, tmp_path: Path) -> None:
         path.write_text(json.dumps(damage))
         with pytest.raises(DocumentError, match="make it anew"):
             FaissVectorStore.from_persist_path(str(path))
+
+
+def saved_index(folder: Path) -> VectorStoreIndex:
+    """An index over faiss, saved as LlamaIndex's guides say."""
+    index = make_index(make_nodes(6, seed=71), faiss=True)
+    index.storage_context.persist(str(folder))
+    return index
+
+
+def found(index: VectorStoreIndex) -> list[str]:
+    return [one.node_id for one in index.as_retriever(similarity_top_k=3).retrieve(QUESTION)]
+
+
+@pytest.mark.parametrize("form", ["path", "folder", "memory"])
+def test_an_index_is_saved_and_loaded_as_llama_index_says(form: str, tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory") if form == "memory" else None
+    folder = f"/{tmp_path.name}" if files else str(tmp_path / "storage")
+    index = make_index(make_nodes(6, seed=71), faiss=True)
+    index.storage_context.persist(folder, fs=files)
+    for _ in range(2):  # what was loaded is saved in its place and loaded again
+        store = (
+            FaissVectorStore.from_persist_path(f"{folder}/default__vector_store.json")
+            if form == "path"
+            else FaissVectorStore.from_persist_dir(folder, fs=files)
+        )
+        context = StorageContext.from_defaults(persist_dir=folder, vector_store=store, fs=files)
+        again = load_index_from_storage(context, embed_model=embedding())
+        assert isinstance(again, VectorStoreIndex)
+        assert found(again) == found(index)
+        again.storage_context.persist(folder, fs=files)
+    more = make_nodes(1, seed=72)
+    again.insert_nodes(more)
+    again.delete_nodes(["node-71-0"])
+    again.storage_context.persist(folder, fs=files)
+    held = [node.node_id for node in FaissVectorStore.from_persist_dir(folder, fs=files).get_nodes()]
+    assert held == [*(f"node-71-{n}" for n in range(1, 6)), "node-72-0"]
+
+
+def test_an_index_over_faiss_is_never_read_as_another_store(tmp_path: Path) -> None:
+    index = saved_index(tmp_path)
+    with pytest.raises(ValueError, match=r"FaissVectorStore\.from_persist_dir"):
+        StorageContext.from_defaults(persist_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"FaissVectorStore\.from_persist_dir"):
+        SimpleVectorStore.from_persist_dir(str(tmp_path))
+    # A new store given with the folder has nothing of what was saved: it does not take its place.
+    fresh = StorageContext.from_defaults(persist_dir=str(tmp_path), vector_store=FaissVectorStore())
+    with pytest.raises(ConfigError, match=r"from_persist_path.*delete the file"):
+        fresh.persist(str(tmp_path))
+    assert len(FaissVectorStore.from_persist_dir(str(tmp_path)).get_nodes()) == 6
+    index.delete_nodes([node.node_id for node in make_nodes(6, seed=71)])
+    index.storage_context.persist(str(tmp_path))  # emptied on purpose
+    assert FaissVectorStore.from_persist_dir(str(tmp_path)).get_nodes() == []
+
+
+def test_files_of_the_first_version_are_read(store: FaissVectorStore, tmp_path: Path) -> None:
+    path = tmp_path / "vectors.json"
+    store.persist(str(path))
+    saved = json.loads(path.read_text())
+    first = {name: saved[name] for name in ("dimension", "nodes", "vectors")} | {"version": 1}
+    path.write_text(json.dumps(first))
+    assert FaissVectorStore.from_persist_path(str(path)).get_nodes() == store.get_nodes()
+
+
+def test_wrong_names_and_forms_are_refused(tmp_path: Path) -> None:
+    saved_index(tmp_path)
+    with pytest.raises(DocumentError, match=r"other__vector_store.json.*'default', 'image'"):
+        FaissVectorStore.from_persist_dir(str(tmp_path), namespace="other")
+    with pytest.raises(DocumentError, match="no saved vector stores"):
+        FaissVectorStore.from_persist_dir(str(tmp_path / "nowhere"))
+    with pytest.raises(DocumentError, match=r"no saved index .*nowhere"):
+        FaissVectorStore.from_persist_path(str(tmp_path / "nowhere.json"))
+    with pytest.raises(DocumentError, match="a folder"):
+        FaissVectorStore.from_persist_path(str(tmp_path))
+    with pytest.raises(DocumentError, match="SimpleVectorStore"):  # LlamaIndex saves one for images beside ours
+        FaissVectorStore.from_persist_dir(str(tmp_path), namespace="image")
+    (tmp_path / "binary__vector_store.json").write_bytes(b"IxF2\xff\x00")  # of LlamaIndex's own faiss store
+    with pytest.raises(DocumentError, match="make it anew"):
+        FaissVectorStore.from_persist_dir(str(tmp_path), namespace="binary")
+
+
+def test_a_store_that_cannot_be_written_leaves_what_was_saved(store: FaissVectorStore, tmp_path: Path) -> None:
+    path = tmp_path / "vectors.json"
+    store.persist(str(path))
+    store.add([TextNode(id_="new", text="x", embedding=[1.0] * 4, metadata={"when": object()})])
+    with pytest.raises(DocumentError, match="metadata"):
+        store.persist(str(path))
+    assert len(FaissVectorStore.from_persist_path(str(path)).get_nodes()) == 12
 
 
 def test_what_cannot_be_done_is_refused(store: FaissVectorStore) -> None:

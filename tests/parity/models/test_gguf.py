@@ -191,6 +191,47 @@ def test_a_second_start_converts_nothing_wherever_the_file_lies(
     assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
 
 
+def test_a_file_is_read_once_and_its_costs_are_said_before(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, read = tiny.model("llama"), list[Any]()
+    path = gguf_files.write(tmp_path / "model.gguf", model, "Q8_0")
+    fields = gguf.GGUFReader._build_fields
+    monkeypatch.setattr(
+        gguf.GGUFReader, "_build_fields", lambda self, *given: read.append(self) or fields(self, *given)
+    )
+    plain = gguf.GGUFReader
+    load_model(path, device="cpu")
+    assert len(read) == 1
+    assert gguf.GGUFReader is plain
+    said = capsys.readouterr().err
+    assert f"Converting model.gguf: 0.0 GB on the disk of {cache / 'gguf'}, and up to 0.0 GB of memory" in said
+    load_model(path, device="cpu")
+    assert "Converting" not in capsys.readouterr().err
+
+
+def test_what_a_conversion_takes_is_checked_before(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model("llama")
+    path = gguf_files.write(tmp_path / "model.gguf", model)
+    weights = 4 * sum(one.numel() for one in model.parameters())
+    peak = 2 * weights + 4 * max(one.numel() for one in model.parameters())
+    monkeypatch.setattr(conversion, "total_memory", lambda: peak - 1)
+    with pytest.raises(ModelLoadError, match=rf"up to {peak:,} bytes of memory, and there are {peak - 1:,}.*smaller"):
+        load_model(path, device="cpu")
+    monkeypatch.setattr(conversion, "total_memory", lambda: peak)
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)._replace(free=weights - 1)
+        patch.setattr(shutil, "disk_usage", lambda folder: usage)
+        with pytest.raises(
+            ModelLoadError, match=rf"takes {weights:,} bytes once .* has {weights - 1:,} left.*XDG_CACHE"
+        ):
+            load_model(path, device="cpu")
+    assert not [one for one in cache.rglob("*") if one.name == "model.safetensors"]
+    load_model(path, device="cpu")
+
+
 def test_another_file_of_the_same_name_is_another_model(tmp_path: Path, conversions: list[Path]) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     first = load_model(path, device="cpu").fingerprint()

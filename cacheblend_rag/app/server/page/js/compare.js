@@ -12,8 +12,7 @@ const METHODS = {
   blend: ["Blended", "reuses all, recomputes the tokens that need it"],
 };
 const KL_NOTE =
-  "KL: mean divergence from full recompute, in nats a token of its answer. " +
-  "Another order of the passages moves an answer by about 0.06.";
+  "KL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely.";
 const ORDER = ["full", "prefix", "reuse", "blend"];
 
 /** Rounds whose medians all rows show; 0 while any shows the one pass that gave its answer. */

@@ -1,0 +1,355 @@
+"""Tool calls in a generated text, whole or as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+# The form that Hermes, Qwen and many other templates teach.
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+# The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
+MARK = "[TOOL_CALLS]"
+# The form of Qwen3-Coder, within the marks of the first. Llama writes JSON where it has parameters.
+_FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter="
+_FUNCTION_NAME = re.compile(r"<function=([^<>\s]+)>\s*")
+_BEGUN_NAME = re.compile(r"<function=[^<>\s]*\Z")
+_WHOLE_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+_THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
+
+_START = re.compile(rf"{CALL_START}|{_FUNCTION}|{_THOUGHT_START}")
+_NOTHING_BUT_JSON = re.compile(r"\s*(?=[{\[])")
+_SPACE = re.compile(r"\s*")
+_NEXT_VALUE = re.compile(r"[\s,;]*(?=[{\[])")
+_LEFT_OVER = re.compile(r"[\s,;}\]]*")  # such as a brace too many
+_CUT_LITERAL = 9  # characters of JSON that may still become a literal or an escape
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line ends into texts
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call that a model wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """A generated text, and the calls in it.
+
+    Parameters
+    ----------
+    content : str
+        The text around the calls.
+    calls : tuple of Call
+        In their order in the text.
+    """
+
+    content: str
+    calls: tuple[Call, ...] = ()
+
+
+class _NoCallError(Exception):
+    """A text is no call that can be understood."""
+
+
+class _UnfinishedError(_NoCallError):
+    """A text is no call so far."""
+
+
+def begins_in_thought(prompt: str) -> bool:
+    """Whether a chat template has opened a thought at the end of a prompt, so that the answer goes on with it."""
+    return prompt.rstrip().endswith(_THOUGHT_START)
+
+
+def parse_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] | None, *, in_thought: bool = False, whole: bool = True
+) -> ParsedAnswer:
+    """Read the tool calls in a generated text.
+
+    Text that cannot be understood as a call stays text, and so does all of a thought.
+
+    Parameters
+    ----------
+    text : str
+        The answer.
+    tools : sequence of dict or None
+        Tools that are offered, in OpenAI's form; without any, all is text. An answer that begins with JSON which names
+        one of them calls it.
+    in_thought : bool
+        Whether the answer begins within a thought; see `begins_in_thought`.
+    whole : bool
+        Whether the answer has ended. Otherwise its content is as far as it is certain.
+    """
+    if not tools:
+        return ParsedAnswer(text)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    at = _behind_thought(text, in_thought)
+    kept, calls, certain = [text[:at]], list[Call](), True
+    bare = _NOTHING_BUT_JSON.match(text, at)
+    while (start := _next_start(text, at, bare)) is not None:
+        kept.append(text[at:start])
+        if text.startswith(_THOUGHT_START, start):
+            at = _thought_end(text, start)
+            kept.append(text[start:at])
+            continue
+        try:
+            found, at = _block(text, start, schemas, whole)
+            calls += found
+        except _NoCallError as reason:
+            if isinstance(reason, _UnfinishedError) and not whole:
+                certain = False
+                break
+            kept.append(text[start])
+            at = start + 1
+        bare = None
+    if certain:
+        kept.append(text[at:] if whole else _without_cut_mark(text[at:]))
+    content = "".join(kept)
+    return ParsedAnswer(content.rstrip() if calls or not whole else content, tuple(calls))
+
+
+def begun_call(text: str) -> Call | None:
+    """The call in JSON that a text has begun, as far as it is written; None before its arguments begin."""
+    try:
+        call = from_json(text[text.index("{") :], allow_partial="trailing-strings")
+        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+    except (ValueError, KeyError, AttributeError):
+        return None
+    return Call(name, arguments) if isinstance(arguments, dict) else None
+
+
+class HeldBack:
+    """Returns the pieces of an answer, and holds back text that may be or become a tool call.
+
+    Parameters
+    ----------
+    tools : sequence of dict or None
+        Tools that may be called; without any, nothing is held back.
+    in_thought : bool
+        As for `parse_calls`.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, in_thought: bool = False) -> None:
+        self._tools, self._in_thought = tools, in_thought
+        self._text = ""
+        self.sent = 0
+
+    def feed(self, piece: str) -> str:
+        """Text that may be handed out now."""
+        new = piece
+        if self._tools:
+            self._text += piece
+            read = parse_calls(self._text, self._tools, in_thought=self._in_thought, whole=False)
+            new = read.content[self.sent :]
+        self.sent += len(new)
+        return new
+
+
+def _behind_thought(text: str, in_thought: bool) -> int:
+    """Where the thought ends with which an answer begins."""
+    if not in_thought and not text.lstrip().startswith(_THOUGHT_START):
+        return 0
+    return _thought_end(text, 0)
+
+
+def _thought_end(text: str, at: int) -> int:
+    """Where the thought that is under way at a place ends; one that is not closed lasts to the end."""
+    end = text.find(_THOUGHT_END, at)
+    return len(text) if end < 0 else end + len(_THOUGHT_END)
+
+
+def _next_start(text: str, at: int, bare: re.Match[str] | None) -> int | None:
+    """Where the next call may begin, or the next thought."""
+    found = _START.search(text, at)
+    return bare.end() if bare else found.start() if found else None
+
+
+def _without_cut_mark(text: str) -> str:
+    """The text without a beginning of a mark at its end."""
+    longest = max(len(CALL_START), len(_FUNCTION))
+    ends = range(max(0, len(text) - longest), len(text))
+    return text[: next((at for at in ends if _may_become(text[at:], CALL_START, _FUNCTION)), len(text))]
+
+
+def _may_become(rest: str, *marks: str) -> bool:
+    return any(mark.startswith(rest) for mark in marks)
+
+
+def _behind(space: re.Pattern[str], text: str, at: int) -> int:
+    """Where a run of some characters ends; it may be empty."""
+    found = space.match(text, at)
+    return found.end() if found else at
+
+
+def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:
+    """The calls that begin at a place, and where they end."""
+    if text[at] != "<":
+        return _bare_calls(text, at, schemas, whole)
+    tagged = text.startswith(CALL_START, at)
+    if tagged:
+        at = _behind(_SPACE, text, at + len(CALL_START))
+        if _may_become(text[at:], _FUNCTION):
+            raise _UnfinishedError
+    if text.startswith(_FUNCTION, at):
+        calls, at = _function_calls(text, at, schemas)
+    elif text[at] in "{[":
+        calls, at = _json_calls(text, at)
+    else:
+        raise _NoCallError
+    if not tagged and any(call.name not in schemas for call in calls):
+        raise _NoCallError
+    end = _behind(_LEFT_OVER, text, at)
+    if text.startswith(CALL_END, end):
+        return calls, end + len(CALL_END)
+    if _may_become(text[end:], CALL_END):
+        if whole:
+            return calls, len(text)
+        raise _UnfinishedError
+    if tagged:
+        raise _NoCallError
+    return calls, at
+
+
+def _bare_calls(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:
+    if _may_become(text[at:], MARK):
+        raise _UnfinishedError
+    if text.startswith(MARK, at):
+        at = _behind(_SPACE, text, at + len(MARK))
+        if at == len(text):
+            raise _UnfinishedError
+    calls, at = _json_calls(text, at)
+    if any(call.name not in schemas for call in calls):
+        raise _NoCallError
+    at = _behind(_LEFT_OVER, text, at)
+    if at == len(text) and not whole:  # one more may follow
+        raise _UnfinishedError
+    return calls, at
+
+
+def _json_calls(text: str, at: int) -> tuple[list[Call], int]:
+    """Calls in JSON: objects or lists of them, one behind the other."""
+    calls = list[Call]()
+    while True:
+        value, at = _json_value(text, at)
+        calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
+        more = _NEXT_VALUE.match(text, at)
+        if more is None:
+            break
+        at = more.end()
+    if not calls:
+        raise _NoCallError
+    return calls, at
+
+
+def _json_value(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return _JSON.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        unfinished = error.msg.startswith("Unterminated string") or len(text) - error.pos < _CUT_LITERAL
+        raise (_UnfinishedError if unfinished else _NoCallError) from None
+    except (ValueError, RecursionError):
+        raise _NoCallError from None
+
+
+def _call(value: Any) -> Call:
+    """A call in JSON: its arguments may be a JSON text, as OpenAI has them, null, or not there."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    call = inner if isinstance(inner, dict) else value
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        raise _NoCallError
+    given = [call[name] for name in ("arguments", "parameters") if name in call]
+    if not given and set(call) - {"name", "id", "type"}:
+        raise _NoCallError
+    arguments = given[0] if given else None
+    if isinstance(arguments, str):
+        try:
+            arguments = _JSON.decode(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            raise _NoCallError from None
+    if arguments is not None and not isinstance(arguments, dict):
+        raise _NoCallError
+    return Call(call["name"], arguments or {})
+
+
+def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[Call], int]:
+    """Calls in Qwen3-Coder's form, one behind the other."""
+    calls = list[Call]()
+    while found := _FUNCTION_NAME.match(text, at):
+        name, at = found[1], found.end()
+        arguments: dict[str, Any] = {}
+        if text.startswith("{", at):
+            arguments, at = _json_value(text, at)
+            at = _behind(_SPACE, text, at)
+        while given := _WHOLE_PARAMETER.match(text, at):
+            arguments[given[1]] = _typed(given[2], given[1], schemas.get(name))
+            at = given.end()
+        if not text.startswith(_FUNCTION_END, at):
+            begun = text.startswith(_PARAMETER, at) or _may_become(text[at:], _PARAMETER, _FUNCTION_END)
+            raise _UnfinishedError if begun else _NoCallError
+        calls.append(Call(name, arguments))
+        at = _behind(_SPACE, text, at + len(_FUNCTION_END))
+    rest = text[at:]
+    if _BEGUN_NAME.match(rest) or (rest and _may_become(rest, _FUNCTION)):
+        raise _UnfinishedError
+    if not calls:
+        raise _NoCallError
+    return calls, at
+
+
+def _typed(text: str, name: str, schema: Any) -> Any:
+    """The value of a parameter that was written without quotes, by the schema of its function."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    kinds = _kinds(properties.get(name), schema) if isinstance(properties, Mapping) else set()
+    if text.strip().lower() in ("null", "none") and ("null" in kinds or not kinds <= {"string"}):
+        return None
+    if not kinds or "string" in kinds:
+        return text
+    for written in (text, text.lower()):  # templates write True as Python does
+        try:
+            return _JSON.decode(written)
+        except (ValueError, RecursionError):
+            pass
+    return text
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Types that a schema names."""
+    kinds, seen, schemas = set[str](), set[str](), [schema]
+    while schemas:
+        one = schemas.pop()
+        if not isinstance(one, Mapping):
+            continue
+        named = one.get("type")
+        kinds.update({named} if isinstance(named, str) else map(str, _list(named)))
+        values = [*_list(one.get("enum")), *([one["const"]] if "const" in one else [])]
+        kinds.update("string" if isinstance(value, str) else "another" for value in values)
+        for several in ("anyOf", "oneOf", "allOf"):
+            schemas += _list(one.get(several))
+        if isinstance(address := one.get("$ref"), str) and address not in seen:
+            seen.add(address)
+            schemas.append(_referred(address, root))
+    return kinds
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(address: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for step in address.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,236 @@
+"""Tool calls in generated texts: the forms that are read, and texts that only look like calls."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought, begun_call, parse_calls
+from cacheblend_rag.prompt.chat import render_turns
+from tests import tiny
+
+PROPERTIES: dict[str, Any] = {
+    "what": {"type": "string"},
+    "many": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "dry": {"type": "boolean"},
+    "of": {"$ref": "#/$defs/Of"},
+    "kind": {"enum": ["1", "2"]},
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "$defs": {"Of": {"type": "object"}, "Round": {"anyOf": [{"$ref": "#/$defs/Round"}]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "lose"}},
+]
+CALL = '{"name": "find", "arguments": {"what": "leaf"}}'
+OTHER = '{"name": "lose", "arguments": {}}'
+LEAF = ("find", {"what": "leaf"})
+TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
+WRITTEN = "<function=find>\n<parameter=what>\nleaf\n</parameter>\n</function>"
+
+
+def calls_of(text: str, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, call.arguments) for call in parse_calls(text, TOOLS, **more).calls]
+
+
+READ = {
+    "tagged": (TAGGED, [LEAF], ""),
+    "without an end": (f"<tool_call>{CALL}", [LEAF], ""),
+    "an end that was cut": (f"<tool_call>{CALL}</tool_c", [LEAF], ""),
+    "a brace too many": (f"<tool_call>{CALL}}}</tool_call>", [LEAF], ""),
+    "text around": (f"One.\n{TAGGED}\nTwo.\n{TAGGED}\n", [LEAF, LEAF], "One.\n\nTwo."),
+    "two in one pair": (f"<tool_call>{CALL}\n{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
+    "a list in one pair": (f"<tool_call>[{CALL}, {OTHER}]</tool_call>", [LEAF, ("lose", {})], ""),
+    "arguments as text": (f"<tool_call>{json.dumps({'name': 'find', 'arguments': json.dumps(LEAF[1])})}", [LEAF], ""),
+    "arguments as null": ('<tool_call>{"name": "lose", "arguments": null}</tool_call>', [("lose", {})], ""),
+    "arguments as no text": ('<tool_call>{"name": "lose", "arguments": ""}</tool_call>', [("lose", {})], ""),
+    "no arguments": ('<tool_call>{"name": "lose"}</tool_call>', [("lose", {})], ""),
+    "parameters": ('<tool_call>{"name": "find", "parameters": {"what": "leaf"}}</tool_call>', [LEAF], ""),
+    "OpenAI's form": (f'<tool_call>{{"type": "function", "function": {CALL}}}</tool_call>', [LEAF], ""),
+    "a tool that is not offered": ('<tool_call>{"name": "buy", "arguments": {}}</tool_call>', [("buy", {})], ""),
+    "marks in an argument": (
+        f"<tool_call>{json.dumps({'name': 'find', 'arguments': {'what': TAGGED}})}</tool_call>",
+        [("find", {"what": TAGGED})],
+        "",
+    ),
+    "a line end in a text": (f"<tool_call>{CALL.replace('leaf', chr(10))}</tool_call>", [("find", {"what": "\n"})], ""),
+    "behind a mention": (f"I use <tool_call> here: {TAGGED}", [LEAF], "I use <tool_call> here:"),
+    "behind one that is none": (f"<tool_call>{{}}</tool_call>{TAGGED}", [LEAF], "<tool_call>{}</tool_call>"),
+    "behind a thought": (f"<think>{TAGGED}</think>\n{TAGGED}", [LEAF], f"<think>{TAGGED}</think>"),
+    "bare": (f" {CALL}", [LEAF], ""),
+    "bare behind a thought": (f"<think>So.</think>\n\n{CALL}", [LEAF], "<think>So.</think>"),
+    "bare and text": (f"{CALL} and so on", [LEAF], "and so on"),
+    "several bare": (f"{CALL}; {OTHER}", [LEAF, ("lose", {})], ""),
+    "Mistral's mark": (f"[TOOL_CALLS] [{CALL}, {OTHER}]", [LEAF, ("lose", {})], ""),
+    "Qwen3-Coder": (f"So.\n<tool_call>\n{WRITTEN}\n</tool_call>", [LEAF], "So."),
+    "Qwen3-Coder, two": (f"<tool_call>\n{WRITTEN}\n{WRITTEN}\n</tool_call>", [LEAF, LEAF], ""),
+    "Qwen3-Coder, no mark before": (f"{WRITTEN}\n</tool_call> So.", [LEAF], " So."),
+    "Qwen3-Coder, nothing given": ("<tool_call>\n<function=lose>\n</function>\n</tool_call>", [("lose", {})], ""),
+    "Llama's function": ('<function=find>{"what": "leaf"}</function>', [LEAF], ""),
+}
+
+
+@pytest.mark.parametrize(("text", "calls", "content"), READ.values(), ids=READ)
+def test_calls_are_read(text: str, calls: list[Any], content: str) -> None:
+    assert calls_of(text) == calls
+    assert parse_calls(text, TOOLS).content == content
+    assert parse_calls(text, None).content == text
+
+
+TEXTS = {
+    "a mention": "Write <tool_call> and then JSON, and </tool_call> behind it.",
+    "a mention at the end": "It begins with <tool_call>",
+    "a name alone": "<tool_call>find</tool_call>",
+    "an empty name": '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    "no name": '<tool_call>{"arguments": {}}</tool_call>',
+    "in a thought behind words": f"Hm <think> {TAGGED} </think> no",
+    "a name that is none": '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+    "arguments beside the name": '<tool_call>{"name": "find", "what": "leaf"}</tool_call>',
+    "arguments as a list": '<tool_call>{"name": "find", "arguments": ["leaf"]}</tool_call>',
+    "arguments as words": '<tool_call>{"name": "find", "arguments": "the leaf"}</tool_call>',
+    "broken": '<tool_call>{"name": </tool_call>',
+    "cut": '<tool_call>\n{"name": "find", "arguments": {"wh',
+    "the second of two cut": f'<tool_call>{CALL}{{"name": "fi',
+    "words behind it": f"<tool_call>{CALL} is how it is written.",
+    "no value": '<tool_call>{"name": "find", "arguments": {"many": NaN}}</tool_call>',
+    "a thought": f"<think>I could write {TAGGED} now.</think>No.",
+    "a thought that was cut": f" <think>I could write {TAGGED} now.",
+    "an object": '{"a": 1}',
+    "an object with the name of a tool": '{"name": "find", "price": 1}',
+    "a tool that is not offered": '{"name": "buy", "parameters": {}}',
+    "a reference": "[1] says so",
+    "an empty list": "[] is what I found",
+    "brackets": "[" * 100_000,
+    "a large number": '<tool_call>{"name": "find", "arguments": {"many": %s}}' % ("9" * 5_000),
+    "a function of another language": "Write <function=x> or <function= y> here.",
+    "a function that is not offered": "<function=buy></function>",
+    "a function that was cut": "<tool_call>\n<function=find>\n<parameter=what>\nle",
+    "words in a function": "<tool_call>\n<function=find>\nleaf\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_text_that_is_no_call_stays_text(text: str) -> None:
+    assert parse_calls(text, TOOLS).calls == ()
+    assert parse_calls(text, TOOLS).content == text
+
+
+def test_a_thought_may_have_begun_in_the_prompt() -> None:
+    assert begins_in_thought("[assistant] <think>\n")
+    assert not begins_in_thought("[assistant] <think>\n\n</think>\n\n")
+    text = f"I could write {TAGGED}.</think>{TAGGED}"
+    assert len(calls_of(text)) == 2
+    assert calls_of(text, in_thought=True) == [LEAF]
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("what", "\n  two\nlines\n", "  two\nlines"),
+        ("what", "\n12\n", "12"),
+        ("what", "null", "null"),
+        ("many", "12", 12),
+        ("many", "\nNone\n", None),
+        ("many", "a few", "a few"),
+        ("dry", "True", True),
+        ("of", '{"a": [1]}', {"a": [1]}),
+        ("kind", "1", "1"),
+        ("unknown", "12", "12"),
+    ],
+)
+def test_parameters_without_quotes_have_the_types_of_the_schema(name: str, written: str, value: Any) -> None:
+    text = f"<tool_call><function=find><parameter={name}>{written}</parameter></function></tool_call>"
+    assert calls_of(text) == [("find", {name: value})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"allOf": [{"$ref": "#/$defs/A"}]}}},
+        {"properties": []},
+        {"properties": {"a": {"type": 7, "enum": "x", "anyOf": {}}}},
+    ],
+)
+def test_odd_schemas_of_strangers_are_survived(schema: dict[str, Any]) -> None:
+    tools = [{"function": {"name": "find", "parameters": schema}}]
+    (call,) = parse_calls("<function=find><parameter=a>1</parameter></function>", tools).calls
+    assert call.arguments == {"a": "1"}
+
+
+def test_text_is_handed_out_as_soon_as_it_is_certain() -> None:
+    held = HeldBack(TOOLS)
+    pieces = [held.feed(piece) for piece in ("So", " be", " it.\n", "<too", "l_call>", " is", ' <tool_call>{"na')]
+    assert pieces == ["So", " be", " it.", "", "", "\n<tool_call> is", ""]
+    assert [HeldBack(None).feed("{")] == ["{"]
+    assert [HeldBack(TOOLS).feed(piece) for piece in ("[1] says", "{broken it", '{"a": tr')] == [
+        "[1] says",
+        "{broken it",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
+    """However the answer is cut into pieces, nothing is handed out that the whole does not have."""
+    chance = random.Random(seed)
+    parts = [TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";"]
+    parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
+    for _ in range(60):
+        text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
+        thought = chance.random() < 0.2
+        held, at, sent = HeldBack(TOOLS, thought), 0, ""
+        while at < len(text):
+            size = chance.choice((1, 2, 7))
+            sent += held.feed(text[at : at + size])
+            at += size
+        assert parse_calls(text, TOOLS, in_thought=thought).content.startswith(sent), (text, sent)
+        assert held.sent == len(sent)
+
+
+def test_a_call_can_be_read_while_it_is_written() -> None:
+    grown = [begun_call(TAGGED[:end]) for end in range(len(TAGGED) - len("</tool_call>"))]
+    seen = [call.arguments for call in grown if call is not None]
+    assert seen[0] == {}
+    assert {"what": "le"} in seen
+    assert seen[-1] == {"what": "leaf"}
+
+
+_ASKED = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+_DONE = "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+_EACH = "{% for c in m.tool_calls or [] %}{% set c = c.function %}"
+TEMPLATES = {
+    "Hermes": ("<tool_call>\n{{ c | tojson }}\n</tool_call>", True),
+    "Llama": ('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', True),
+    "Mistral": ('[TOOL_CALLS] [{{ {"name": c.name, "arguments": c.arguments, "id": "1"} | tojson }}]', True),
+    "Qwen3-Coder": (
+        "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments | items %}<parameter={{ k }}>\n{{ v }}\n"
+        "</parameter>\n{% endfor %}</function>\n</tool_call>",
+        True,
+    ),
+    "GLM": (
+        "<tool_call>{{ c.name }}\n{% for k, v in c.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+        "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+        False,
+    ),
+    "Python": ("{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %})", False),
+    "none": ("", True),
+}
+
+
+@pytest.mark.parametrize(("form", "read"), TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_whose_calls_are_not_read_is_named_once(
+    form: str, read: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{# " + form[:9] + " #}" + _ASKED + _EACH + form + _DONE
+    for _ in range(2):
+        render_turns(tokenizer, [{"role": "user", "content": "Which leaf?"}], TOOLS)
+    told = [record.getMessage() for record in caplog.records if record.name == "cacheblend_rag.prompt.chat"]
+    assert len(told) == (not read)
+    assert all("look_up" in line and "red" in line and "stay text" in line for line in told)

@@ -1,0 +1,226 @@
+"""Stored KV as a GPU takes it: as it was written. Without a GPU, Triton's interpreter and no streams stand in."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.engine import pipeline
+from cacheblend_rag.loading import LayerReader, Placement, load_plainly, loader
+from cacheblend_rag.loading.loader import RecordLost
+from cacheblend_rag.models import adapter, rope
+from cacheblend_rag.models.attention import rows as attention
+from cacheblend_rag.models.kv import JoinedKV, SegmentKV
+from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordFormat, RecordInfo, TieredStore
+from cacheblend_rag.store.memory import MemoryRecord
+from tests import tiny
+from tests.probes import Hooked, assert_same, engine_of, record_files
+
+pytest.importorskip("triton")
+# KV between chunks is whatever was in memory until it is computed, and is rotated with theirs.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what} encountered in:RuntimeWarning") for what in ("overflow", "invalid value")
+]
+
+LAYERS, HEADS, DIM, TOKENS = 20, 1, 8, 60
+CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
+PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+
+
+class NoStreams:
+    """In place of streams: what is queued is done at once."""
+
+    def __init__(self) -> None:
+        self.queues = self.given = self.settled = 0
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def queued(self) -> Any:
+        self.queues += 1
+        return self.queues
+
+    def hand_over(self, target: torch.Tensor, done: Any) -> None:
+        self.given += 1
+        assert done == self.given, "groups are given in their order, when they are queued"
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def record_of(tokens: int, seed: int, rotated: bool = False) -> KVRecord:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (
+        tuple(torch.randn((HEADS, tokens, DIM), generator=generator).bfloat16() for _ in range(LAYERS))
+        for _ in range(2)
+    )
+    info = RecordInfo("f", (), tuple(range(tokens)), LAYERS, HEADS, DIM, "bfloat16", rotated)
+    return KVRecord(info, SegmentKV(keys, values, rotated))
+
+
+def joined(kv: SegmentKV) -> JoinedKV:
+    """As a GPU's engine keeps raw records in memory."""
+    block = torch.stack([torch.stack(pair) for pair in zip(kv.keys, kv.values, strict=True)])
+    return JoinedKV(kv.keys, kv.values, kv.rotated, block)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Iterator[LayerReader]:
+    """A prompt with records of both codecs, from files and from memory."""
+    folder, memory = DiskStore(tmp_path, form=RecordFormat("int8")), MemoryStore(pinned=True)
+    for key, record in {"prefix": record_of(5, 1, True), "file": record_of(9, 2), "kept": record_of(11, 3)}.items():
+        folder.put(key, record)
+        memory.put(key, folder.as_kept(record))
+    made = record_of(7, 4)
+    raw = MemoryRecord(KVRecord(made.info, joined(made.kv)))
+    found = [folder.open("prefix"), folder.open("file"), memory.open("kept"), raw, folder.open("file")]
+    places = [Placement(f"at {at}", one, at) for one, at in zip(found, (0, 5, 20, 31, 45), strict=True) if one]
+    assert [place.record.codec for place in places] == ["raw", "int8", "int8", "raw", "int8"]
+    yield LayerReader(places, LAYERS, HEADS, TOKENS, DIM, torch.bfloat16, torch.device("cpu"))
+    for place in places:
+        place.record.close()
+    folder.close()
+
+
+def loaded(reader: LayerReader) -> Any:
+    return loader._load_to_gpu(reader, NoStreams())  # type: ignore[arg-type]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-loader")]
+
+
+def test_records_of_both_codecs_from_files_and_memory_come_as_they_are_read_plainly(mixed: LayerReader) -> None:
+    wanted = list(load_plainly(mixed))
+    found = list(loaded(mixed))
+    assert len(found) == LAYERS
+    spans = [slice(place.start, place.start + place.record.info.tokens) for place in mixed.placements]
+    for ours, theirs in zip(found, wanted, strict=True):
+        for span in spans:
+            assert torch.equal(ours.keys[:, :, span], theirs.keys[:, :, span])
+            assert torch.equal(ours.values[:, :, span], theirs.values[:, :, span])
+    assert threads() == []
+    assert mixed.clock.seconds > 0
+
+
+@pytest.mark.parametrize("layer", [0, 1, 9, LAYERS - 1])
+def test_a_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path: Path) -> None:
+    (path,) = [path for path in record_files(tmp_path) if b'"token_ids":[0,1,2,3,4,5,6,7,8],' in path.read_bytes()]
+    data = bytearray(path.read_bytes())
+    data[len(data) - (LAYERS - layer) * 4096 + 10] ^= 0x40
+    path.write_bytes(data)
+    layers, given = loaded(mixed), 0
+    with pytest.raises(RecordLost, match=f"layer {layer} fails its checksum") as caught:  # noqa: PT012
+        while next(layers):
+            given += 1
+    assert caught.value.key == "at 5"
+    assert caught.value.damaged
+    assert given <= layer
+    assert threads() == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 7, LAYERS])
+def test_a_pass_that_is_given_up_waits_for_what_is_under_way(taken: int, mixed: LayerReader) -> None:
+    streams = NoStreams()
+    layers = loader._load_to_gpu(mixed, streams)  # type: ignore[arg-type]
+    for _ in range(taken):
+        next(layers)
+    under_way = streams.queues > streams.given
+    layers.close()  # type: ignore[attr-defined]
+    assert streams.settled == under_way
+    assert threads() == []
+
+
+def test_records_that_a_gpu_cannot_decode_go_the_other_way(
+    mixed: LayerReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "has_kernels", lambda device: True)
+    assert loader._gpu_decodes(mixed)
+    plain = MemoryStore()
+    with closing(DiskStore(tmp_path / "int4", form=RecordFormat("int4"))) as small:
+        for store in (plain, small):
+            store.put("a", record_of(9, 2))
+            record = store.open("a")
+            assert record is not None
+            assert record.codec is None
+            places = [*mixed.placements, Placement("a", record, 5)]
+            assert not loader._gpu_decodes(dataclasses.replace(mixed, placements=places))
+            record.close()
+
+
+# Whole passes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Kernels are in use, and records come as they come to a GPU; whether they did."""
+    for user in (adapter, attention, rope, loader):
+        monkeypatch.setattr(user, "has_kernels", lambda device: True)
+    took: list[bool] = []
+
+    def load(reader: LayerReader) -> Any:
+        took.append(loader._gpu_decodes(reader))
+        return loaded(reader) if took[-1] else loader.load_ahead(reader)
+
+    monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(pipeline, "load_as_it_pays", load)
+    return took
+
+
+@pytest.mark.parametrize("codec", ["int8", pytest.param("raw", marks=pytest.mark.slow)])
+def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
+    codec: str, as_on_a_gpu: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"codec": codec, "recompute_ratio": 0.2}
+    model = tiny.model("llama", num_hidden_layers=2, head_dim=8)
+    with engine_of(model, store=tmp_path, **options) as engine:
+        engine.warm(CHUNKS)
+        engine.fuse(PROMPT)  # stores the prefix
+        plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        as_on_a_gpu.clear()
+        assert_same(engine.fuse(PROMPT), plain)
+        assert as_on_a_gpu == [True]
+    monkeypatch.setattr("cacheblend_rag.store.factory.free_memory", lambda: 10**9)
+    monkeypatch.setattr("cacheblend_rag.models.kv.JoinedKV.of", lambda kv, device: joined(kv))
+    above = TieredStore([memory := MemoryStore(pinned=True), DiskStore(tmp_path, form=RecordFormat(codec))])
+    with engine_of(model, store=above, **options) as engine:
+        as_on_a_gpu.clear()
+        assert_same(engine.fuse(PROMPT), plain)
+        above.flush()
+        assert memory.stats().records == 4
+        hits = memory.stats().hits
+        again = engine.fuse(PROMPT)
+        assert memory.stats().hits - hits == 4
+        assert_same(again, plain)
+        assert as_on_a_gpu == [True, True]
+    above.close()
+
+
+def test_a_pass_without_a_record_that_failed_on_the_way(as_on_a_gpu: list[bool], tmp_path: Path) -> None:
+    model = tiny.model("llama", num_hidden_layers=2, head_dim=8)
+
+    def failing(key: str, layer: int) -> None:
+        if broken and key == key_of_second and layer == 1:
+            raise OSError("gone")
+
+    broken, key_of_second = False, ""
+    store = Hooked(DiskStore(tmp_path, form=RecordFormat("int8")), reading=failing)
+    with engine_of(model, store=store, recompute_ratio=0.2, write_back="off") as engine:
+        engine.warm(CHUNKS)
+        key_of_second = list(store.kept)[1]
+        broken = True
+        fused = engine.fuse(PROMPT)
+        assert fused.report.lost == 1
+        assert fused.report.hits == 2
+        assert as_on_a_gpu == [True, True]
+        assert not store.contains(key_of_second)
+        assert_same(fused, engine.fuse(PROMPT))
+    store.close()

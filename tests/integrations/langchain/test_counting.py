@@ -1,0 +1,164 @@
+"""Counting tokens: LangChain trims conversations by the model's count, which no part of a conversation makes fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ClearToolUsesEdit, ContextEditingMiddleware
+from langchain_classic.memory import ConversationSummaryBufferMemory, ConversationTokenBufferMemory
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.messages.tool import tool_call
+from langchain_core.tools import tool
+
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from tests.integrations.langchain.models import tiny_engine
+
+# As Mistral's and Gemma's: roles alternate, a system message belongs into the first question.
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}"
+    "{% endif %}<turn>{{ m.role }}\n{{ m.content | trim }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+# As Qwen's: a system message of its own, and a question must be there.
+STRICT = (
+    "{{ bos_token }}{% if messages[0].role != 'system' %}<|system|>You are a helpful assistant.<|end|>\n{% endif %}"
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK: list[BaseMessage] = [
+    message
+    for n in range(8)
+    for message in (HumanMessage(f"What fell {n} times in the {n}th year?"), AIMessage(f"It was leaf {n}, I think."))
+] + [HumanMessage("And in the end?")]
+
+
+@pytest.fixture(params=[ALTERNATING, STRICT, "usual"])
+def chat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatCacheBlend]:
+    with tiny_engine() as engine:
+        if request.param != "usual":
+            monkeypatch.setattr(engine.tokenizer, "chat_template", request.param)
+        yield ChatCacheBlend.from_engine(engine, max_new_tokens=3)
+
+
+def written(chat: ChatCacheBlend, messages: list[BaseMessage]) -> int:
+    """Tokens that the model is fed with a conversation."""
+    return len(chat.engine.tokenize(chat.segments(messages)).input_ids)
+
+
+@pytest.mark.parametrize("strategy", ["last", "first"])
+@pytest.mark.parametrize("room", [30, 80, 200, 10_000])
+def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, strategy: Any, room: int) -> None:
+    ends: Any = {"start_on": "human"} if strategy == "last" else {"end_on": "human"}
+    kept = trim_messages(TALK, max_tokens=room, token_counter=chat, strategy=strategy, **ends)
+    assert len(kept) == len(TALK) if room == 10_000 else len(kept) < len(TALK)
+    if kept:
+        assert written(chat, kept) <= room
+        rest = TALK[len(TALK) - len(kept) - 2 :] if strategy == "last" else TALK[: len(kept) + 2]
+        assert room == 10_000 or written(chat, rest) > 0.8 * room, "most of the room is used"
+
+
+def test_a_system_message_is_kept(chat: ChatCacheBlend) -> None:
+    talk = [SystemMessage("Be kind."), *TALK]
+    kept = trim_messages(talk, max_tokens=250, token_counter=chat, strategy="last", include_system=True)
+    assert kept[0] == talk[0]
+    assert kept[-1] == talk[-1]
+    assert len(kept) < len(talk)
+
+
+def test_parts_are_trimmed(chat: ChatCacheBlend) -> None:
+    long = [HumanMessage("leaf " * 200), AIMessage("tree " * 200)]
+    (kept,) = trim_messages(
+        long, max_tokens=150, token_counter=chat, strategy="first", allow_partial=True, text_splitter=str.split
+    )
+    assert 0 < len(str(kept.content).split()) < 200
+
+
+def test_a_count_is_that_of_the_prompt_and_nothing_counts_nothing(chat: ChatCacheBlend) -> None:
+    assert chat.get_num_tokens_from_messages(TALK) == written(chat, TALK)
+    assert chat.get_num_tokens_from_messages([]) == 0
+    assert chat.get_num_tokens_from_messages([], tools=[]) == 0
+    counts = [chat.get_num_tokens_from_messages(TALK[-count:]) for count in range(1, len(TALK) + 1)]
+    assert counts == sorted(counts)
+    # What the template refuses is counted nearly as what it takes.
+    for count in range(2, len(TALK), 2):
+        assert abs(counts[count - 1] - (counts[count - 2] + counts[count]) / 2) < 0.1 * counts[count]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [AIMessage("", tool_calls=[tool_call(name="find", args={"what": "leaf " * 20}, id="1")])],
+        [ToolMessage("leaf " * 20, tool_call_id="1")],
+        [SystemMessage("leaf " * 20)],
+        [AIMessage([{"type": "audio", "base64": "UklG"}, {"type": "text", "text": "leaf " * 20}])],
+        [HumanMessage([{"type": "image", "base64": "AAAA"}, {"type": "text", "text": "leaf " * 20}])],
+    ],
+)
+def test_whatever_a_message_holds_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
+    assert 20 <= chat.get_num_tokens_from_messages(messages) <= 200
+    assert chat.get_num_tokens_from_messages([*TALK, *messages]) > chat.get_num_tokens_from_messages(TALK)
+
+
+def test_a_model_without_template_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_engine() as engine:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", None)
+        chat = ChatCacheBlend.from_engine(engine)
+        assert chat.get_num_tokens_from_messages(TALK[:1]) == chat.get_num_tokens(str(TALK[0].content))
+
+        @tool
+        def find(what: str) -> str:
+            """Find it."""
+            return what
+
+        assert chat.get_num_tokens_from_messages(TALK[:1], tools=[find]) > 0
+
+
+@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
+def test_a_count_of_ones_own_is_used(kind: Any) -> None:
+    with tiny_engine() as engine:
+        model = kind.from_engine(engine, custom_get_token_ids=lambda text: [7] * len(text))
+        assert model.get_num_tokens("four") == 4
+        assert model.get_num_tokens_from_messages([HumanMessage("leaf " * 20)]) >= 100
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.parametrize("kind", [ConversationTokenBufferMemory, ConversationSummaryBufferMemory])
+@pytest.mark.parametrize("room", [1, 40, 100])
+async def test_memories_keep_what_fits(chat: ChatCacheBlend, kind: Any, room: int) -> None:
+    models = [chat, CacheBlendLLM.from_engine(chat.engine, max_new_tokens=3)]
+    for model in models:
+        memory = kind(llm=model, max_token_limit=room, return_messages=True)
+        for question, answer in zip(TALK[:6:2], TALK[1:6:2], strict=True):
+            memory.save_context({"input": question.content}, {"output": answer.content})
+        said = {"input": "And then?"}, {"output": "Nothing fell."}
+        if kind is ConversationTokenBufferMemory:  # LangChain prunes it in synchronous calls alone
+            memory.save_context(*said)
+        else:
+            await memory.asave_context(*said)
+        left = memory.chat_memory.messages
+        assert model.get_num_tokens_from_messages(left) <= room
+        assert len(left) < 8
+        if room == 100:
+            assert left[-1].content == "Nothing fell."
+
+
+def test_old_answers_of_tools_are_cleared_by_the_models_count(chat: ChatCacheBlend) -> None:
+    edit = ClearToolUsesEdit(trigger=50, keep=0)
+    middleware = ContextEditingMiddleware(edits=[edit], token_count_method="model")
+    called = AIMessage("", tool_calls=[tool_call(name="find", args={"what": "leaf"}, id="1")])
+    talk = [HumanMessage("What fell?"), called, ToolMessage("leaf " * 100, tool_call_id="1")]
+
+    class Request:
+        messages, system_message, tools, model = talk, None, list[Any](), chat
+
+        def override(self, messages: list[BaseMessage]) -> list[BaseMessage]:
+            return messages
+
+    edited: Any = middleware.wrap_model_call(Request(), lambda request: request)  # type: ignore[arg-type,return-value]
+    assert edited[-1].content == "[cleared]"

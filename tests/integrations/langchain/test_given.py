@@ -1,0 +1,212 @@
+"""Documents that no retriever returned within the chain: they are given to it, and found all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable
+from typing import Annotated, Any, TypedDict
+
+import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.chains.question_answering import load_qa_chain
+from langchain_classic.chains.summarize import load_summarize_chain
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from langgraph.graph import END, START, StateGraph
+from langgraph.types import Send
+from pydantic import BaseModel
+
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, tracking_off
+from cacheblend_rag.prompt import matching
+from tests import tiny
+from tests.integrations.langchain.models import Ended, passages, tiny_engine
+from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
+
+PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
+KINDS = [CacheBlendLLM, ChatCacheBlend]
+MODES = ["invoke", "ainvoke", "batch", "abatch", "stream", "astream"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    known_chunks.clear()
+    matching.warned_of.clear()
+
+
+def searched(seed: int, count: int = 3) -> list[Document]:
+    """Documents that a vector store's own search has found, which is no run."""
+    store = InMemoryVectorStore(EMBEDDING)
+    store.add_documents(passages(count, seed=seed))
+    return store.similarity_search(QUESTION, k=count)
+
+
+async def asked(chain: Any, mode: str, given: Any) -> list[dict[str, Any]]:
+    """What the model said of its answers."""
+    ended = Ended()
+    config: Any = {"callbacks": [ended]}
+    if mode == "stream":
+        list(chain.stream(given, config))
+    elif mode == "astream":
+        _ = [piece async for piece in chain.astream(given, config)]
+    else:
+        answer = getattr(chain, mode)([given] if "batch" in mode else given, config)
+        await answer if mode.startswith("a") else answer
+    return ended.infos
+
+
+def outcomes(infos: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(use["outcome"], use["change"]) for info in infos for use in info["documents"]}
+
+
+def stuff(model: Any) -> Any:
+    return create_stuff_documents_chain(model, PROMPT)
+
+
+def qa(model: Any) -> Any:
+    return load_qa_chain(model, chain_type="stuff")
+
+
+def summarise(kind: str) -> Callable[[Any], Any]:
+    return lambda model: load_summarize_chain(model, chain_type=kind)
+
+
+CHAINS: dict[str, tuple[Callable[[Any], Any], Callable[[list[Document]], Any]]] = {
+    "stuff documents chain": (stuff, lambda found: {"context": found, "input": QUESTION}),
+    "question answering": (qa, lambda found: {"input_documents": found, "question": QUESTION}),
+    "summarise, stuff": (summarise("stuff"), lambda found: {"input_documents": found}),
+    "summarise, a list": (summarise("stuff"), lambda found: found),
+}
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CHAINS)
+async def test_documents_given_to_a_chain_hit_from_the_second_request_on(name: str, mode: str, kind: Any) -> None:
+    make, given = CHAINS[name]
+    with tiny_engine() as engine:
+        chain = make(kind.from_engine(engine, max_new_tokens=1))
+        for outcome in ("miss", "hit"):
+            (info,) = await asked(chain, mode, given(searched(seed=90)))
+            assert (info["hits"], info["misses"]) == ((3, 0) if outcome == "hit" else (0, 3))
+            assert outcomes([info]) == {(outcome, "")}
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.parametrize("chain_type", ["map_reduce", "refine"])
+async def test_so_do_those_that_are_asked_about_one_by_one(chain_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine() as engine:
+        chain = summarise(chain_type)(CacheBlendLLM.from_engine(engine, max_new_tokens=1))
+        for counts in ([(0, 1)] * 3, [(1, 0)] * 3):
+            infos = await asked(chain, "invoke", {"input_documents": searched(seed=91)})
+            assert [(one["hits"], one["misses"]) for one in infos[:3]] == counts
+    assert caplog.text == ""
+
+
+class Typed(TypedDict):
+    """What a node is sent."""
+
+    document: Document
+
+
+@dataclasses.dataclass
+class Plain:
+    """The same as a dataclass."""
+
+    document: Document
+
+
+class Checked(BaseModel):
+    """The same as a pydantic model."""
+
+    document: Document
+
+
+class State(TypedDict):
+    """Of the graph."""
+
+    found: list[str]
+    answers: Annotated[list[str], operator.add]
+
+
+@pytest.mark.parametrize("kind", [Typed, Plain, Checked])
+@pytest.mark.parametrize("mode", ["invoke", "ainvoke", "stream", "astream"])
+async def test_documents_sent_to_a_node_hit(mode: str, kind: Any) -> None:
+    with tiny_engine() as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+
+        def send(state: State) -> list[Send]:
+            return [Send("answer", kind(document=one)) for one in searched(seed=92)]
+
+        def answer(sent: Any) -> dict[str, Any]:
+            document = sent["document"] if kind is Typed else sent.document
+            return {"answers": [llm.invoke(f"Use this.\n\n{document.page_content}\n\n{QUESTION}")]}
+
+        graph = StateGraph(State)
+        graph.add_node("answer", answer, input_schema=kind)
+        graph.add_conditional_edges(START, send, ["answer"])
+        graph.add_edge("answer", END)
+        app = graph.compile()
+        for counts in ((0, 1), (1, 0)):
+            infos = await asked(app, mode, {"found": [], "answers": []})
+            assert [(one["hits"], one["misses"]) for one in infos] == [counts] * 3
+
+
+def test_what_a_reranker_left_out_of_those_given_is_left_out() -> None:
+    with tiny_engine() as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        best: Runnable[Any, Any] = RunnableLambda(lambda given: {**given, "context": given["context"][:2]})
+        chain = best | create_stuff_documents_chain(llm, PROMPT)
+        ended = Ended()
+        chain.invoke({"context": passages(3, seed=93), "input": QUESTION}, {"callbacks": [ended]})
+    assert [one["outcome"] for one in ended.infos[0]["documents"]] == ["miss", "miss", "left out"]
+
+
+def test_one_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine() as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        upper = RunnableLambda(lambda given: "\n".join(one.page_content.upper() for one in given)) | llm
+        upper.invoke(passages(2, seed=94))
+        assert [one.outcome for one in llm.last_report.documents] == ["not found"] * 2  # type: ignore[union-attr]
+    assert "2 of 2 retrieved documents were not found in the prompt" in caplog.text
+
+
+def test_nothing_is_learnt_where_tracking_is_off() -> None:
+    with tiny_engine() as engine, tracking_off():
+        stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke(
+            {"context": passages(2, seed=95), "input": QUESTION}
+        )
+    assert len(known_chunks) == 0
+
+
+# The hint --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["invoke", "ainvoke", "stream", "astream"])
+async def test_a_long_prompt_without_a_known_document_is_hinted_at_once(
+    kind: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = f"{tiny.text(1200, 96)}\n\n{QUESTION}"
+    with tiny_engine() as engine:
+        await asked(kind.from_engine(engine, max_new_tokens=1, track=False), mode, long)
+        llm = kind.from_engine(engine, max_new_tokens=1)
+        await asked(llm, mode, QUESTION)
+        assert caplog.text == ""
+        for _ in range(2):
+            await asked(llm, mode, long)
+        (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+        assert "held no known document" in record.getMessage()
+        assert "#where-did-my-document-go" in record.getMessage()
+        assert f"{llm.last_report.prompt_tokens:,} tokens" in record.getMessage()
+
+
+def test_a_long_prompt_with_a_document_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine() as engine:
+        document = Document(page_content=tiny.text(1200, 97))
+        stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke({"context": [document], "input": QUESTION})
+    assert caplog.text == ""

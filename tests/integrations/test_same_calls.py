@@ -1,0 +1,138 @@
+"""What a framework or the server asks of a store is what the engine's own `generate` asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.engine.session_cache import KEY_PREFIX
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.store import DiskStore
+from tests.app.server.common import BASE, settings_for, settle, write_documents
+from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
+from tests.integrations.llama_index.common import make_index, make_nodes
+from tests.probes import CountingStore
+
+
+class Asked:
+    """The prompts that engines are asked, by whatever way they come."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.last: tuple[BlendEngine, Prompt] | None = None
+        stream, stream_batch = BlendEngine.stream, BlendEngine.stream_batch
+
+        def noted(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
+            self.last = engine, prompt
+            return stream(engine, prompt, **options)
+
+        def noted_batch(engine: BlendEngine, prompts: Any, **options: Any) -> Any:
+            ((self.last),) = [(engine, prompt) for prompt in prompts]
+            return stream_batch(engine, prompts, **options)
+
+        patch.setattr(BlendEngine, "stream", noted)
+        patch.setattr(BlendEngine, "stream_batch", noted_batch)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def counted(ask: Callable[[], Any], store: CountingStore, engine: BlendEngine) -> tuple[Any, ...]:
+    """What an answer costs a store; no conversation was kept before."""
+    engine.flush()
+    for key in [key for key, _ in store.inner.infos(KEY_PREFIX)]:
+        store.inner.delete(key)
+    store.forget()
+    ask()
+    engine.flush()
+    return store.counts
+
+
+def assert_same_calls(ask: Callable[[], object], store: CountingStore, asked: Asked) -> None:
+    """A warm request costs a store the same as its prompt given to `generate`."""
+    ask()  # stores the prefix
+    assert asked.last is not None
+    engine, prompt = asked.last
+    ours = counted(ask, store, engine)
+    assert ours == counted(lambda: engine.generate(prompt, max_new_tokens=4), store, engine)
+    assert prompt.chunks
+    assert all(call[1].startswith(KEY_PREFIX) for call in store.calls if call[0] in ("open", "put"))
+    ((_, *opened),) = [call for call in store.calls if call[0] == "open_all"]  # all headers are asked for at once
+    assert len(opened) == len(prompt.chunks) + bool(prompt.prefix)
+    names = [name for name, *_ in store.calls]
+    assert names.count("read_layer") == 0, "layers are read where they belong"
+    assert names.count("read_into") == engine.adapter.num_layers * len(opened)
+    assert (store.most_held, store.most_open) == (0, len(opened))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CountingStore]:
+    with closing(CountingStore(DiskStore(tmp_path / "kv"))) as made:
+        yield made
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_langchain(chat: bool, store: CountingStore, asked: Asked) -> None:
+    documents = passages(3, seed=7)
+    known_chunks.add(one.page_content for one in documents)
+    stuffed = "Use this:\n" + "\n\n".join(one.page_content for one in documents) + "\n\nWhat fell?"
+    with tiny_engine(store=store) as engine:
+        kind = ChatCacheBlend if chat else CacheBlendLLM
+        llm = kind.from_engine(engine, max_new_tokens=4)
+        llm.warm(documents, progress=False)
+        assert_same_calls(lambda: llm.invoke(stuffed), store, asked)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_of_llama_index(chat: bool, store: CountingStore, asked: Asked) -> None:
+    nodes = make_nodes(3, seed=7)
+    with tiny_engine(store=store) as engine:
+        llm = LlamaIndexLLM.from_engine(engine, max_new_tokens=4, is_chat_model=chat)
+        query = make_index(nodes).as_query_engine(llm=llm, similarity_top_k=3)
+        # Of a main thread LlamaIndex wants an event loop that it need not make.
+        await asyncio.to_thread(query.query, "What fell?")  # stores what is missing
+        await asyncio.to_thread(assert_same_calls, lambda: query.query("What fell?"), store, asked)
+
+
+def test_of_a_server(tmp_path: Path, asked: Asked) -> None:
+    for part in tiny_parts():
+        part.save_pretrained(tmp_path / "model")
+    stores: list[CountingStore] = []
+
+    def counting(inner: Any) -> CountingStore:
+        stores.append(CountingStore(inner))
+        return stores[-1]
+
+    documents = write_documents(tmp_path / "docs")
+    settings = settings_for(tmp_path / "model", documents, tmp_path / "data")
+    with TestClient(create_app(settings, Service(settings, counting)), base_url=BASE) as client:
+        settle(client.app.state.service)  # type: ignore[attr-defined]
+        (store,) = stores
+        question = {"question": "What fell?", "k": 3, "stream": False}
+        texts = [path.read_text(encoding="utf-8") for path in sorted(documents.glob("*.md"))[:3]]
+        completion = {"model": client.get("/v1/models").json()["data"][0]["id"], "max_tokens": 4}
+        completion |= {"prompt": "What fell?", "documents": texts}
+        chat = {name: value for name, value in completion.items() if name != "prompt"}
+        chat["messages"] = [{"role": "user", "content": "What fell?"}]
+        for path, body in (
+            ("/api/collections/archive/ask", question),
+            ("/v1/completions", completion),
+            ("/v1/chat/completions", chat),
+        ):
+
+            def ask(path: str = path, body: dict[str, Any] = body) -> None:
+                answer = client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+
+            assert_same_calls(ask, store, asked)
