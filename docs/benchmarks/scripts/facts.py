@@ -5,7 +5,8 @@
 Passages are those of the bundled articles, and 100 that paragraphs of ``--data`` make up. Each gets one of 25 invented
 facts, and its question is asked of ``build_index``; of 25 passages also of ``ask``'s index, of a server and of what was
 uploaded to it. Then the recall of the questions of ``--data`` is measured over its articles and the bundled ones, and
-how long the index takes and how large it is. ``cut`` is the embedder without parts, which leaves out ends of passages.
+how long the index takes and how large it is; and how long six passages are, by the size of chunks. ``cut`` is the
+embedder without parts, which leaves out ends of passages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import httpx
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.calibration.bench.common import machine, table
@@ -220,6 +221,23 @@ def _recall(
     }
 
 
+def _bundled(embedder: Embeddings, folder: Path, sizes: SplitSettings) -> dict[str, Any]:
+    """How long six chunks of the bundled articles are, and in how many an answer of a bundled question is."""
+    index = build_index(ARTICLES_PATH, embedder=embedder, index_dir=folder, settings=sizes).index
+    questions = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
+    characters, answered = list[int](), 0
+    for one in questions:
+        found = index.store.similarity_search(one["question"], CHUNKS)
+        characters.append(sum(len(chunk.page_content) for chunk in found))
+        texts = [chunk.page_content for chunk in found if chunk.metadata["source"] in one["files"]]
+        answered += any(is_right(text, [one["answer"], *one["aliases"]]) for text in texts)
+    return {
+        "questions": len(questions),
+        "characters_of_six": round(statistics.mean(characters)),
+        "recall_at_6": answered,
+    }
+
+
 def _rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
     for way in ("cut", "parts"):
         for corpus in ("articles", "squad"):
@@ -238,12 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = {"articles": articles, "squad": _passages(cases)}
     parts = SentenceTransformerEmbeddings(DEFAULT_EMBEDDER)
     found: dict[str, Any] = {"machine": machine("cpu")}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for way, embedder in (("cut", _Cut(parts)), ("parts", parts)):
             found[way] = {corpus: _by_index(some, embedder, folder / way / corpus) for corpus, some in texts.items()}
             found[way]["index"] = _recall(cases, embedder, folder / way / "recall", options.rounds, _LARGE)
-        found["default"] = {"index": _recall(cases, parts, folder / "default", options.rounds, SplitSettings())}
+            found[way]["bundled"] = _bundled(embedder, folder / way / "bundled", _LARGE)
+        for name, sizes in (("default", SplitSettings()), ("small", SplitSettings(chunk_size=1_000))):
+            found[name] = {"index": _recall(cases, parts, folder / name, options.rounds, sizes)}
+            found[name]["bundled"] = _bundled(parts, folder / f"{name}-bundled", sizes)
         for corpus, some in texts.items():
             for place in ("start", "end"):
                 programs = _by_programs(some, place, folder / "programs" / corpus / place)
