@@ -4,9 +4,9 @@
 
 A server with the starter models and the bundled articles is asked each suggested question by itself, in the page's
 order and with its default settings, then every method of *Compare*. Then it is asked all of them as one conversation,
-which a newcomer has who tries one after another; and again by full prefill. An answer is right if it has
-one of the answers in the file of questions. ``--all`` asks every bundled question by itself, and by full prefill
-alone: from those that it answers rightly the suggested ones are chosen.
+which a newcomer has who tries one after another; and again by full prefill. An answer is right if it has one of the
+answers in the file of questions. ``--all`` asks every bundled question by full prefill alone, which a question must
+pass before the page suggests it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS = (*_COMPARED, "first", "conversation", "conversation_full")
 
 
 class _Asking:
-    """A server of its own that questions are asked of."""
+    """A server that questions are asked of."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -129,8 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {"question": one["question"], "suggested": one["suggested"]} | _by_itself(one, server, options.all)
             )
             print(one["question"], file=sys.stderr, flush=True)
-        for way, ratio in () if options.all else (("conversation", None), ("conversation_full", 1.0)):
-            offered = [(one, row) for one, row in zip(questions, found, strict=True) if one["suggested"]]
+        offered = [pair for pair in zip(questions, found, strict=True) if pair[0]["suggested"] and not options.all]
+        for way, ratio in (("conversation", None), ("conversation_full", 1.0)):
             turns = server.converse([one["question"] for one, _ in offered], ratio)
             for (one, row), got in zip(offered, turns, strict=True):
                 row[way] = _judged(one, got)
