@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.report import FusedKV
+from cacheblend_rag.report import FusedKV, Generation
 from cacheblend_rag.store import BaseRecord, KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -44,6 +44,13 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
 def reading(ahead: bool) -> AbstractContextManager[None]:
     """Within this, layers are read ahead of their use or one after another."""
     return nullcontext() if ahead else read_plainly()
+
+
+async def answers_of(engine: BlendEngine, prompts: Sequence[Prompt | str], **options: Any) -> list[Generation]:
+    """The answers to several prompts, awaited, in the order of the prompts."""
+    with closing(engine.stream_batch(prompts, **options)) as streams:
+        answers = {number: await stream.acomplete() for number, stream in streams}
+    return [answers[number] for number in range(len(answers))]
 
 
 def key_of(engine: BlendEngine, text: str) -> str:
