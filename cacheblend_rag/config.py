@@ -93,6 +93,16 @@ def text(note: str = "") -> Kind:
     return kind_of("a text" + note, lambda value: isinstance(value, str), str, str)
 
 
+def path(words: str) -> Kind:
+    """Paths, with ``~`` for the home folder."""
+    return kind_of(
+        words,
+        lambda value: isinstance(value, (str, os.PathLike)) and value != "",
+        toml=str,
+        keep=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
+    )
+
+
 def _flag(given: str) -> bool:
     lowered = given.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
@@ -121,13 +131,6 @@ def or_auto(kind: Kind) -> Kind:
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
 FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)
-PATH = kind_of(
-    "a path",
-    lambda value: isinstance(value, (str, os.PathLike)) and value != "",
-    str,
-    str,
-    lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
-)
 
 
 def check_whole(name: str, value: object, lowest: int = 0) -> None:
@@ -282,7 +285,7 @@ class Option:
     kind : Kind
         Its values.
     about : str
-        What it is, and when to change it. Its first sentence is its line in the help of the command line.
+        Text that says when to change it. Its first sentence is its line in the help of the command line.
     name : str
         The name of its field.
     flag : str
@@ -337,8 +340,9 @@ class Option:
         """
         try:
             return self.kind.check(source, self.kind.parse(given) if isinstance(given, str) else given)
-        except ConfigError as error:
-            raise ConfigError(source, given, error.remedy) from error
+        except ConfigError as error:  # a text that it shows may be without a secret
+            shown = error.value if isinstance(error.value, str) else given
+            raise ConfigError(source, shown, error.remedy) from error
         except ValueError as error:
             raise ConfigError(source, given, f"use {self.kind.words}") from error
 
@@ -525,7 +529,7 @@ class BlendConfig:
         "error",
         choice(("error", "drop_chunks")),
         """
-        What happens to a prompt that the context window does not hold: it is refused, or loses whole chunks from the
+        The way of a prompt that the context window does not hold: it is refused, or loses whole chunks from the
         end until it fits. Change it where a shorter context is better than no answer, and retrieval gives the best
         chunks first. See docs/reference/options.md#the-context-window.
         """,

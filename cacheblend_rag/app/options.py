@@ -15,7 +15,6 @@ from cacheblend_rag.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
     DTYPES,
-    PATH,
     BlendConfig,
     Kind,
     check_options,
@@ -24,6 +23,7 @@ from cacheblend_rag.config import (
     default_data_path,
     kind_of,
     option,
+    path,
     whole,
 )
 from cacheblend_rag.errors import ConfigError
@@ -34,6 +34,7 @@ _MEMORY_LIMIT = 256 * 2**20
 _DEVICE = re.compile(r"(auto|cpu|cuda|mps|xpu|hpu|xla)(:\d+)?")
 # How alike a name must be to a starter's to be taken for a slip of the pen.
 _ALIKE = 0.7
+_FOLDER, _MODEL = path("the name of a folder"), path("a folder of a saved model, a file, a hub id or a starter's name")
 _ADDRESS = "the address of a store that machines share"
 
 
@@ -59,7 +60,7 @@ class FolderRAGOptions:
 
     docs: str | os.PathLike[str] = option(
         None,
-        PATH,
+        _FOLDER,
         f"{', '.join(SUFFIXES)} files. The folder that questions are answered from.",
         flag="docs",
         metavar="FOLDER",
@@ -67,21 +68,21 @@ class FolderRAGOptions:
     )
     model: str | os.PathLike[str] = option(
         DEFAULT_MODEL,
-        PATH,
+        _MODEL,
         "A folder, hub id or GGUF file. The model that answers.",
         flag="model",
         metavar="PATH_OR_ID",
     )
     embedder: str | os.PathLike[str] = option(
         DEFAULT_EMBEDDER,
-        PATH,
+        _MODEL,
         "A sentence-transformers model. It finds the passages of a question.",
         flag="embedder",
         metavar="PATH_OR_ID",
     )
     data_dir: str | os.PathLike[str] | None = option(
         None,
-        PATH,
+        _FOLDER,
         "Where index and KV are kept.",
         flag="data-dir",
         metavar="FOLDER",

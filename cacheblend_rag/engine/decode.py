@@ -95,8 +95,8 @@ class DecodeFields(BaseModel):
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
-    """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and an
-    empty list of a call means that none ends it."""
+    """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
+    an empty list of a call means that none ends it."""
     generation_config: Any = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
     logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)

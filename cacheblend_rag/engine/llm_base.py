@@ -135,8 +135,10 @@ class LLMBase(DecodeFields):
     Notes
     -----
     A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options of decoding and
-    ``timeout``, too; those of a call win. The length of an answer may be called ``max_tokens``. An unknown argument is
-    refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has one.
+    ``timeout``, too; those of a call win. Texts of a call that end its answer come beside those of the model, and an
+    empty list of a call means that none does. The length of an answer may be called ``max_tokens``. An unknown argument
+    is refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has
+    one.
     """
 
     engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """Verification: an answer from blended KV is held against full prefill, and corrected where that differs.
 
 The blended answer is a draft. The prompt is prefilled in full, and the answer is decoded again from that KV, by the
-same options and with the same random numbers. As long as the tokens chosen are those of the draft, many are taken in one
-pass; from the first other one on they are taken one by one. So the answer at the end is the one that the model itself
-gives. VeriCache (arXiv 2605.17613) has this loop for compressed KV.
+same options and with the same random numbers. As long as the tokens chosen are those of the draft, many are taken in
+one pass; from the first other one on they are taken one by one. So the answer at the end is the one that the model
+itself gives. VeriCache (arXiv 2605.17613) has this loop for compressed KV.
 """
 
 from __future__ import annotations

@@ -184,6 +184,16 @@ def test_files_of_options_in_the_documentation_are_read() -> None:
     assert read
 
 
+@pytest.mark.parametrize("name", ["database", "shared_store"])
+def test_a_secret_in_an_address_is_shown_by_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = [one for options in SECTIONS.values() for one in options if one.name == name]
+    monkeypatch.setenv(one.variable, "postgresql://me:hush@host/x")
+    with pytest.raises(ConfigError) as caught:
+        given_options(None, {})
+    assert one.variable in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"max_new_token=3 is not usable.*did you mean 'max_new_tokens'"):
         check_names([("max_new_token", 3)], list(LLMBase.model_fields))

@@ -17,7 +17,6 @@ from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
 from cacheblend_rag.config import (
     BYTES,
     ENV_PREFIX,
-    PATH,
     Kind,
     check_options,
     choice,
@@ -25,6 +24,7 @@ from cacheblend_rag.config import (
     kind_of,
     number,
     option,
+    path,
     text,
     whole,
 )
@@ -200,7 +200,7 @@ class ServerSettings:
     )
     keys_file: str | os.PathLike[str] | None = option(
         None,
-        PATH,
+        path("the name of a file"),
         "API keys, as `cacheblend-rag keys` writes them. Without any keys, all who reach the server are one tenant.",
         flag="keys-file",
         metavar="FILE",
