@@ -235,7 +235,7 @@ def test_a_server_that_is_killed_while_it_is_read_and_started_anew(trials: Remot
 def test_a_server_that_evicts_at_any_moment(trials: RemoteTrials) -> None:
     limits = {"maxmemory": "5mb", "maxmemory-policy": "allkeys-lru"}
     with valkey_server(**limits) as server, closing(ValkeyStore(f"valkey://127.0.0.1:{server.port}/0")) as store:
-        assert store.size_limit == 5 * 2**20
+        assert store.traits.size_limit == 5 * 2**20
         with trials.engine(store) as engine:
             for number in range(4):
                 trials.warm(engine)
