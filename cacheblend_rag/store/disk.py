@@ -74,7 +74,7 @@ def _connect(path: str, **options: Any) -> sqlite3.Connection:
 
 
 class _Index:
-    """Questions to diskcache's tables for which diskcache has no call. No other class but `_Cache` writes SQL.
+    """Questions to diskcache's tables for which diskcache has no call. All SQL is here and in its two subclasses.
 
     diskcache lists keys, but not sizes, times of use or files. It evicts ten records at a time, which can be all there
     are. It counts hits with one more write for each look-up, and evictions not at all.
@@ -99,10 +99,14 @@ class _Index:
         rows = self._sql(order, (beginning, beginning + chr(0x10FFFF))).fetchall()
         return [DiskEntry(*row) for row in rows if isinstance(row[0], str) and isinstance(row[4], str)]
 
-    def totals(self) -> tuple[int, int, dict[str, int]]:
-        """Number of records, their bytes, and all counts."""
+    def totals(self) -> tuple[int, int]:
+        """Number of records, and their bytes."""
         records, size = self._sql("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache").fetchone()
-        return records, size, dict(self._sql("SELECT name, count FROM Counts").fetchall())
+        return records, size
+
+    def counts(self) -> dict[str, int]:
+        """All counts, over all processes and all time."""
+        return dict(self._sql("SELECT name, count FROM Counts").fetchall())
 
 
 class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
@@ -499,7 +503,7 @@ class DiskStore(KVStore):
         """
         self._save_counts()
         with self._reading():
-            records, size, counts = self._cache.totals()
+            (records, size), counts = self._cache.totals(), self._cache.counts()
         known = {name: int(counts.get(name, 0)) for name in _COUNTED}
         return StoreStats(records, size, self.volume(), self.traits.size_limit, **known)
 

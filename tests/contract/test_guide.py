@@ -60,7 +60,7 @@ def test_it_is_a_tier_and_its_records_are_as_small_and_as_secret_as_said(
     (path,) = (tmp_path / "mount").glob("*.kv")
     assert path.stat().st_size == record_bytes(make(1).info, mount.traits.form) == store.record_bytes(make(1).info)
     assert b"fingerprint" not in path.read_bytes()
-    near, far = store.tiers[0].open("a"), mount.open("a")
+    near, far = store.traits.tiers[0].open("a"), mount.open("a")
     assert near is not None
     assert [(one.tier, one.read_layer(0)[0].tolist()) for one in (near, far)] == [
         ("memory", far.read_layer(0)[0].tolist()),

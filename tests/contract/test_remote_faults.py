@@ -351,7 +351,9 @@ def test_what_one_machine_computed_another_reads(place: Place, trials: RemoteTri
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)
         second.flush()
-        assert all(second.tiers[1].contains(key) for key, _ in second.tiers[2].infos("")), "they are kept here, too"
+        assert all(second.traits.tiers[1].contains(key) for key, _ in second.traits.tiers[2].infos("")), (
+            "they are kept here, too"
+        )
         place.proxy.silent = True
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)

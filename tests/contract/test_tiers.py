@@ -260,7 +260,7 @@ def test_retrieved_chunks_rise_before_the_prompt_comes(order: tuple[int, ...], t
     with engine_of(store=tmp_path, memory_limit="10MB", write_back="off") as engine:
         store = engine.store
         assert isinstance(store, TieredStore)
-        memory = store.tiers[0]
+        memory = store.traits.tiers[0]
         assert isinstance(memory, MemoryStore)
         engine.prefetch([*(CHUNKS[n] for n in order), "never stored"])
         until(lambda: memory.stats().records == len(order))
