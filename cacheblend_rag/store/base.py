@@ -233,33 +233,6 @@ class KVStore(ABC):
         except Exception:  # the caller's record is stored, whatever happened to another
             _log.exception("KV record %s is evicted; a callback for it failed", key)
 
-    # Short for traits.
-
-    @property
-    def tier(self) -> str:
-        """See `StoreTraits`."""
-        return self.traits.tier
-
-    @property
-    def tiers(self) -> tuple[KVStore, ...]:
-        """See `StoreTraits`."""
-        return self.traits.tiers
-
-    @property
-    def remote(self) -> bool:
-        """See `StoreTraits`."""
-        return self.traits.remote
-
-    @property
-    def folder(self) -> Path | None:
-        """See `StoreTraits`."""
-        return self.traits.folder
-
-    @property
-    def read_only(self) -> bool:
-        """See `StoreTraits`."""
-        return self.traits.read_only
-
 
 _held = set[tuple[int, str]]()  # claims within this process, by store and key
 _changed = threading.Condition()

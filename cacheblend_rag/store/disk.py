@@ -320,7 +320,7 @@ class DiskStore(KVStore):
         *,
         form: RecordFormat | None = None,
     ) -> None:
-        self._folder = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
+        self.folder = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
         self.form, size_limit = (form or RecordFormat()).sealed(), parse_bytes(size_limit)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()
@@ -349,11 +349,6 @@ class DiskStore(KVStore):
         for path in self.folder.glob("cache.db*"):
             with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
                 path.chmod(0o600)
-
-    @property
-    def folder(self) -> Path:
-        """Where the records are."""
-        return self._folder
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
