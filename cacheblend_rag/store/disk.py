@@ -537,9 +537,10 @@ class DiskStore(KVStore):
 
     def _sweep_now_and_then(self) -> None:
         swept = self.folder / "cache.db.swept"  # by its name, diskcache knows that it is no record
-        if not swept.exists() or _older(swept, time.time() - _SWEEP_SECONDS):
-            swept.touch(0o600)
-            self.sweep()
+        with contextlib.suppress(OSError):  # a folder that is not swept serves all the same
+            if not swept.exists() or _older(swept, time.time() - _SWEEP_SECONDS):
+                swept.touch(0o600)
+                self.sweep()
 
     def close(self) -> None:
         """Close the store; its records stay."""
