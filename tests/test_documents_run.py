@@ -37,7 +37,8 @@ QUICKLY = ["--top-k", "2", "--max-new-tokens", "16"]
 BRIEFLY = [*QUICKLY, "--docs", "articles"]
 # The output of a page's code, from top to bottom.
 PAGES = {
-    "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
+    "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n",
+    "how-to/adding-a-store.md": r"2 hits\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": "",
     "how-to/shared-kv.md": r"first 0 hits, from \(.*\)\nsecond 2 hits, from \('s3', 's3'\)\n",

@@ -237,7 +237,7 @@ class Answering:
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
-        if self.pipeline.store.read_only:
+        if self.pipeline.store.traits.read_only:
             return
         if self.pipeline.config.write_back == "background":
             for key, job in jobs.items():

@@ -214,7 +214,8 @@ class LLMBase(DecodeFields):
         if self.engine is None:  # while it is made
             return
         yield "model", self.model_name
-        yield "store", str(self.engine.store.folder or self.engine.store.tier or "memory")
+        traits = self.engine.store.traits
+        yield "store", str(traits.folder or traits.tier or "memory")
         yield from self.engine.config.changed().items()
         for name in (*DecodeFields.model_fields, "timeout"):
             field = LLMBase.model_fields[name]
@@ -329,7 +330,7 @@ class LLMBase(DecodeFields):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.size_limit
+        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.traits.size_limit
         say = say or partial(print, file=sys.stderr)
         limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
         say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")

@@ -350,13 +350,14 @@ class Pipeline:
         if self.policy.controller is None:
             return self.policy.choose((), tokens, 0, ""), lookup
         keys = list(dict.fromkeys(segment.key for segment in lookup.chunks if segment.key in lookup.records))
-        elsewhere = {tier.tier for tier in self.store.tiers or (self.store,) if tier.remote}
+        stores = self.store.traits.tiers or (self.store,)
+        elsewhere = {one.traits.tier for one in stores if one.traits.remote}
         chunks = []
         for record in (lookup.records[key] for key in keys):
             device = record.tier if record.tier in elsewhere else ""
             chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         reused = sum(record.info.tokens for record in lookup.records.values())
-        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.tier)
+        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.traits.tier)
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             lookup = lookup.without(keys[number])
         return choice, lookup
@@ -420,7 +421,7 @@ class Pipeline:
         took = time.perf_counter() - loading.started
         seconds = Seconds(load=loading.waited, fuse=took - loading.waited, read=loading.clock.seconds)
         # Layers from memory say nothing of the disk.
-        if not lost and not self.store.tiers and loading.shared is None:
+        if not lost and not self.store.traits.tiers and loading.shared is None:
             self.policy.note(loading.choice, seconds.read)
         return Blend(
             lookup=loading.lookup,
@@ -524,7 +525,7 @@ def _pipeline(
     if condition == "context" and not config.contexts:
         raise ConfigError("contexts", 0, "use 1 or more; only a learned context does without neighbours")
     if condition == "learned" and learned is None:
-        remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.folder)!r}"
+        remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
     segments = Segments(model, tokenizer, config, condition, learned, latest or LatestContexts())
     return Pipeline(segments, policy, store)
@@ -533,7 +534,7 @@ def _pipeline(
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
     """The learned context beside this store; one that cannot be used is logged, and counts as none."""
     try:
-        return kept_context(store.folder, model.fingerprint, model.adapter)
+        return kept_context(store.traits.folder, model.fingerprint, model.adapter)
     except StoreError as error:
         _log.warning("%s", error)
         return None

@@ -235,7 +235,7 @@ def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
 
 def profile_path(store: KVStore) -> Path | None:
     """Where the profile of a store is kept; None for one without a folder."""
-    return store.folder / "profile.json" if store.folder is not None else None
+    return store.traits.folder / "profile.json" if store.traits.folder is not None else None
 
 
 def controller_beside(store: KVStore) -> LoadingController | None:

@@ -121,5 +121,5 @@ def test_the_day_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_disk_stores_are_throttled_with_their_folder(tmp_path: Path) -> None:
     store = ThrottledStore(DiskStore(tmp_path), 1e9)
-    assert store.folder == tmp_path
+    assert store.traits.folder == tmp_path
     store.close()

@@ -161,4 +161,4 @@ def test_size_limit_reaches_the_store_the_engine_opens(tmp_path: Path) -> None:
 
     for store in (tmp_path, None):
         with BlendEngine(tiny.model(), tiny.tokenizer(), config=BlendConfig(size_limit="3MB"), store=store) as engine:
-            assert engine.store.size_limit == 3_000_000
+            assert engine.store.traits.size_limit == 3_000_000

@@ -499,7 +499,7 @@ def test_an_evicting_store_only_costs_hits(tmp_path: Path) -> None:
             large.warm(prompt.chunks)
         for prompt in [*prompts, *reversed(prompts)]:
             fused = small.fuse(prompt)
-            assert store.volume() <= store.size_limit
+            assert store.volume() <= store.traits.size_limit
             hits.append(fused.report.hits)
             if fused.report.hits == 2:
                 expected = large.fuse(prompt)  # misses its prefix the first time, hits it the second

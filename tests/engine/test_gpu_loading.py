@@ -22,6 +22,7 @@ from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordFormat, RecordInfo, TieredStore
 from cacheblend_rag.store.memory import MemoryRecord
+from cacheblend_rag.store.record import as_written
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, record_files
 
@@ -79,7 +80,7 @@ def mixed(tmp_path: Path) -> Iterator[LayerReader]:
     folder, memory = DiskStore(tmp_path, form=RecordFormat("int8")), MemoryStore(pinned=True)
     for key, record in {"prefix": record_of(5, 1, True), "file": record_of(9, 2), "kept": record_of(11, 3)}.items():
         folder.put(key, record)
-        memory.put(key, folder.as_kept(record))
+        memory.put(key, as_written(record, folder.form))
     made = record_of(7, 4)
     raw = MemoryRecord(KVRecord(made.info, joined(made.kv)))
     found = [folder.open("prefix"), folder.open("file"), memory.open("kept"), raw, folder.open("file")]

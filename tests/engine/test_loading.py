@@ -18,7 +18,7 @@ from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store import BaseRecord, DiskStore, KVRecord, MemoryStore, RecordInfo
+from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, StoredKV
 from tests import tiny
 from tests.probes import assert_same, engine_of
 
@@ -26,7 +26,7 @@ LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 
 
-class Record(BaseRecord):
+class Record(StoredKV):
     """A stored record whose layers tell their number; calls back before each read."""
 
     tier = "disk"

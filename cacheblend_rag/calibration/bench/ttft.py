@@ -104,7 +104,7 @@ def kv_rate(engine: BlendEngine) -> float:
 
     Of a folder, as its files lie now, in the system's page cache or not.
     """
-    folder, kept = engine.store.folder, engine.store.device
+    folder, kept = engine.store.traits.folder, engine.store.traits.device
     if folder is not None:
         rate = read_files(folder.glob("??/??/*.val"))
     else:

@@ -129,8 +129,10 @@ class _Bench:
         """TTFT over a store of one throughput: read ahead, read plainly, and as the controller chooses."""
         load = alone["blended"] / factor
         store = ThrottledStore(DiskStore(self._folder), alone["bytes"] / load)
-        device = Device(store.tier, store.throughput)
-        MachineProfile({self._fingerprint: self._prefill}, {store.tier: device}).save(self._folder / "profile.json")
+        device = Device(store.traits.tier, store.throughput)
+        MachineProfile({self._fingerprint: self._prefill}, {store.traits.tier: device}).save(
+            self._folder / "profile.json"
+        )
         with self._engine(store) as engine, self._memory() as memory:
             fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {

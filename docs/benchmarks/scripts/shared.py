@@ -39,7 +39,6 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from cacheblend_rag.store.base import reads_ahead
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
@@ -163,8 +162,7 @@ def _read(store: KVStore, keys: Sequence[str]) -> float:
     records = store.open_all(keys)
     for layer in range(next(iter(records.values())).info.layers):
         for record in records.values():
-            if reads_ahead(record):
-                record.read_ahead(layer)
+            record.read_ahead(layer)
         for record in records.values():
             record.read_layer(layer)
     took = time.perf_counter() - started
