@@ -24,8 +24,8 @@ from pydantic import Field
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
-from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
-from cacheblend_rag.prompt.matching import chunk_text, written_forms
+from cacheblend_rag.llama_index.tracking import forget_retrieved, node_texts
+from cacheblend_rag.prompt.registry import chunk_text
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.qdrant import scroll
 from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
@@ -380,5 +380,5 @@ def _forget_texts(texts: Sequence[str], model: CacheBlendLLM) -> int:
     """Erase all that is stored of texts under which nodes stood in prompts; how many records there were."""
     if not texts:
         return 0
-    recent_nodes.discard(texts)
-    return model.forget([*texts, *written_forms(texts)])  # and the forms of these forms
+    forget_retrieved(texts)
+    return model.forget(texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,8 +19,8 @@ _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
 _EXAMPLE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "A leaf.", "parameters": _LEAF}}
 
 _log = logging.getLogger(__name__)
-# Chat templates of which it is known whether their form of calls is read.
-_known_forms: set[str] = set()
+# Tokenizers of which it is known whether the form of calls of their chat template is read.
+_checked_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def render_turns(
         {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
         for tool in tools or []
     ]
-    if shown and str(template) not in _known_forms:
-        _known_forms.add(str(template))
+    if shown and tokenizer not in _checked_calls:
+        _checked_calls.add(tokenizer)
         if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
             _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
     return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))

@@ -268,7 +268,7 @@ class Chat(AnswerRequest):
         arguments, limits = self.arguments(), here.service.limits
         self._model = ServedChat(
             engine=self.engine,
-            mine=here.tenant.known,
+            known=here.tenant.known,
             given=self.documents,
             one_call=not body.parallel_tool_calls,
             schemas=here.schemas,
