@@ -74,7 +74,6 @@ REGISTRIES = {
     "models.cpu.weight_prepacking._by_model": "weak, by model: copies of its weights",
     "models.modules._kept": "weak, by model: what is to be given back to it",
     "prompt.chat._checked_calls": "weak, by tokenizer",
-    "retrieval.wrapping._kinds": "classes of wrappers, one for each class of stores",
     "store.write_behind._begun": "weak: stores to be flushed at exit",
 }
 # What declares something when it is imported, and is only read afterwards.

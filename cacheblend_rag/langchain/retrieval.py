@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -21,7 +21,7 @@ from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import documents_in, note_search
 from cacheblend_rag.prompt.registry import ChunkRegistry
-from cacheblend_rag.retrieval.wrapping import Wrapper, wrapped
+from cacheblend_rag.retrieval.wrapping import StoreProxy
 
 S = TypeVar("S", bound=VectorStore)
 
@@ -114,17 +114,36 @@ def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
         raise ConfigError("vectorstore", type(vectorstore).__name__, remedy)
     if isinstance(vectorstore, _Tracked) and known is None:
         return vectorstore
-    return wrapped(_Tracked, vectorstore, known=known)
+    return cast(S, _Tracked(vectorstore, known))
 
 
-class _Tracked(Wrapper):
-    """Notes the documents that a search of the wrapped store returns."""
+class VectorStoreProxy(StoreProxy):
+    """Passes for a LangChain vector store."""
 
-    @staticmethod
-    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
+    def as_retriever(self, **kwargs: Any) -> Any:
+        """A retriever that searches this, not the store within."""
+        return self.__class__.as_retriever(self, **kwargs)
+
+    # LangChain's indexing looks for these two at the type.
+
+    def delete(self, *args: Any, **kwargs: Any) -> Any:
+        """As the store's."""
+        return self.__wrapped__.delete(*args, **kwargs)
+
+    def adelete(self, *args: Any, **kwargs: Any) -> Any:
+        """As the store's."""
+        return self.__wrapped__.adelete(*args, **kwargs)
+
+
+class _Tracked(VectorStoreProxy):
+    """Notes the documents that a search of the store returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
         if "search" not in name or name.startswith("_") or not callable(found):
             return found
-        return _noting(found, known_chunks if state["known"] is None else state["known"])
+        (known,) = self._self_more
+        return _noting(found, known_chunks if known is None else known)
 
 
 def _noting(search: Callable[..., Any], known: ChunkRegistry) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ load only where they are used.
 ``exact_index``  items with vectors in memory, searched by faiss
 ``vectorstore``  a LangChain vector store over it
 ``listening``    handlers of LangChain that hear what a search of it returned
-``wrapping``     wrappers around vector stores, which see some of the calls
+``wrapping``     vector stores that pass for another, and see some of the calls
 ``qdrant``       reading a Qdrant collection page by page
 ``vectors``      checks of vectors, and the choice of diverse ones
 ``saved_index``  a vector store on disk

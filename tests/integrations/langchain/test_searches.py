@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
@@ -148,7 +149,7 @@ def test_it_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], A
     store = make()
     tracked = track(store)
     assert isinstance(tracked, type(store))
-    assert type(tracked).__name__ == type(store).__name__
+    assert tracked.__class__ is type(store)
     assert repr(tracked).partition(" at ")[0] == repr(store).partition(" at ")[0]
     assert track(tracked) is tracked
     tracked.add_texts(["one more text of the river"], ids=["d"])
@@ -167,6 +168,16 @@ def test_it_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], A
     assert retriever.tags == store.as_retriever().tags
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tracked.nothing
+
+
+def test_langchains_indexing_takes_it() -> None:
+    manager, store = InMemoryRecordManager("texts"), ours()
+    manager.create_schema()
+    options: Any = {"cleanup": "full", "source_id_key": "source", "key_encoder": "sha256"}
+    index([Document("one text of the river", metadata={"source": "a"})], manager, track(store), **options)
+    done = index([Document("another text of it", metadata={"source": "a"})], manager, track(store), **options)
+    assert (done["num_added"], done["num_deleted"]) == (1, 1)
+    assert sorted(one.page_content for one in store.documents()) == sorted([*TEXTS, "another text of it"])
 
 
 def test_methods_of_the_language_go_through_it() -> None:
