@@ -41,7 +41,7 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
 
 def key_of(engine: BlendEngine, text: str) -> str:
     """Key of a chunk's record."""
-    (key,) = engine.records_of([text], dependent=False)
+    (key,) = engine.chunks.records_of([text], dependent=False)
     return key
 
 

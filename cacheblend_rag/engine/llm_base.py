@@ -18,11 +18,11 @@ from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
-from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.models.loading import loading_arguments
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import RetrievedDocument
@@ -399,7 +399,7 @@ class LLMBase(BaseModel):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.estimate_bytes(texts), self.engine.store.size_limit
+        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.size_limit
         say = say or partial(print, file=sys.stderr)
         limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
         say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
@@ -408,7 +408,7 @@ class LLMBase(BaseModel):
 
     def estimate_bytes(self, documents: Iterable[Any]) -> int:
         """Bytes that the KV of documents takes in the store."""
-        return self.engine.estimate_bytes(self._texts(documents))
+        return self.engine.chunks.estimate_bytes(self._texts(documents))
 
     def forget(self, documents: Iterable[Any]) -> int:
         """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
@@ -511,7 +511,7 @@ class LLMBase(BaseModel):
 
     def _open(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
@@ -523,30 +523,37 @@ class LLMBase(BaseModel):
 
     def _complete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
     ) -> list[Generation]:
         """Whole answers, in the order of the prompts."""
         answers: dict[int, Generation] = {}
+        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
-                for number, stream in streams:
-                    stream.on_result = self._answered
-                    answers[number] = stream.complete()
+            with attempt:
+                if len(prompts) == 1 and timeout is None:
+                    answers[0] = engine.generate(prompts[0], **arguments)
+                    self._answered(answers[0])
+                    continue
+                with closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
+                    for number, stream in streams:
+                        stream.on_result = self._answered
+                        answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
     async def _acomplete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
     ) -> list[Generation]:
         answers: dict[int, Generation] = {}
+        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
+            with attempt, closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
                 for number, stream in streams:
                     stream.on_result = self._answered
                     answers[number] = await stream.acomplete()
@@ -557,12 +564,6 @@ class LLMBase(BaseModel):
         report = answer.report
         if self.track and not (report.hits or report.misses or report.left_out or report.documents):
             self._registry.hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
-
-    def _streams(
-        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any], operation: Operation
-    ) -> NumberedStreams:
-        engine = self.engine.named(self.model_name, operation)
-        return engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
 
     def _attempts(self) -> Iterator[AttemptManager]:
         return iter(

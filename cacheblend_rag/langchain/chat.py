@@ -42,7 +42,7 @@ from cacheblend_rag.langchain.messages import (
 )
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
-from cacheblend_rag.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
@@ -233,8 +233,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
-        """The segments this model sees in a conversation."""
-        return self._request(messages, None, {"tools": tools}).prompt
+        """The segments this model sees in a conversation. One that holds images has no chunks."""
+        prompt = self._request(messages, None, {"tools": tools}).prompt
+        return prompt if isinstance(prompt, Prompt) else Prompt(suffix=prompt.text)
 
     def _generate(
         self,
@@ -378,7 +379,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         )
         return ChatGenerationChunk(message=chunk)
 
-    def _usage(self, prompt: Prompt, answer: Generation) -> UsageMetadata:
+    def _usage(self, prompt: AnyPrompt, answer: Generation) -> UsageMetadata:
         report = answer.report
         stored = tokens_to_store(prompt, report, self.engine.config)
         return UsageMetadata(
@@ -395,7 +396,7 @@ class _Request:
 
     Parameters
     ----------
-    prompt : Prompt
+    prompt : AnyPrompt
         Its segments.
     arguments : DecodeArguments
         How to decode.
@@ -405,7 +406,7 @@ class _Request:
         Beginning of the answer that was written for the model.
     """
 
-    prompt: Prompt
+    prompt: AnyPrompt
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str

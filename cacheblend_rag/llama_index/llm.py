@@ -47,7 +47,7 @@ from cacheblend_rag.llama_index.tracking import (
     split_again,
     switch_on,
 )
-from cacheblend_rag.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import begins_in_thought, begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
@@ -315,7 +315,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     def _call(
         self,
-        seen: Prompt,
+        seen: AnyPrompt,
         options: dict[str, Any],
         respond: Callable[[AnswerText], R],
         also: Sequence[str] = (),

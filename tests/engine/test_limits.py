@@ -100,8 +100,6 @@ async def test_it_is_refused_in_asynchronous_forms() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError):
             await engine.agenerate(prompt_of(8))
-        with pytest.raises(ContextLengthError):
-            await engine.afuse(prompt_of(8))
         with pytest.raises(ContextLengthError, match="prompt 2 of 2"):
             await engine.agenerate_batch([prompt_of(1), prompt_of(8)])
 

@@ -361,16 +361,6 @@ def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
     assert slow.made < 200
 
 
-def test_afuse_and_awarm(engine: BlendEngine) -> None:
-    async def main() -> None:
-        report = await engine.awarm(["something new", PROMPT.chunks[0]], progress=False)
-        assert (report.computed, report.present) == (1, 1)
-        fused = await engine.afuse(PROMPT)
-        assert torch.equal(fused.logits, engine.fuse(PROMPT).logits)
-
-    asyncio.run(main())
-
-
 def test_the_callers_context_reaches_the_generating_thread(engine: BlendEngine) -> None:
     """Tracing libraries keep the current request in a context variable."""
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")

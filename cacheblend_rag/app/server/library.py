@@ -580,7 +580,7 @@ class Library:
             texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
             leaving, keys = self._leaving(replaced, texts)
             engines = self._engines() if self._store.tombstones else ()
-            allowed = {key for engine in engines for key in engine.records_of(texts, dependent=False)}
+            allowed = {key for engine in engines for key in engine.chunks.records_of(texts, dependent=False)}
             double = [file.id for file, _, _ in taken if latest[file.name] != file.id]
 
             def change() -> None:
@@ -611,8 +611,8 @@ class Library:
         alone = [text for text in texts if text not in held and text not in self._shared]
         written, keys = [*alone, *self.tenant.forms.of(alone)], set[str]()
         for engine in self._engines():
-            engine.drop_waiting(written)  # the records of others are stored as they would have been
-            keys |= engine.records_of(written)
+            engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been
+            keys |= engine.chunks.records_of(written)
         return alone, keys
 
     def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:

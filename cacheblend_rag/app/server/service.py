@@ -81,7 +81,7 @@ class Service:
             raise
         self.engine = self.model_of().engine
         self.rag.update()
-        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
+        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         self.base = BaseCollection(_BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()
