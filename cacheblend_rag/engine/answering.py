@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
+from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, decode, generate
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.pipeline import Blend, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime
-from cacheblend_rag.engine.streaming import Cancelled, interpreter_ends
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
@@ -36,7 +38,7 @@ class Answering:
     pipeline : Pipeline
         The first four verbs.
     turns : Turns
-        Who has the model when.
+        Lets requests have the model in turn.
     guard : QualityGuard
     names : SpanNames
         Names of the answers in traces.
@@ -47,6 +49,27 @@ class Answering:
     turns: Turns
     guard: QualityGuard
     names: SpanNames
+
+    def to(
+        self, prompt: AnyPrompt, options: DecodeOptions, shared: SharedKV | None = None
+    ) -> Callable[[Cancelled | None], Generation]:
+        """Function that answers a prompt, handing text to the sink that it is given."""
+        if isinstance(prompt, ImagePrompt):
+            return partial(self.answer_images, prompt, options)
+        return partial(self.answer, prompt, options, shared=shared)
+
+    def streams(self, prompts: Sequence[AnyPrompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
+        """The answers to several prompts, those with chunks in common together; see `BlendEngine.stream_batch`."""
+        if len(prompts) == 1:
+            yield 0, TextStream(self.to(prompts[0], options), timeout)
+            return
+        texts = [(prompt.prefix, *prompt.chunks) for prompt in prompts if isinstance(prompt, Prompt)]
+        with contextlib.closing(SharedKV(texts)) as shared:
+            streams = (
+                (number, TextStream(self.to(prompts[number], options, shared), timeout))
+                for number in by_common_chunks([prompt.chunks for prompt in prompts])
+            )
+            yield from begun_ahead(streams, self.pipeline.config.max_concurrent if self.turns.several else 1)
 
     def answer(
         self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None = None, shared: SharedKV | None = None

@@ -26,7 +26,7 @@ class Chunks:
     ----------
     pipeline : Pipeline
     turns : Turns
-        Who has the model when.
+        Lets requests have the model in turn.
     prefetcher : Prefetcher
         Brings records closer on a thread of its own.
     """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,7 +17,6 @@ import torch
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
-from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
@@ -26,14 +24,13 @@ from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
 from cacheblend_rag.engine.turns import Lifetime, Turns
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.contexts import LearnedContext
@@ -81,7 +78,7 @@ class EngineParts:
     base: BlendEngine | None = None
 
 
-class BlendEngine:
+class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     """Answers RAG prompts from stored KV, recomputing only the tokens that need it.
 
     Parameters
@@ -173,17 +170,10 @@ class BlendEngine:
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
         self.turns = parts.turns
-        """Who has the model when."""
+        """Lets requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher)
         """The stored KV of chunks."""
         self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.guard, parts.names)
-
-    @classmethod
-    def _view(cls, parts: EngineParts) -> BlendEngine:
-        """An engine of parts that are there already."""
-        engine = cls.__new__(cls)
-        engine._consist_of(parts)
-        return engine
 
     @classmethod
     def from_pretrained(
@@ -295,7 +285,9 @@ class BlendEngine:
 
     def _changed(self, **changes: Any) -> BlendEngine:
         """Another engine that shares everything else with this one."""
-        return self._view(dataclasses.replace(self._parts, base=self, **changes))
+        other = BlendEngine.__new__(BlendEngine)
+        other._consist_of(dataclasses.replace(self._parts, base=self, **changes))
+        return other
 
     @property
     def fingerprint(self) -> str:
@@ -384,7 +376,7 @@ class BlendEngine:
         PromptError, ConfigError
             If the prompt or an option cannot be used.
         """
-        return self._answer_to(prompt, DecodeOptions(**options))(None)
+        return self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))(None)
 
     def grammar(self, schema: Mapping[str, Any]) -> Grammar:
         """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
@@ -418,10 +410,12 @@ class BlendEngine:
         Returns
         -------
         TextStream
-            Iterates over pieces of text; its ``result`` is the whole `Generation` afterwards.
+            Iterates over pieces of text, with ``for`` or ``async for``. Its ``result`` is the whole `Generation`
+            afterwards.
             Leaving the iteration early ends the generation.
         """
-        return TextStream(below_this(self._answer_to(prompt, DecodeOptions(**options))), timeout)
+        answer = self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))
+        return TextStream(below_this(answer), timeout)
 
     def generate_batch(
         self, prompts: Iterable[AnyPrompt | str], **options: Unpack[DecodeArguments]
@@ -455,49 +449,11 @@ class BlendEngine:
         chosen = DecodeOptions(**options)
         if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
             self._answers.check_all_fit(parsed, chosen)
-        return self._streams(parsed, chosen, timeout)
-
-    def _streams(self, prompts: Sequence[AnyPrompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
-        if len(prompts) == 1:
-            yield 0, TextStream(self._answer_to(prompts[0], options), timeout)
-            return
-        texts = [(prompt.prefix, *prompt.chunks) for prompt in prompts if isinstance(prompt, Prompt)]
-        with contextlib.closing(SharedKV(texts)) as shared:
-            streams = (
-                (number, TextStream(self._answer_to(prompts[number], options, shared), timeout))
-                for number in by_common_chunks([prompt.chunks for prompt in prompts])
-            )
-            yield from begun_ahead(streams, self.config.max_concurrent if self.turns.several else 1)
-
-    def _answer_to(
-        self, prompt: AnyPrompt | str, options: DecodeOptions, shared: SharedKV | None = None
-    ) -> Callable[[Cancelled | None], Generation]:
-        """Answers a prompt, with the sink that it is given."""
-        parsed = _prompt_of(prompt, self.config)
-        if isinstance(parsed, ImagePrompt):
-            return partial(self._answers.answer_images, parsed, options)
-        return partial(self._answers.answer, parsed, options, shared=shared)
+        return self._answers.streams(parsed, chosen, timeout)
 
     async def agenerate(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> Generation:
         """`generate` without blocking the event loop; being cancelled stops it at the next token."""
         return await self.stream(prompt, **options).acomplete()
-
-    async def agenerate_batch(
-        self, prompts: Iterable[AnyPrompt | str], **options: Unpack[DecodeArguments]
-    ) -> list[Generation]:
-        """`generate_batch` without blocking the event loop; being cancelled stops it."""
-        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
-            answers = {number: await stream.acomplete() for number, stream in streams}
-        return [answers[number] for number in range(len(answers))]
-
-    async def astream(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> AsyncIterator[str]:
-        """`stream` without blocking the event loop."""
-        pieces = self.stream(prompt, **options)
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            await asyncio.to_thread(pieces.close)
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
@@ -540,9 +496,6 @@ class BlendEngine:
             self.turns.model.release()
             if self._parts.owns_store:
                 self.store.close()
-
-    def __enter__(self) -> BlendEngine:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import sys
@@ -182,7 +183,8 @@ class LLMBase(BaseModel):
     seed : int, optional
         Makes sampling repeatable.
     stop : str or list of str
-        Text or texts that end an answer, besides those given by the call.
+        Text or texts that end an answer. Those of a call come beside them, and an empty list of a call means that
+        none does.
     generation_config : transformers GenerationConfig, optional
         Anything else transformers offers.
     logits_processor : list of callable
@@ -445,8 +447,8 @@ class LLMBase(BaseModel):
 
         Parameters
         ----------
-        stop : str or list of str
-            Texts that end this answer, too.
+        stop : str or list of str, optional
+            Texts that end this answer, too. If the list is empty, no text ends it.
         overrides : dict
             Arguments of the call.
         also : sequence of str
@@ -472,10 +474,19 @@ class LLMBase(BaseModel):
         own |= {name: given[name] for name in _DECODING if name in given}
         if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
             own["grammar"] = grammar
-        stops = [*stop_texts(self.stop), *stop_texts(stop), *stop_texts(given.get("stop"))]
+        stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
+        if stops is None and getattr(config, "stop_strings", None):
+            own["generation_config"] = copy.deepcopy(config)
+            own["generation_config"].stop_strings = None
+        stops = stops or []
         if begun and not grammar:
             stops.append(CALL_END)
         return cast(DecodeArguments, {"stop": stops, **own})
+
+    def _stops(self, *given: str | Sequence[str] | None) -> list[str] | None:
+        """Texts that end an answer: the model's own, and those of its call; None if the call says that none does."""
+        own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
+        return None if not called and any(one is not None for one in given) else [*own, *called]
 
     def _most(self, overrides: Mapping[str, Any]) -> int | None:
         """Most tokens of the answer of one call; None if no number was given."""

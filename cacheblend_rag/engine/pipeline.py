@@ -449,7 +449,7 @@ class Pipeline:
             lookup = lookup.without(key)
         return self._loading(lookup, loading.choice, loading.clock, loading.cancelled, loading.shared, loading.started)
 
-    # What is worth storing -----------------------------------------------------------------
+    # Write back ----------------------------------------------------------------------------
 
     def _write_back(self, lookup: Lookup, fusion: Fusion) -> dict[str, Job]:
         """Jobs that compute and store each missing segment."""

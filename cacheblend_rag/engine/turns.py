@@ -1,4 +1,4 @@
-"""Turns: who has the model when, and the steps that answers under way take together."""
+"""Turns: holding the model, and the steps that answers under way take together."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, Unpack
 
-from jinja2 import TemplateError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
@@ -51,8 +50,8 @@ from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
-# Errors of a chat template, or of a processor of images, about a conversation that it does not take.
-_NOT_WRITTEN = (CacheBlendError, TemplateError, TypeError, ValueError, KeyError)
+# Errors about a conversation that a chat template, or a processor of images, does not take.
+_NOT_WRITTEN = (CacheBlendError, TypeError, ValueError, KeyError)
 
 
 class ChatCacheBlend(BlendFields, BaseChatModel):
@@ -101,7 +100,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return "cacheblend-chat"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -359,7 +358,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return [*(RetrievedDocument((text,)) for text in attached), *of_run]
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought)
+        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message

@@ -269,7 +269,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
         def respond(said: AnswerText) -> ChatResponse:
             if said.answer is not None:
-                message = answer_message(said.text, tools, in_thought)
+                message = answer_message(said.text, tools, in_thought, bool(begun))
             elif begun:
                 message = called_message([call] if (call := begun_call(said.text)) else [])
             else:
