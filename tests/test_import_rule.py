@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -63,6 +63,26 @@ HOMES = {
     "opentelemetry": ("engine.traces", "app.server.logs"),
 }
 MAX_FUNCTION = 60
+# All that outlives a call at module level, and why it does: an owner, a bound or weak references.
+REGISTRIES = {
+    "engine.grammar._tokenizers": "weak, by tokenizer",
+    "engine.llm_base.known_chunks": "the registry that models share by default; bounded, and known= gives them another",
+    "engine.scheduler._schedulers": "weak, by model: who shares a model shares its turns",
+    "engine.write_back._begun": "weak: queues to be emptied at exit",
+    "langchain.tracking._tracker": "LangChain takes no configure hook back; bounded, and tracking(known) has another",
+    "llama_index.tracking.shared_tracker": "LlamaIndex takes no handler back; bounded, and tracking(known) has another",
+    "models.cpu.onednn_linear.direct_products": "weak, by model: what is overridden on it",
+    "models.cpu.weight_prepacking._by_model": "weak, by model: copies of its weights",
+    "models.modules._kept": "weak, by model: what is to be given back to it",
+    "prompt.chat._checked_calls": "weak, by tokenizer",
+    "store.write_behind._begun": "weak: stores to be flushed at exit",
+}
+# What declares something when it is imported, and is only read afterwards.
+DECLARED = {"config._OPTIONS"}
+_CONTAINERS = (
+    *("dict", "list", "set", "OrderedDict", "defaultdict", "deque", "Counter"),
+    *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+)
 
 
 def module_of(path: Path) -> str:
@@ -177,6 +197,60 @@ def test_functions_stay_short() -> None:
             if length > MAX_FUNCTION:
                 long[f"{node.name} of {module_of(file)}"] = length
     assert long == {}
+
+
+def _makes(value: ast.AST, kinds: Collection[str]) -> bool:
+    """Whether an expression makes an empty container, or an object of some kinds."""
+    if isinstance(value, ast.Dict | ast.List | ast.Set):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if isinstance(value, ast.Tuple):
+        return any(_makes(one, kinds) for one in value.elts)
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func).rpartition(".")[2]
+        return (name in kinds and (name not in _CONTAINERS or not value.args)) or any(
+            _makes(one, kinds) for one in value.args
+        )
+    return False
+
+
+def _assignments(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target), node.value
+
+
+def test_what_outlives_a_call_has_an_owner() -> None:
+    """Of all modules: containers that are filled while the program runs, and objects that hold some."""
+    made = {
+        node.name: [
+            value
+            for one in node.body
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+            for name, value in _assignments(ast.walk(one))
+            if "self." in name
+        ]
+        for _, node in all_nodes()
+        if isinstance(node, ast.ClassDef)
+    }
+    kinds = set(_CONTAINERS)
+    while grown := {name for name, values in made.items() if any(_makes(one, kinds) for one in values)} - kinds:
+        kinds |= grown
+    found = {
+        f"{module_of(path)}.{name}"
+        for path in FILES
+        for name, value in _assignments(tree_of(path).body)
+        if _makes(value, kinds)
+    }
+    assert found - DECLARED == set(REGISTRIES)
+
+
+def test_nothing_is_keyed_by_a_hash_that_is_seeded() -> None:
+    calls = [
+        f"{file}, line {node.lineno}"
+        for file, node in all_nodes()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hash"
+    ]
+    assert calls == [], "texts have other hashes in each process, and two of them may have the same"
 
 
 def test_every_module_says_what_it_is_and_asserts_nothing() -> None:

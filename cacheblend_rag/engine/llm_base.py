@@ -26,11 +26,15 @@ from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
-from cacheblend_rag.prompt.matching import hint_at_unknown, known_chunks, written_forms
+from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.registry import ChunkRegistry
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_locations
+
+known_chunks = ChunkRegistry()
+"""Chunk texts that models look for unless they are given a registry of their own, whatever framework they belong to."""
 
 _WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
 # Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
@@ -122,6 +126,10 @@ class LLMBase(DecodeFields):
         unused is given back. Nothing else that goes wrong locally passes by itself.
     track : bool
         Whether constructing this model switches the tracking of retrievers on.
+    known : ChunkRegistry, optional
+        Chunk texts that this model looks for; by default `known_chunks`, which all models share. One of its own learns
+        what this model warms, and the documents of the runs in which this model is called. It never has texts of
+        other runs, such as those of another tenant.
     report_input_ids : bool
         Give the ids the model was fed with each answer; they are many.
     pipeline_kwargs, generate_kwargs : dict
@@ -153,6 +161,7 @@ class LLMBase(DecodeFields):
     timeout: float | None = None
     max_retries: int = 0
     track: bool = True
+    known: ChunkRegistry | None = Field(default=None, exclude=True, repr=False)
     report_input_ids: bool = False
 
     _tally: Tally = PrivateAttr(default_factory=Tally)
@@ -308,7 +317,7 @@ class LLMBase(DecodeFields):
     def warm(self, documents: Iterable[Any], *, progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of documents ahead of time; see `BlendEngine.warm`."""
         texts = self._texts(documents)
-        known_chunks.add(texts)
+        self._registry.add(texts)
         return self.engine.warm(texts, progress=progress)
 
     async def awarm(self, documents: Iterable[Any], *, progress: bool | None = None) -> WarmReport:
@@ -334,7 +343,7 @@ class LLMBase(DecodeFields):
         say = say or partial(print, file=sys.stderr)
         limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
         say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
-        known_chunks.add(texts)
+        self._registry.add(texts)
         return self.engine.warm(texts, progress=progress)
 
     def estimate_bytes(self, documents: Iterable[Any]) -> int:
@@ -344,8 +353,19 @@ class LLMBase(DecodeFields):
     def forget(self, documents: Iterable[Any]) -> int:
         """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
         texts = self._texts(documents)
-        known_chunks.discard(texts)
-        return self.engine.forget([*texts, *written_forms(texts)])
+        self._registry.discard(texts)
+        # What steps of chains rewrote is noted where retrievers are tracked, which is the shared registry.
+        texts += known_chunks.forms.of(texts)
+        return self.engine.forget([*texts, *self._registry.forms.of(texts)])
+
+    @property
+    def _registry(self) -> ChunkRegistry:
+        return known_chunks if self.known is None else self.known
+
+    def _learn(self, documents: Iterable[RetrievedDocument]) -> None:
+        """Know documents of a run in which this model is called; the shared registry has them from the tracker."""
+        if self.known is not None:
+            self.known.add(text for one in documents for text in one.texts)
 
     # Answering -------------------------------------------------------------------------------
 
@@ -492,7 +512,7 @@ class LLMBase(DecodeFields):
         self._tally.note(answer)
         report = answer.report
         if self.track and not (report.hits or report.misses or report.left_out or report.documents):
-            hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
+            self._registry.hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
 
     def _attempts(self) -> Iterator[AttemptManager]:
         return iter(

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM
 from cacheblend_rag.langchain.retrieval import CacheBlendRetriever, track
 from cacheblend_rag.langchain.tracking import switch_off, switch_on, tracking, tracking_off
 from cacheblend_rag.langchain.vector_stores import forgetting, warm_vectorstore
+from cacheblend_rag.prompt.registry import ChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
-from cacheblend_rag.prompt.matching import known_chunks
 
 __all__ = [
     "CacheBlendLLM",
     "CacheBlendMiddleware",
     "CacheBlendRetriever",
     "ChatCacheBlend",
+    "ChunkRegistry",
     "forgetting",
     "known_chunks",
     "switch_off",

@@ -19,7 +19,8 @@ from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import chunk_text, known_chunks, match_chunks
+from cacheblend_rag.prompt.matching import match_chunks
+from cacheblend_rag.prompt.registry import chunk_text
 
 # Settings of a pipeline that change its prompt or its text, with the values that hold here.
 _PIPELINE: dict[str, tuple[object, ...]] = {
@@ -106,7 +107,9 @@ class BlendFields(LLMBase):
 
     def match_chunks(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""
-        prompt = match_chunks(text, known_chunks, self.engine.config.text_separator, documents=documents_of_run(text))
+        documents = documents_of_run(text)
+        self._learn(documents)
+        prompt = match_chunks(text, self._registry, self.engine.config.text_separator, documents=documents)
         note_found(text, prompt)
         return prompt
 
@@ -159,6 +162,6 @@ def within_run(run: BaseRunManager | None, prompts: int = 1) -> AbstractContextM
     """
     source: Any = run or ensure_config().get("callbacks")
     for one in getattr(source, "handlers", ()):
-        if type(one).__name__ == "OpenInferenceTracer":
-            return below(one.get_span(run.run_id if run is not None and prompts == 1 else source.parent_run_id))
+        if callable(get_span := getattr(one, "get_span", None)):
+            return below(get_span(run.run_id if run is not None and prompts == 1 else source.parent_run_id))
     return nullcontext()

@@ -45,7 +45,7 @@ from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
-from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks
+from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
@@ -338,7 +338,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         spans = message_spans(text, messages)
         prompt = match_chunks(
             text,
-            self._known(),
+            self._registry,
             self.engine.config.text_separator,
             documents=self._retrieved(messages),
             parts=spans.parts,
@@ -351,13 +351,10 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
         attached = dict.fromkeys(artifact_texts(messages))
-        known_chunks.add(attached)
+        self._registry.add(attached)
         of_run = [one for one in documents_of_run(messages) if one.texts[0] not in attached]
+        self._learn(of_run)
         return [*(RetrievedDocument((text,)) for text in attached), *of_run]
-
-    def _known(self) -> ChunkRegistry:
-        """Where other chunks of a conversation are looked for."""
-        return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
         message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))

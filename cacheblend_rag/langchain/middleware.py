@@ -8,9 +8,10 @@ from typing import Any
 from langchain_core.documents import Document
 from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage, ToolMessage
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.langchain.messages import artifact_texts
-from cacheblend_rag.prompt.matching import known_chunks
+from cacheblend_rag.prompt.registry import ChunkRegistry
 
 try:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
@@ -33,13 +34,23 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
         Text before the documents.
     tool_answers : bool
         Reuse whole answers of tools as well, whatever they hold. An agent reads them again at every step.
+    known : ChunkRegistry, optional
+        Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
     """
 
-    def __init__(self, retriever: Any = None, *, instructions: str = _INSTRUCTIONS, tool_answers: bool = False) -> None:
+    def __init__(
+        self,
+        retriever: Any = None,
+        *,
+        instructions: str = _INSTRUCTIONS,
+        tool_answers: bool = False,
+        known: ChunkRegistry | None = None,
+    ) -> None:
         super().__init__()
         self._retriever = retriever
         self._instructions = instructions
         self._tool_answers = tool_answers
+        self._known = known_chunks if known is None else known
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -62,15 +73,15 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
         return await handler(self._with(request, await self._retriever.ainvoke(question)))
 
     def _note(self, messages: Sequence[AnyMessage]) -> None:
-        known_chunks.add(artifact_texts(messages))
+        self._known.add(artifact_texts(messages))
         if self._tool_answers:
             answers = [one for one in messages if isinstance(one, ToolMessage) and not artifact_texts([one])]
-            known_chunks.add(str(answer.text) for answer in answers)
+            self._known.add(str(answer.text) for answer in answers)
 
     def _with(self, request: ModelRequest[Any], documents: Sequence[Document]) -> ModelRequest[Any]:
         """The request with documents behind its system prompt."""
         texts = [document.page_content for document in documents]
-        known_chunks.add(texts)
+        self._known.add(texts)
         parts = [request.system_prompt or "", self._instructions, *texts]
         return request.override(system_message=SystemMessage("\n\n".join(part for part in parts if part)))
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
+from pydantic import Field
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import documents_in, note_search
-from cacheblend_rag.prompt.matching import known_chunks
-from cacheblend_rag.retrieval.wrapping import Wrapper, wrapped
+from cacheblend_rag.prompt.registry import ChunkRegistry
+from cacheblend_rag.retrieval.wrapping import StoreProxy
 
 S = TypeVar("S", bound=VectorStore)
 
@@ -36,6 +38,8 @@ class CacheBlendRetriever(BaseRetriever):
         Finds the documents. Anything that can be invoked with a question will do.
     k : int, optional
         Most documents that are returned. It can also be given with a call.
+    known : ChunkRegistry, optional
+        Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
 
     Raises
     ------
@@ -45,6 +49,7 @@ class CacheBlendRetriever(BaseRetriever):
 
     retriever: Any
     k: int | None = None
+    known: ChunkRegistry | None = Field(default=None, exclude=True, repr=False)
 
     def model_post_init(self, context: Any, /) -> None:
         """Check ``k``."""
@@ -66,7 +71,8 @@ class CacheBlendRetriever(BaseRetriever):
     def _handed_on(self, found: list[Document], k: int | None) -> list[Document]:
         _check(k)
         documents = found[: k or self.k]
-        known_chunks.add(document.page_content for document in documents)
+        known = known_chunks if self.known is None else self.known
+        known.add(document.page_content for document in documents)
         return documents
 
 
@@ -75,7 +81,7 @@ def _check(k: int | None) -> None:
         raise ConfigError("k", k, "use a whole number, 1 or more")
 
 
-def track(vectorstore: S) -> S:
+def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
     """Make the documents that a vector store finds known to our models.
 
     Use it where the store itself is searched: ``vectorstore.similarity_search(question)`` in a LangGraph node, a
@@ -85,6 +91,8 @@ def track(vectorstore: S) -> S:
     ----------
     vectorstore : VectorStore
         Any of LangChain's. It is not changed.
+    known : ChunkRegistry, optional
+        Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
 
     Returns
     -------
@@ -104,32 +112,53 @@ def track(vectorstore: S) -> S:
     if not isinstance(vectorstore, VectorStore):
         remedy = "give a LangChain vector store; what retrievers return is known without this"
         raise ConfigError("vectorstore", type(vectorstore).__name__, remedy)
-    return vectorstore if isinstance(vectorstore, _Tracked) else wrapped(_Tracked, vectorstore)
+    if isinstance(vectorstore, _Tracked) and known is None:
+        return vectorstore
+    return cast(S, _Tracked(vectorstore, known))
 
 
-class _Tracked(Wrapper):
-    """Notes the documents that a search of the wrapped store returns."""
+class VectorStoreProxy(StoreProxy):
+    """Passes for a LangChain vector store."""
 
-    @staticmethod
-    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
-        return _noting(found) if "search" in name and not name.startswith("_") and callable(found) else found
+    def as_retriever(self, **kwargs: Any) -> Any:
+        """A retriever that searches this, not the store within."""
+        return self.__class__.as_retriever(self, **kwargs)
+
+    # LangChain's indexing looks for these two at the type.
+
+    def delete(self, *args: Any, **kwargs: Any) -> Any:
+        """As the store's."""
+        return self.__wrapped__.delete(*args, **kwargs)
+
+    def adelete(self, *args: Any, **kwargs: Any) -> Any:
+        """As the store's."""
+        return self.__wrapped__.adelete(*args, **kwargs)
 
 
-def _noting(search: Callable[..., Any]) -> Callable[..., Any]:
+class _Tracked(VectorStoreProxy):
+    """Notes the documents that a search of the store returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if "search" not in name or name.startswith("_") or not callable(found):
+            return found
+        (known,) = self._self_more
+        return _noting(found, known_chunks if known is None else known)
+
+
+def _noting(search: Callable[..., Any], known: ChunkRegistry) -> Callable[..., Any]:
     """The same search, its documents noted."""
+
+    def noted(found: Any) -> Any:
+        note_search(documents_in(found), known)
+        return found
+
+    async def noted_later(found: Awaitable[Any]) -> Any:
+        return noted(await found)
 
     @wraps(search)
     def searching(*args: Any, **kwargs: Any) -> Any:
         found = search(*args, **kwargs)
-        return _noted_later(found) if inspect.isawaitable(found) else _noted(found)
+        return noted_later(found) if inspect.isawaitable(found) else noted(found)
 
     return searching
-
-
-def _noted(found: Any) -> Any:
-    note_search(documents_in(found))
-    return found
-
-
-async def _noted_later(found: Awaitable[Any]) -> Any:
-    return _noted(await found)

@@ -1,11 +1,14 @@
 """Learning chunk texts from every retriever of the process.
 
 LangChain gives each run to the handlers of configure hooks. Our handler sees the documents that a retriever, a
-runnable or a tool returns, and those that a runnable is given, in any chain, sync or async. It notes their texts in the
-process-wide registry, and for the run they belong to. It changes nothing.
+runnable or a tool returns, and those that a runnable is given, in any chain, sync or async. It notes their texts in a
+registry, by default the one that models share, and for the run they belong to. It changes nothing.
+
+There is one handler for the process, because LangChain takes no hook back. `tracking` has one of its own.
 
 A method called on a vector store is not a run, and no handler is called. Its documents are seen if a runnable returns
-them or is given them, such as a LangGraph node, a lambda or a chain. Otherwise `track` makes them known.
+them or is given them, such as a LangGraph node, a lambda or a chain. Our own stores tell the handler. For others,
+`track` makes them known.
 
 The documents of a prompt's run are looked for first, also in rewritten forms. The model finds them by the prompt's
 text, because a plain model is called with many prompts and one run, and a streaming chat model without a run.
@@ -13,12 +16,16 @@ text, because a plain model is called with many prompts and one run, and a strea
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -29,14 +36,11 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 from pydantic import BaseModel
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import (
-    ChunkRegistry,
-    RetrievedDocument,
-    known_chunks,
-    note_rewritten,
-    warn_of_missing,
-)
+from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.registry import ChunkRegistry
+from cacheblend_rag.retrieval.listening import SearchListener
 
 # Runs that never end (streams left early) are forgotten after so many others.
 _RUNS, _PROMPTS = 16_384, 256
@@ -56,7 +60,7 @@ class RunDocuments:
         self._limit, self._size = limit, 0
         self._roots: OrderedDict[UUID, UUID] = OrderedDict()
         self._texts: OrderedDict[UUID, dict[str, bool]] = OrderedDict()  # whether a later step left it out
-        self._prompts: OrderedDict[int, tuple[UUID, dict[str, bool]]] = OrderedDict()
+        self._prompts: OrderedDict[bytes, tuple[UUID, dict[str, bool]]] = OrderedDict()
         self._found: dict[UUID, set[str]] = {}  # in prompts of outermost runs in which a model of ours was asked
         self._below: OrderedDict[UUID, set[str]] = OrderedDict()  # what runs were given, or found in runs within
         self._lock = threading.Lock()
@@ -88,10 +92,14 @@ class RunDocuments:
             self._note_below(run, given)
             self._note(root, {text: False for text in given if text not in known})
 
-    def end(self, run: UUID) -> None:
+    def end(self, run: UUID) -> tuple[int, int]:
         """A run has ended; with the outermost, its documents are forgotten.
 
-        Those that it handed on and that none of its prompts held are warned of.
+        Returns
+        -------
+        (int, int)
+            Documents that it handed on and that no prompt of a model of ours held, and all that it handed on. Both
+            are 0 if no such model was called.
         """
         with self._lock:
             self._roots.pop(run, None)
@@ -99,17 +107,25 @@ class RunDocuments:
             handed_on = [text for text, left_out in self._texts.get(run, {}).items() if not left_out]
             found = self._found.get(run)
             self._forget(run)
-        if found is not None:
-            looked_for = [text for text in handed_on if RetrievedDocument((text,)).looked_for]
-            warn_of_missing(sum(text not in found for text in looked_for), len(looked_for))
+        if found is None:
+            return 0, 0
+        looked_for = [text for text in handed_on if RetrievedDocument((text,)).looked_for]
+        return sum(text not in found for text in looked_for), len(looked_for)
 
-    def add(self, run: UUID | None, parent: UUID | None, texts: Iterable[str]) -> None:
+    def add(
+        self, run: UUID | None, parent: UUID | None, texts: Iterable[str]
+    ) -> tuple[Collection[str], Collection[str]]:
         """Documents were retrieved in a run; others that it was given, or that runs within found, it has left out.
 
         Documents found by a call that is no run belong to its parent.
+
+        Returns
+        -------
+        (collection of str, collection of str)
+            Those that it has left out, and those that are new. The one may be rewritten forms of the other.
         """
         if parent is None:
-            return  # it was retrieved on its own: no model is called in this run
+            return (), ()  # it was retrieved on its own: no model is called in this run
         handed_on = dict.fromkeys(texts, False)
         with self._lock:
             given = self._below.pop(run, set()) if run else set()
@@ -120,7 +136,7 @@ class RunDocuments:
             known = self._texts.get(root, {})
             changed = handed_on | dict.fromkeys(left_out & known.keys(), True)
             self._note(root, {text: left for text, left in changed.items() if known.get(text) != left})
-        note_rewritten(left_out, handed_on.keys() - given)
+        return left_out, handed_on.keys() - given
 
     def _note(self, root: UUID, changed: Mapping[str, bool]) -> None:
         """Of these documents of an outermost run it is new that they are there, or whether they were left out."""
@@ -132,7 +148,7 @@ class RunDocuments:
         while self._size > self._limit:
             self._forget(next(iter(self._texts)))
 
-    def call(self, parent: UUID | None, prompts: Iterable[int]) -> None:
+    def call(self, parent: UUID | None, prompts: Iterable[bytes]) -> None:
         """A model is about to be called in a run; prompts are given by `prompt_key`."""
         with self._lock:
             root = self._root(parent, parent) if parent else None
@@ -144,13 +160,13 @@ class RunDocuments:
             while len(self._prompts) > _PROMPTS:
                 self._prompts.popitem(last=False)
 
-    def of(self, prompt: int) -> tuple[RetrievedDocument, ...]:
+    def of(self, prompt: bytes) -> tuple[RetrievedDocument, ...]:
         """Documents of the run in which a prompt was made."""
         with self._lock:
             _, texts = self._prompts.get(prompt, (None, {}))
         return tuple(RetrievedDocument((text,), left_out=left_out) for text, left_out in texts.items())
 
-    def found(self, prompt: int, texts: Iterable[str]) -> None:
+    def found(self, prompt: bytes, texts: Iterable[str]) -> None:
         """A prompt for a model of ours holds these documents of its run."""
         with self._lock:
             root, _ = self._prompts.get(prompt, (None, None))
@@ -177,41 +193,44 @@ class _DoneAwaitable:
         return iter(())
 
 
-async def _awaited() -> None:
-    """Only its code is of use; see `_AtOnce`."""
+async def _await(work: Callable[..., object]) -> None:
+    """What `_AtOnce` is a partial of, so that it counts as a coroutine function."""
 
 
-class _AtOnce:
+class _AtOnce(partial[Any]):
     """A handler's method that works alike in sync and async runs, without a thread.
 
     LangChain's async runs send a plain method through a thread, which costs more than the work. They await a coroutine
-    function, but sync runs start an event loop for one. `inspect` takes this object for a coroutine function, by
-    attributes that functions not written in Python have too.
+    function, and a partial of one is one. But sync runs start an event loop for a coroutine, so a call of this does its
+    work at once, and gives what can be awaited and is no coroutine.
     """
 
-    def __init__(self, note: Callable[..., object]) -> None:
-        self._note = note
-        self.__name__, self.__code__ = note.__name__, _awaited.__code__
-        self.__defaults__ = self.__kwdefaults__ = None
-        self.__annotations__ = {}
-
     def __call__(self, *args: Any, **kwargs: Any) -> _DoneAwaitable:
-        self._note(*args, **kwargs)
+        (work,) = self.args
+        work(*args, **kwargs)
         return _DoneAwaitable()
 
 
-class _Tracker(BaseCallbackHandler):
-    """Notes the texts of retrieved documents, and the runs they belong to."""
+class _Tracker(SearchListener):
+    """Notes the texts of retrieved documents, and the runs they belong to.
+
+    Parameters
+    ----------
+    known : ChunkRegistry
+        Where texts are noted.
+    runs : RunDocuments
+        Which documents each run has; all trackers of the process have the same one.
+    """
 
     # Not run_inline: with an inline handler, asynchronous plain models announce their start to no other
-    # handler (langchain-core 1.7), so that tracers and astream_events would lose them.
+    # handler (langchain-core 1.8), so that tracers and astream_events would lose them.
 
-    def __init__(self) -> None:
-        self.runs = RunDocuments()
+    def __init__(self, known: ChunkRegistry, runs: RunDocuments) -> None:
+        self.known, self.runs = known, runs
         self.off = False
         for name in dir(BaseCallbackHandler):
             if name.startswith("on_"):
-                setattr(self, name, _AtOnce(getattr(self, name)))
+                setattr(self, name, _AtOnce(_await, getattr(self, name)))
 
     @property
     def ignore_chain(self) -> bool:
@@ -223,19 +242,19 @@ class _Tracker(BaseCallbackHandler):
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
         given = documents_in(inputs)
-        known_chunks.add(given)
+        self.known.add(given)
         self.runs.begin(run_id, parent_run_id, given)
 
     def on_chain_end(
         self, outputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, inputs: Any = None, **kwargs: Any
     ) -> None:
         given = documents_in(inputs)  # of a step in a stream, which begins before it is given anything
-        known_chunks.add(given)
+        self.known.add(given)
         self.runs.give(run_id, given)
         self._found(documents_in(outputs), run_id, parent_run_id)
 
     def on_chain_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self.runs.end(run_id)
+        self._end(run_id)
 
     def on_tool_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self.runs.begin(run_id, parent_run_id)
@@ -244,13 +263,13 @@ class _Tracker(BaseCallbackHandler):
         self._found(documents_in(output), run_id, parent_run_id)
 
     def on_tool_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self.runs.end(run_id)
+        self._end(run_id)
 
     def on_retriever_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self.runs.begin(run_id, parent_run_id)
 
     def on_retriever_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self.runs.end(run_id)
+        self._end(run_id)
 
     def on_retriever_end(
         self, documents: Sequence[Document], *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
@@ -275,9 +294,15 @@ class _Tracker(BaseCallbackHandler):
     def _found(self, texts: Sequence[str], run_id: UUID, parent_run_id: UUID | None) -> None:
         """A run has ended with these documents."""
         if texts:
-            known_chunks.add(texts)
-            self.runs.add(run_id, parent_run_id, texts)
-        self.runs.end(run_id)
+            self.known.add(texts)
+            self.known.forms.note_rewritten(*self.runs.add(run_id, parent_run_id, texts))
+        self._end(run_id)
+
+    def _end(self, run_id: UUID) -> None:
+        self.known.warn_of_missing(*self.runs.end(run_id))
+
+    def on_search(self, documents: Sequence[Document]) -> None:
+        self.known.add(document.page_content for document in documents)
 
 
 def documents_in(value: Any, depth: int = 4) -> list[str]:
@@ -305,10 +330,12 @@ def documents_in(value: Any, depth: int = 4) -> list[str]:
         return documents_in(list(vars(value).values()), depth)
     if is_dataclass(value):
         return documents_in([getattr(value, field.name, None) for field in fields(value)], depth)
-    return documents_in(value.arg, depth - 1) if type(value).__name__ == "Send" else []
+    # Nothing is a Send of LangGraph before its module is loaded, which takes long.
+    langgraph = sys.modules.get("langgraph.types")
+    return documents_in(value.arg, depth - 1) if langgraph and isinstance(value, langgraph.Send) else []
 
 
-_tracker = _Tracker()
+_tracker = _Tracker(known_chunks, RunDocuments())
 _handler: ContextVar[BaseCallbackHandler | None] = ContextVar("cacheblend_rag_tracker", default=_tracker)
 _lock = threading.Lock()
 _registered = False
@@ -350,29 +377,34 @@ def tracking_off() -> Iterator[None]:
 
 
 @contextmanager
-def tracking() -> Iterator[ChunkRegistry]:
+def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
     """Within this, retrievers are tracked, also inside `tracking_off` or after `switch_off`.
+
+    Parameters
+    ----------
+    known : ChunkRegistry, optional
+        Where their documents are noted, and nowhere else; by default in `known_chunks`.
 
     Returns
     -------
     context manager
-        Gives the registry of known chunks.
+        Gives the registry.
     """
     _register()
-    own = _Tracker()
-    own.runs = _tracker.runs
-    token = _handler.set(own if _tracker.off else _tracker)
+    tracker = _tracker
+    if known is not None or _tracker.off:
+        tracker = _Tracker(known_chunks if known is None else known, _tracker.runs)
+    token = _handler.set(tracker)
     try:
-        yield known_chunks
+        yield tracker.known
     finally:
         _handler.reset(token)
 
 
-def prompt_key(prompt: str | Sequence[BaseMessage]) -> int:
-    """By what a prompt is known between its announcement and the call of the model."""
-    if isinstance(prompt, str):
-        return hash(prompt)
-    return hash(tuple(str(message.content) for message in prompt))
+def prompt_key(prompt: str | Sequence[BaseMessage]) -> bytes:
+    """By what a prompt is known between its announcement and the call of the model: a digest of all its text."""
+    texts = prompt if isinstance(prompt, str) else [str(message.content) for message in prompt]
+    return hashlib.sha256(json.dumps(texts).encode()).digest()
 
 
 def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[RetrievedDocument, ...]:
@@ -385,9 +417,9 @@ def note_found(prompt: str | Sequence[BaseMessage], seen: Prompt) -> None:
     _tracker.runs.found(prompt_key(prompt), [one.text for one in seen.documents if one.chunk is not None])
 
 
-def note_search(texts: Sequence[str]) -> None:
+def note_search(texts: Sequence[str], known: ChunkRegistry) -> None:
     """A search that is no run has returned documents; they belong to the run in which it was called."""
-    known_chunks.add(texts)
+    known.add(texts)
     config = var_child_runnable_config.get()
     run = getattr((config or {}).get("callbacks"), "parent_run_id", None)
     if run is not None:

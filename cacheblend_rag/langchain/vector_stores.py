@@ -22,9 +22,10 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import BlendFields
+from cacheblend_rag.langchain.retrieval import VectorStoreProxy
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.qdrant import having, scroll
-from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
+from cacheblend_rag.retrieval.wrapping import Leaving
 
 _PAGE = 1000
 # Texts of one question to Qdrant.
@@ -33,7 +34,6 @@ _TEXTS = 1000
 _FEW = 16
 _log = logging.getLogger(__name__)
 S = TypeVar("S", bound=VectorStore)
-_ASYNCHRONOUS = ("adelete", "aadd_documents", "aadd_texts")
 
 
 class Contents(Protocol):
@@ -199,65 +199,11 @@ def forgetting(vectorstore: S, llm: BlendFields) -> S:
     """
     if not isinstance(vectorstore, VectorStore):
         raise ConfigError("vectorstore", type(vectorstore).__name__, "give a LangChain vector store")
-    kind = type(vectorstore)
+    kind = vectorstore.__class__  # of a proxy that of the store within
     if kind.get_by_ids is VectorStore.get_by_ids and kind.aget_by_ids is VectorStore.aget_by_ids:
         remedy = "call llm.forget(documents) after deleting; this kind of store cannot read documents by ids"
         raise ConfigError("vectorstore", kind.__name__, remedy)
-    return wrapped(_Forgetting, vectorstore, llm=llm)
-
-
-class _Forgetting(Wrapper):
-    """Erases the KV of what leaves the wrapped store."""
-
-    @staticmethod
-    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
-        if name not in _IDS_OF:
-            return found
-
-        def reading(*args: Any, **kwargs: Any) -> _Reading | None:
-            ids = _IDS_OF[name](*args, **kwargs)
-            return None if ids == [] else _Reading(inner, ids, emptied=name == "delete_collection")
-
-        return forgetting_call(found, reading, state["llm"].forget, name in _ASYNCHRONOUS)
-
-
-def _ids_of_delete(ids: Any = None, **kwargs: Any) -> list[Any] | None:
-    return list(ids) if isinstance(ids, (list, tuple, set)) else None
-
-
-def _ids_of_documents(documents: Sequence[Document], **kwargs: Any) -> list[Any]:
-    return [one for one in kwargs.get("ids") or [document.id for document in documents] if one is not None]
-
-
-def _ids_of_texts(texts: Any, metadatas: Any = None, ids: Sequence[Any] | None = None, **kwargs: Any) -> list[Any]:
-    return [one for one in ids or () if one is not None]
-
-
-def _ids_of_update(ids: Sequence[Any], documents: Any) -> list[Any]:
-    return list(ids)
-
-
-def _ids_of_one(document_id: Any, document: Any) -> list[Any]:
-    return [document_id]
-
-
-def _all() -> None:
-    return None
-
-
-# Which documents a call may take out of the store; None: any of them.
-_IDS_OF: dict[str, Callable[..., list[Any] | None]] = {
-    "delete": _ids_of_delete,
-    "adelete": _ids_of_delete,
-    "add_documents": _ids_of_documents,
-    "aadd_documents": _ids_of_documents,
-    "add_texts": _ids_of_texts,
-    "aadd_texts": _ids_of_texts,
-    "update_documents": _ids_of_update,
-    "update_document": _ids_of_one,
-    "reset_collection": _all,
-    "delete_collection": _all,
-}
+    return cast(S, _Forgetting(vectorstore, llm.forget))
 
 
 class _Reading:
@@ -272,7 +218,7 @@ class _Reading:
         Whether nothing can be read after the call.
     """
 
-    def __init__(self, store: VectorStore, ids: list[Any] | None, emptied: bool) -> None:
+    def __init__(self, store: VectorStore, ids: list[Any] | None, emptied: bool = False) -> None:
         self._store, self._ids, self._emptied = store, ids, emptied
         self._contents: Contents | None = contents_of(store)
         if ids is None and self._contents is None:
@@ -313,3 +259,39 @@ class _Reading:
 
 def _texts(documents: Any) -> dict[str, None]:
     return dict.fromkeys(document.page_content for document in documents)
+
+
+def _of_delete(store: VectorStore, ids: Any = None, **kwargs: Any) -> _Reading | None:
+    return _reading(store, list(ids) if isinstance(ids, (list, tuple, set)) else None)
+
+
+def _of_documents(store: VectorStore, documents: Sequence[Document], **kwargs: Any) -> _Reading | None:
+    return _reading(store, kwargs.get("ids") or [document.id for document in documents])
+
+
+def _of_texts(
+    store: VectorStore, texts: Any, metadatas: Any = None, ids: Sequence[Any] | None = None, **kwargs: Any
+) -> _Reading | None:
+    return _reading(store, list(ids or ()))
+
+
+def _reading(store: VectorStore, ids: Sequence[Any] | None) -> _Reading | None:
+    """Of documents that have an id; all for None."""
+    given = None if ids is None else [one for one in ids if one is not None]
+    return None if given == [] else _Reading(store, given)
+
+
+class _Forgetting(VectorStoreProxy):
+    """Erases the KV of what leaves the store."""
+
+    delete = Leaving(_of_delete)
+    adelete = Leaving(_of_delete, asynchronous=True)
+    add_documents = Leaving(_of_documents)
+    aadd_documents = Leaving(_of_documents, asynchronous=True)
+    add_texts = Leaving(_of_texts)
+    aadd_texts = Leaving(_of_texts, asynchronous=True)
+    # Chroma's:
+    update_document = Leaving(lambda store, document_id, document: _reading(store, [document_id]))
+    update_documents = Leaving(lambda store, ids, documents: _reading(store, ids))
+    reset_collection = Leaving(lambda store: _reading(store, None))
+    delete_collection = Leaving(lambda store: _Reading(store, None, emptied=True))

@@ -15,20 +15,18 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
-from cacheblend_rag.llama_index.tracking import find_parts, recent_nodes
+from cacheblend_rag.llama_index.tracking import find_parts
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
 from cacheblend_rag.prompt.matching import (
-    Match,
     RetrievedDocument,
     WrittenForm,
     find_changed,
-    known_chunks,
     match_chunks,
-    note_form,
     places_of_documents,
     rebuild,
 )
+from cacheblend_rag.prompt.registry import ChunkRegistry, Match
 
 CONTEXT_NAMES = ("context_str", "context_msg")
 """Variables of LlamaIndex's templates that hold retrieved text."""
@@ -103,11 +101,13 @@ class _Place:
 
 def see(
     text: str,
+    known: ChunkRegistry,
     separator: str,
     *,
     hint: Hint | None = None,
     messages: Sequence[ChatMessage] = (),
     documents: Sequence[RetrievedDocument] = (),
+    split_again: Sequence[str] = (),
 ) -> Prompt:
     """The segments of a finished prompt.
 
@@ -115,6 +115,8 @@ def see(
     ----------
     text : str
         The finished prompt.
+    known : ChunkRegistry
+        Chunks that are looked for. It notes the forms in which the prompt holds texts.
     separator : str
         Where texts are split that hold no known chunk; empty for nowhere.
     hint : Hint, optional
@@ -123,6 +125,8 @@ def see(
         The conversation it was made of, if any.
     documents : sequence of RetrievedDocument
         Nodes that were retrieved for it. Those that do not stand in it as they are are looked for in other forms.
+    split_again : sequence of str
+        Texts of nodes of which parts may stand in the context, the last retrieved first.
 
     Returns
     -------
@@ -135,12 +139,12 @@ def see(
     volatile = [*(hint.questions if hint else ()), *_said(text, messages, begin)]
     questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
     if hint is None:
-        return match_chunks(text, known_chunks, separator, questions_from=questions_from, documents=documents)
+        return match_chunks(text, known, separator, questions_from=questions_from, documents=documents)
     found: dict[Match, WrittenForm | None] = {}
     for place in places:
-        found |= _chunks(text, place, documents)
+        found |= _chunks(text, place, known, documents, split_again)
     if not places:
-        found = _outside(text, hint.questions, documents)
+        found = _outside(text, hint.questions, known, documents)
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
@@ -183,31 +187,37 @@ def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:
         at += len(written) + 2
 
 
-def _chunks(text: str, place: _Place, documents: Iterable[RetrievedDocument]) -> dict[Match, WrittenForm | None]:
+def _chunks(
+    text: str,
+    place: _Place,
+    known: ChunkRegistry,
+    documents: Iterable[RetrievedDocument],
+    split_again: Iterable[str],
+) -> dict[Match, WrittenForm | None]:
     """Known chunks in a piece of context, nodes in another form, and parts of nodes that were split again."""
-    whole = known_chunks.find(place.text)
-    changed = find_changed(place.text, whole, documents)
+    whole = known.find(place.text)
+    changed = find_changed(place.text, whole, documents, known.forms)
     taken = sorted([*whole, *changed], key=lambda match: match.start)
     edges = [0, *(edge for match in taken for edge in (match.start, match.stop)), len(place.text)]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
-    parts = dict(find_parts(place.text, recent_nodes.texts(), gaps))
+    parts = dict(find_parts(place.text, split_again, gaps))
     chunks: dict[Match, WrittenForm | None] = {}
     for match in (*taken, *parts):
         moved, own = place.moved(match), place.text[match.start : match.stop]
         written = text[moved.start : moved.stop]
         origin = changed[match].document if match in changed else parts.get(match, own)
-        note_form(origin, written)
+        known.forms.note(origin, written)
         chunks[moved] = None if origin == written else WrittenForm(origin, change_of(origin, written))
     return chunks
 
 
 def _outside(
-    text: str, questions: Sequence[str], documents: Iterable[RetrievedDocument]
+    text: str, questions: Sequence[str], known: ChunkRegistry, documents: Iterable[RetrievedDocument]
 ) -> dict[Match, WrittenForm | None]:
     """Known chunks, and nodes in another form, anywhere but in a question."""
     matches = [Match(*found.span()) for one in questions if one for found in re.finditer(re.escape(one), text)]
-    known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in matches)]
-    return {**dict.fromkeys(known), **find_changed(text, [*known, *matches], documents)}
+    found = [m for m in known.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in matches)]
+    return {**dict.fromkeys(found), **find_changed(text, [*found, *matches], documents, known.forms)}
 
 
 def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:

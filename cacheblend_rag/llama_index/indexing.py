@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 from llama_index.core.indices.base import BaseIndex
@@ -24,16 +24,15 @@ from pydantic import Field
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
-from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
-from cacheblend_rag.prompt.matching import chunk_text, written_forms
+from cacheblend_rag.llama_index.tracking import forget_retrieved, node_texts
+from cacheblend_rag.prompt.registry import chunk_text
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.qdrant import scroll
-from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
+from cacheblend_rag.retrieval.wrapping import Leaving, StoreProxy
 
 S = TypeVar("S", bound=BasePydanticVectorStore)
 _log = logging.getLogger(__name__)
 _MANY = 2**31 - 1
-_ASYNCHRONOUS = ("adelete", "adelete_nodes", "aclear", "async_add")
 _MODES = (MetadataMode.LLM,)
 
 
@@ -68,25 +67,14 @@ def forgetting(vector_store: S, llm: CacheBlendLLM) -> S:
     -----
     Seen are ``delete``, ``delete_nodes``, ``clear``, ``add``, and their asynchronous twins.
     """
-    kind = type(vector_store)
+    kind = vector_store.__class__  # of a proxy that of the store within
     if not isinstance(vector_store, BasePydanticVectorStore) or not vector_store.stores_text:
         remedy = "give a vector store that keeps texts; for an index over others use erasing(index, llm)"
         raise ConfigError("vector_store", kind.__name__, remedy)
     if kind.get_nodes is BasePydanticVectorStore.get_nodes and kind.aget_nodes is BasePydanticVectorStore.aget_nodes:
         remedy = "call forget_nodes(nodes, llm) after deleting; this kind of store cannot read its nodes"
         raise ConfigError("vector_store", kind.__name__, remedy)
-    return wrapped(_Forgetting, vector_store, llm=llm)
-
-
-class _Forgetting(Wrapper):
-    """Erases the KV of what leaves the wrapped store."""
-
-    @staticmethod
-    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
-        if name not in _READINGS:
-            return found
-        reading, forget = partial(_READINGS[name], inner), partial(_forget_texts, model=state["llm"])
-        return forgetting_call(found, reading, forget, name in _ASYNCHRONOUS)
+    return cast(S, _Forgetting(vector_store, partial(_forget_texts, model=llm)))
 
 
 class _Reading:
@@ -190,17 +178,17 @@ def _gone(before: Iterable[BaseNode], after: Iterable[BaseNode]) -> list[str]:
     return [text for node in before for text in node_texts(node) if text not in there]
 
 
-# Reads the documents that a call may remove from the store.
-_READINGS: dict[str, Callable[..., _Reading]] = {
-    "delete": _OfDocument,
-    "adelete": _OfDocument,
-    "delete_nodes": _Reading,
-    "adelete_nodes": _Reading,
-    "clear": _All,
-    "aclear": _All,
-    "add": _Replaced,
-    "async_add": _Replaced,
-}
+class _Forgetting(StoreProxy):
+    """Erases the KV of what leaves the store."""
+
+    delete = Leaving(_OfDocument)
+    adelete = Leaving(_OfDocument, asynchronous=True)
+    delete_nodes = Leaving(_Reading)
+    adelete_nodes = Leaving(_Reading, asynchronous=True)
+    clear = Leaving(_All)
+    aclear = Leaving(_All, asynchronous=True)
+    add = Leaving(_Replaced)
+    async_add = Leaving(_Replaced, asynchronous=True)
 
 
 def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
@@ -380,5 +368,5 @@ def _forget_texts(texts: Sequence[str], model: CacheBlendLLM) -> int:
     """Erase all that is stored of texts under which nodes stood in prompts; how many records there were."""
     if not texts:
         return 0
-    recent_nodes.discard(texts)
-    return model.forget([*texts, *written_forms(texts)])  # and the forms of these forms
+    forget_retrieved(texts)
+    return model.forget(texts)

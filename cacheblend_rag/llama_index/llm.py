@@ -37,12 +37,18 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, turns_of
-from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
+from cacheblend_rag.llama_index.tracking import (
+    answers_noted,
+    documents_retrieved,
+    rewritten_texts,
+    split_again,
+    switch_on,
+)
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import begins_in_thought, begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
-from cacheblend_rag.prompt.matching import chunk_text
+from cacheblend_rag.prompt.registry import chunk_text
 
 _dispatcher = get_dispatcher(__name__)
 # Where LlamaIndex asks for an object by a tool call.
@@ -181,7 +187,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
         hint = prompt.hint if isinstance(prompt, MarkedText) else None
-        seen = see(text, self.engine.config.text_separator, hint=hint, documents=documents_retrieved())
+        seen = self._see(text, hint)
         info = self._teller()
 
         def respond(said: AnswerText) -> CompletionResponse:
@@ -227,8 +233,23 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     def _matched(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str) -> Prompt:
         """The prompt of a conversation of text, and the chunks that are found in it."""
         hint = messages.hint if isinstance(messages, MarkedMessages) else None
-        text, separator = self._spoken(messages, tools) + begun, self.engine.config.text_separator
-        return see(text, separator, hint=hint, messages=messages, documents=documents_retrieved())
+        return self._see(self._spoken(messages, tools) + begun, hint, messages)
+
+    def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
+        """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
+        documents, known = documents_retrieved(), self._registry
+        if self.known is not None:
+            self._learn(documents)
+            self.known.add(rewritten_texts(documents))
+        return see(
+            text,
+            known,
+            self.engine.config.text_separator,
+            hint=hint,
+            messages=messages,
+            documents=documents,
+            split_again=split_again(known, documents),
+        )
 
     def _call(
         self,

@@ -1,4 +1,8 @@
-"""Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation."""
+"""Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation.
+
+There is one listener for the process, because LlamaIndex's root dispatcher gives none back. It notes nodes with the
+tracker of the context in which a retriever is called.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +27,9 @@ from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeWithScore, TextNode
 from pydantic import PrivateAttr
 
-from cacheblend_rag.prompt.matching import (
-    ChunkRegistry,
-    Match,
-    RetrievedDocument,
-    chunk_text,
-    known_chunks,
-    note_form,
-    warn_of_missing,
-)
+from cacheblend_rag.engine.llm_base import known_chunks
+from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.registry import ChunkRegistry, Match, chunk_text
 from cacheblend_rag.report import BlendReport, DocumentUse
 
 # Known texts are indexed every few characters by so many; a part of both together is always seen.
@@ -160,15 +158,75 @@ class RecentNodes:
             return self._texts.get(node_id)
 
 
-recent_nodes = RecentNodes()
-"""Nodes retrieved lately in this process."""
+class NodeTracker:
+    """Where retrieved nodes are noted.
+
+    Parameters
+    ----------
+    known : ChunkRegistry
+        Gets their texts.
+    """
+
+    def __init__(self, known: ChunkRegistry) -> None:
+        self.known, self.recent = known, RecentNodes()
+
+    def note(self, nodes: Sequence[BaseNode]) -> None:
+        """Nodes were retrieved."""
+        self.known.add(text for node in nodes for text in node_texts(node))
+        self.recent.add(nodes)
+
+    def note_given(self, nodes: Sequence[BaseNode], inside: bool) -> None:
+        """Know nodes that a synthesizer is given and that were not retrieved.
+
+        Within a query engine these are those that have a document, such as neighbours of retrieved nodes. Others are
+        made of answers, or cut of retrieved nodes for citations.
+        """
+        new = [node for node in nodes if self.recent.text_of(node.node_id) is None]
+        if inside and (len(new) < len(nodes) or not _cut_of_retrieved(nodes)):
+            new = [node for node in new if isinstance(node, Document) or node.ref_doc_id is not None]
+        elif inside:
+            return
+        self.note(new)
+
+    def documents(self, nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
+        """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
+        known = [(node, original) for node in nodes if (original := self.recent.text_of(node.node_id)) is not None]
+        retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
+        cut = not known and _cut_of_retrieved(nodes)
+        _retrieved.set(())
+        if not known:
+            return tuple(retrieved) if cut else ()
+        found = []
+        for node, original in known:
+            texts = tuple(node_texts(node))
+            found.append(RetrievedDocument(texts) if original in texts else RetrievedDocument((original,), texts))
+        return tuple(found)
+
+    def note_rewritten(self, nodes: Iterable[BaseNode]) -> None:
+        """Know the new texts of retrieved nodes; nodes made of answers and questions are no documents."""
+        for node in nodes:
+            original = self.recent.text_of(node.node_id)
+            text = chunk_text(node.get_content(metadata_mode=MetadataMode.LLM))
+            if original is None or text in self.known:
+                continue
+            known = sum(match.stop - match.start for match in self.known.find(text))
+            longest = max((part.stop - part.start for part, _ in find_parts(text, [original])), default=0)
+            if max(known, longest) < _MOSTLY * len(text):
+                self.known.add([text])
+                self.known.forms.note(original, text)
+
+
+shared_tracker = NodeTracker(known_chunks)
+"""Where nodes are noted outside of any `tracking` with a registry."""
 
 
 class _Synthesis:
     """The answer that a synthesizer makes of some documents, and the sums of its calls of the model."""
 
-    def __init__(self, outer: _Synthesis | None, documents: tuple[RetrievedDocument, ...] = ()) -> None:
-        self.outer, self.documents = outer, documents
+    def __init__(
+        self, outer: _Synthesis | None, tracker: NodeTracker, documents: tuple[RetrievedDocument, ...] = ()
+    ) -> None:
+        self.outer, self.documents, self._tracker = outer, documents, tracker
         self.sums: dict[str, Any] = {**dict.fromkeys(("answers", *_SUMMED), 0), "documents": []}
         self._uses: list[DocumentUse] = []
         self._lock = threading.Lock()
@@ -186,7 +244,7 @@ class _Synthesis:
     def end(self) -> None:
         """No more calls come; warn of documents that none of them held."""
         looked_for = [one for one in self._uses if not one.change or one.found]
-        warn_of_missing(sum(not one.found for one in looked_for), len(looked_for))
+        self._tracker.known.warn_of_missing(sum(not one.found for one in looked_for), len(looked_for))
 
     def pieces(self, stream: Generator[str, None, None]) -> Generator[str, None, None]:
         """A stream's pieces, made within this."""
@@ -234,7 +292,8 @@ def documents_retrieved() -> tuple[RetrievedDocument, ...]:
 
 # Nodes that were retrieved last, and of which no synthesizer has made an answer yet.
 _retrieved: ContextVar[tuple[BaseNode, ...]] = ContextVar("cacheblend_rag_llama_index_retrieved", default=())
-_on: ContextVar[bool] = ContextVar("cacheblend_rag_llama_index_tracking", default=True)
+# None: nothing is noted.
+_tracker: ContextVar[NodeTracker | None] = ContextVar("cacheblend_rag_llama_index_tracker", default=shared_tracker)
 _lock = threading.Lock()
 _registered = False
 
@@ -247,10 +306,9 @@ class _Retrieved(BaseEventHandler):
         return "CacheBlendRetrieved"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        if isinstance(event, RetrievalEndEvent) and _on.get():
+        if isinstance(event, RetrievalEndEvent) and (tracker := _tracker.get()) is not None:
             nodes = [one.node for one in event.nodes]
-            known_chunks.add(text for node in nodes for text in node_texts(node))
-            recent_nodes.add(nodes)
+            tracker.note(nodes)
             _retrieved.set(tuple(nodes))
         if isinstance(event, SynthesizeEndEvent) and (made := _synthesis.get()) is not None:
             _synthesis.set(made.outer)
@@ -294,16 +352,19 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
         if not isinstance(instance, BaseSynthesizer):
             return
         name = id_.partition("-")[0].rpartition(".")[2]
+        tracker = _tracker.get()
         if name in ("synthesize", "asynthesize"):
-            nodes: Sequence[NodeWithScore] = bound_args.arguments.get("nodes", ())
-            if _on.get():
-                _note_given([one.node for one in nodes], inside)
-            documents = _documents([one.node for one in nodes]) if _on.get() else ()
-            _synthesis.set(_Synthesis(_synthesis.get(), documents))
-            if _on.get():
-                _note_rewritten(nodes)
-        elif name in ("get_response", "aget_response") and not inside and _on.get():
-            _note_given([TextNode(id_=text, text=text) for text in bound_args.arguments.get("text_chunks", ())], inside)
+            documents: tuple[RetrievedDocument, ...] = ()
+            if tracker is not None:
+                given: Sequence[NodeWithScore] = bound_args.arguments.get("nodes", ())
+                nodes = [one.node for one in given]
+                tracker.note_given(nodes, inside)
+                documents = tracker.documents(nodes)
+                tracker.note_rewritten(nodes)
+            _synthesis.set(_Synthesis(_synthesis.get(), tracker or shared_tracker, documents))
+        elif name in ("get_response", "aget_response") and not inside and tracker is not None:
+            texts: Sequence[str] = bound_args.arguments.get("text_chunks", ())
+            tracker.note_given([TextNode(id_=text, text=text) for text in texts], inside)
 
     def span_exit(self, id_: str, *args: Any, **kwargs: Any) -> None:
         self._inside.pop(id_, None)
@@ -321,54 +382,39 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
         return None
 
 
-def _note_given(nodes: Sequence[BaseNode], inside: bool) -> None:
-    """Know nodes that a synthesizer is given and that were not retrieved.
-
-    Within a query engine these are those that have a document, such as neighbours of retrieved nodes. Others are made
-    of answers, or cut of retrieved nodes for citations.
-    """
-    new = [node for node in nodes if recent_nodes.text_of(node.node_id) is None]
-    if inside and (len(new) < len(nodes) or not _cut_of_retrieved(nodes)):
-        new = [node for node in new if isinstance(node, Document) or node.ref_doc_id is not None]
-    elif inside:
-        return
-    known_chunks.add(text for node in new for text in node_texts(node))
-    recent_nodes.add(new)
-
-
 def _cut_of_retrieved(nodes: Sequence[BaseNode]) -> bool:
     """Whether parts of nodes that were retrieved for this stand in a synthesizer's nodes."""
     retrieved = [text for node in _retrieved.get() for text in node_texts(node)]
     return any(find_parts("\n".join(node.get_content() for node in nodes), retrieved))
 
 
-def _documents(nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
-    """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
-    known = [(node, original) for node in nodes if (original := recent_nodes.text_of(node.node_id)) is not None]
-    retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
-    cut = not known and _cut_of_retrieved(nodes)
-    _retrieved.set(())
-    if not known:
-        return tuple(retrieved) if cut else ()
-    found = []
-    for node, original in known:
-        texts = tuple(node_texts(node))
-        found.append(RetrievedDocument(texts) if original in texts else RetrievedDocument((original,), texts))
-    return tuple(found)
+def split_again(known: ChunkRegistry, documents: Iterable[RetrievedDocument]) -> list[str]:
+    """Texts of which parts may stand in a prompt, the last retrieved first.
+
+    Parameters
+    ----------
+    known : ChunkRegistry
+        The model's registry. What was retrieved lately counts if it was noted there.
+    documents : iterable of RetrievedDocument
+        Of the prompt.
+    """
+    lately = [text for one in _trackers() if one.known is known for text in one.recent.texts()]
+    return list(dict.fromkeys([*lately, *(text for one in documents for text in one.texts)]))
 
 
-def _note_rewritten(nodes: Iterable[NodeWithScore]) -> None:
-    """Know the new texts of retrieved nodes; nodes made of answers and questions are no documents."""
-    for one in nodes:
-        original = recent_nodes.text_of(one.node.node_id)
-        text = chunk_text(one.node.get_content(metadata_mode=MetadataMode.LLM))
-        if original is None or text in known_chunks:
-            continue
-        known = sum(match.stop - match.start for match in known_chunks.find(text))
-        longest = max((part.stop - part.start for part, _ in find_parts(text, [original])), default=0)
-        if max(known, longest) < _MOSTLY * len(text):
-            known_chunks.add([text])
-            note_form(original, text)
+def rewritten_texts(documents: Iterable[RetrievedDocument]) -> list[str]:
+    """Texts that were put in the place of documents and that a tracker has noted as chunks."""
+    return [text for one in documents for text in one.rewritten if any(text in each.known for each in _trackers())]
+
+
+def forget_retrieved(texts: Sequence[str]) -> None:
+    """Forget texts of nodes that were retrieved lately."""
+    for tracker in _trackers():
+        tracker.recent.discard(texts)
+
+
+def _trackers() -> set[NodeTracker]:
+    return {shared_tracker, _tracker.get() or shared_tracker}
 
 
 def switch_on() -> None:
@@ -385,19 +431,26 @@ def switch_on() -> None:
 @contextmanager
 def tracking_off() -> Iterator[None]:
     """Within this, retrievers are not tracked."""
-    token = _on.set(False)
+    token = _tracker.set(None)
     try:
         yield
     finally:
-        _on.reset(token)
+        _tracker.reset(token)
 
 
 @contextmanager
-def tracking() -> Iterator[ChunkRegistry]:
-    """Within this, retrievers are tracked, also inside `tracking_off`; gives the known chunks."""
+def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
+    """Within this, retrievers are tracked, also inside `tracking_off`; gives the registry.
+
+    Parameters
+    ----------
+    known : ChunkRegistry, optional
+        Where texts of their nodes are noted, and nowhere else; by default in `known_chunks`.
+    """
     switch_on()
-    token = _on.set(True)
+    tracker = shared_tracker if known is None else NodeTracker(known)
+    token = _tracker.set(tracker)
     try:
-        yield known_chunks
+        yield tracker.known
     finally:
-        _on.reset(token)
+        _tracker.reset(token)

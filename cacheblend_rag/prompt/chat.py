@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -22,8 +23,8 @@ _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, 
 _ROLES_SHOWN = 8
 
 _log = logging.getLogger(__name__)
-# Chat templates of which it is known whether their form of calls is read.
-_known_forms: set[str] = set()
+# Tokenizers of which it is known whether the form of calls of their chat template is read.
+_checked_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def render_turns(
         {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
         for tool in tools or []
     ]
-    if shown and str(template) not in _known_forms:
-        _known_forms.add(str(template))
+    if shown and tokenizer not in _checked_calls:
+        _checked_calls.add(tokenizer)
         if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
             _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
     try:

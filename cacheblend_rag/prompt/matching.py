@@ -8,7 +8,7 @@ retrieved for the request itself are also looked for in other forms (escaped, cu
 Chunks come from four sources, one after the other. A source does not touch what an earlier one found:
 
 1. documents that were retrieved for the request itself, as they are and then in other forms
-2. the process-wide registry `known_chunks`
+2. a registry of known chunks, see `cacheblend_rag.prompt.registry`
 3. separators, on request: next to known chunks, or on their own if there are none
 4. texts that the caller quotes, such as its own earlier answers
 
@@ -17,59 +17,13 @@ A separator inside a retrieved document is ordinary text, because known texts co
 
 from __future__ import annotations
 
-import logging
-import threading
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import DocumentPlace, Prompt
-from cacheblend_rag.prompt.forms import (
-    SqueezedText,
-    change_of,
-    find_cut,
-    find_whole,
-    may_hold,
-    solid,
-    solid_forms,
-    squeeze,
-)
-
-_log = logging.getLogger(__name__)
-
-# Texts are indexed by their first characters; shorter texts are too common to be taken for chunks.
-_HEAD = 16
-# A stretch of a text that nearly always holds that many characters besides white space.
-_HEAD_ROOM = 64
-# Texts of which it is remembered in what other forms prompts held them.
-_FORMS_OF, _FORMS_EACH = 4096, 256
-# Tokens from which on it pays to reuse KV.
-_LONG = 1024
-
-
-def chunk_text(text: str) -> str:
-    """The form in which a document's text is stored: without the white space around it.
-
-    Chains and splitters strip it, or not; either way the chunk is the same.
-    """
-    return text.strip()
-
-
-@dataclass(frozen=True)
-class Match:
-    """A chunk found in a prompt: its characters from ``start`` to ``stop``.
-
-    Parameters
-    ----------
-    start, stop : int
-        First character, and the one after the last.
-    """
-
-    start: int
-    stop: int
+from cacheblend_rag.prompt.forms import SqueezedText, change_of, find_cut, find_whole, may_hold, solid_forms, squeeze
+from cacheblend_rag.prompt.registry import SHORTEST, ChunkRegistry, DisjointMatches, Match, WrittenForms
 
 
 @dataclass(frozen=True)
@@ -109,201 +63,12 @@ class RetrievedDocument:
     @property
     def looked_for(self) -> list[str]:
         """Its texts, white space squeezed; those that are too short for a chunk are left out."""
-        return [form for one in (*self.texts, *self.rewritten) if len(form := squeeze(one)) >= _HEAD]
+        return [form for one in (*self.texts, *self.rewritten) if len(form := squeeze(one)) >= SHORTEST]
 
 
-class ChunkRegistry:
-    """A bounded set of known chunk texts. Those that were unused longest are forgotten first.
-
-    Parameters
-    ----------
-    limit : int
-        Most characters kept in all.
-    texts : iterable of str
-        Texts that are known from the start.
-
-    Notes
-    -----
-    Safe to use from several threads. Adding a text costs about a microsecond, whatever its length.
-    """
-
-    def __init__(self, limit: int = 64_000_000, texts: Iterable[str] = ()) -> None:
-        if limit < 1:
-            raise ConfigError("limit", limit, "use a number of characters, 1 or more")
-        self._limit = limit
-        self._size = 0
-        self._texts: OrderedDict[str, str] = OrderedDict()  # to its squeezed form, "" until it is wanted
-        # Values are replaced, never changed, so that they can be read without the lock.
-        self._by_head: dict[str, tuple[str, ...]] = {}
-        self._lock = threading.Lock()
-        self.add(texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __contains__(self, text: str) -> bool:
-        return chunk_text(text) in self._texts
-
-    def add(self, texts: Iterable[str]) -> None:
-        """Take note of chunk texts; those of fewer than 16 characters are left out."""
-        with self._lock:
-            for text in texts:
-                self._add(chunk_text(text))
-            while self._size > self._limit:
-                self._drop(next(iter(self._texts)))
-
-    def discard(self, texts: Iterable[str]) -> None:
-        """Forget chunk texts."""
-        with self._lock:
-            for text in texts:
-                self._drop(chunk_text(text))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._texts.clear()
-            self._by_head.clear()
-            self._size = 0
-
-    def find(self, text: str) -> list[Match]:
-        """Known chunks in a text, in the order in which they stand, longest first where they overlap.
-
-        White space within a chunk may differ; the chunk is then the text as it stands here.
-        """
-        taken = _TakenMatches()
-        taken.offer(self.matches(SqueezedText(text)))
-        return taken.matches
-
-    def matches(self, squeezed: SqueezedText) -> list[Match]:
-        """All places of known chunks, the longest first; they may overlap."""
-        text, found, used = squeezed.text, [], []
-        by_head = self._by_head
-        if not by_head:
-            return []
-        for at in range(len(text) - _HEAD + 1):
-            for known in by_head.get(text[at : at + _HEAD], ()):
-                form = self._form(known)
-                if text.startswith(form, at):
-                    match = Match(squeezed.origin(at), squeezed.origin(at + len(form) - 1) + 1)
-                    written = squeezed.original[match.start : match.stop]
-                    if written != known:
-                        _note_form(form, written)
-                    found.append(match)
-                    used.append(known)
-        with self._lock:
-            for known in used:
-                if known in self._texts:
-                    self._texts.move_to_end(known)
-        return sorted(found, key=lambda match: (match.start - match.stop, match.start))
-
-    def _form(self, known: str) -> str:
-        """A known text with its white space squeezed; made when it is first compared."""
-        form = self._texts.get(known, "")
-        if not form:
-            form = squeeze(known)
-            with self._lock:
-                if known in self._texts:
-                    self._texts[known] = form
-        return form
-
-    def _add(self, text: str) -> None:
-        if text in self._texts:
-            self._texts.move_to_end(text)
-        elif head := _head(text):
-            self._texts[text] = ""
-            self._by_head[head] = (*self._by_head.get(head, ()), text)
-            self._size += len(text)
-
-    def _drop(self, text: str) -> None:
-        if text not in self._texts:
-            return
-        del self._texts[text]
-        self._size -= len(text)
-        head = _head(text)
-        rest = tuple(other for other in self._by_head[head] if other != text)
-        if rest:
-            self._by_head[head] = rest
-        else:
-            del self._by_head[head]
-
-
-known_chunks = ChunkRegistry()
-"""Chunk texts seen in this process."""
-
-
-_forms: OrderedDict[str, dict[str, None]] = OrderedDict()  # by squeezed text
-_forms_lock = threading.Lock()
-
-
-def _note_form(squeezed: str, written: str) -> None:
-    with _forms_lock:
-        forms = _forms.setdefault(squeezed, {})
-        forms[written] = None
-        if len(forms) > _FORMS_EACH:
-            del forms[next(iter(forms))]
-        _forms.move_to_end(squeezed)
-        if len(_forms) > _FORMS_OF:
-            _forms.popitem(last=False)
-
-
-def note_form(text: str, written: str) -> None:
-    """A prompt held a chunk in another form: a part of it, or escaped."""
-    if written != text:
-        _note_form(squeeze(text), written)
-
-
-def note_rewritten(originals: Collection[str], texts: Collection[str]) -> None:
-    """A step of a chain was given documents and handed on others in their place, which may be forms of the same."""
-    if not texts:
-        return
-    for original in originals:
-        forms = solid_forms(original.strip())
-        for text in texts:
-            if (part := solid(text)) and any(part in form for form in forms):
-                note_form(original, text.strip())
-
-
-def written_forms(texts: Iterable[str]) -> list[str]:
-    """How prompts of this process held chunks whose white space a chain had changed.
-
-    Each such form is a record of its own, so erasing a chunk means erasing them, too.
-    """
-    with _forms_lock:
-        return [form for text in texts for form in _forms.get(squeeze(text), ()) if form != text]
-
-
-def _head(text: str) -> str:
-    """First characters of a text, white space squeezed; empty if there are too few."""
-    head = squeeze(text[:_HEAD_ROOM])[:_HEAD]
-    if len(head) < _HEAD:
-        head = squeeze(text)[:_HEAD]
-    return head if len(head) == _HEAD else ""
-
-
-class _TakenMatches:
-    """Matches that do not overlap, in the order in which they stand."""
-
-    def __init__(self, matches: Iterable[Match] = ()) -> None:
-        self.matches: list[Match] = []
-        self._starts: list[int] = []
-        self.offer(matches)
-
-    def free(self, start: int, stop: int) -> bool:
-        """Whether no match lies on some characters."""
-        at = bisect_left(self._starts, start)
-        before = at == 0 or self.matches[at - 1].stop <= start
-        return before and (at == len(self.matches) or stop <= self.matches[at].start)
-
-    def offer(self, matches: Iterable[Match]) -> None:
-        """Take those that lie on none taken before."""
-        for match in matches:
-            if self.free(match.start, match.stop):
-                at = bisect_left(self._starts, match.start)
-                self.matches.insert(at, match)
-                self._starts.insert(at, match.start)
-
-
-def find_changed(text: str, found: Iterable[Match], documents: Iterable[RetrievedDocument]) -> dict[Match, WrittenForm]:
+def find_changed(
+    text: str, found: Iterable[Match], documents: Iterable[RetrievedDocument], noted: WrittenForms
+) -> dict[Match, WrittenForm]:
     """Documents that do not stand in a text as they are, in the forms in which chains write them.
 
     Parameters
@@ -314,20 +79,22 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
         Earlier matches in it; nothing is looked for there.
     documents : iterable of RetrievedDocument
         Those that stand within a chunk that was found are passed over, and so are those that were left out.
+    noted : WrittenForms
+        Where the forms that are found are noted.
 
     Returns
     -------
     dict of Match to WrittenForm
-        Where a document stands, and how. Each is remembered as one of its written forms.
+        Where a document stands, and how.
     """
-    taken, changed = _TakenMatches(found), dict[Match, WrittenForm]()
+    taken, changed = DisjointMatches(found), dict[Match, WrittenForm]()
     held = [squeeze(text[match.start : match.stop]) for match in taken.matches]
     wanted = [one for one in documents if not one.left_out]
     missing = [one for one in wanted if not any(form in chunk for form in one.looked_for for chunk in held)]
     if not missing:
         return changed
     solid_text = SqueezedText(text, between="")
-    texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= _HEAD] for each in missing]
+    texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= SHORTEST] for each in missing]
     forms = [{one: solid_forms(one) for one in each if may_hold(solid_text, one)} for each in texts]
     for find in (find_whole, find_cut):  # a whole document before a part of any
         for each in forms:
@@ -336,7 +103,7 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
                     match, form = Match(*span), text[slice(*span)]
                     taken.offer([match])
                     changed[match] = WrittenForm(one, change_of(one, form, written))
-                    note_form(one, form)
+                    noted.note(one, form)
                     each.clear()
                     break
     return changed
@@ -405,7 +172,8 @@ def match_chunks(
     text : str
         The finished prompt.
     known : ChunkRegistry or sequence of ChunkRegistry
-        Known chunks; with several registries, those of the first win over those of the next.
+        Known chunks; with several registries, those of the first win over those of the next, and the first notes
+        the forms in which the prompt holds texts.
     separator : str
         Text between two of these is a chunk too; empty for no such chunks. See
         `BlendConfig.split_at_separator`.
@@ -427,20 +195,20 @@ def match_chunks(
         A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
-    squeezed, taken = SqueezedText(text), _TakenMatches()
+    forms = sources[0].forms if sources else WrittenForms()
+    squeezed, taken = SqueezedText(text), DisjointMatches()
     documents, changed = tuple(documents), dict[Match, WrittenForm]()
     if documents:
-        taken.offer(ChunkRegistry(texts=(one for each in documents for one in each.texts)).matches(squeezed))
-        changed = find_changed(text, taken.matches, documents)
+        own = ChunkRegistry(texts=(one for each in documents for one in each.texts), forms=forms)
+        taken.offer(own.matches(squeezed))
+        changed = find_changed(text, taken.matches, documents, forms)
         taken.offer(changed)
     for source in sources:
         taken.offer(source.matches(squeezed))
     alone = not taken.matches
     for start, stop in ([(0, len(text))] if parts is None else parts) if separator else ():
         taken.offer(list(_set_apart(text, start, stop, taken.matches, separator, alone)))
-    quoted = ChunkRegistry(texts=quotes)
-    if len(quoted):
-        taken.offer(quoted.matches(squeezed))
+    taken.offer(ChunkRegistry(texts=quotes, forms=forms).matches(squeezed))
     places = places_of_documents(text, taken.matches, documents, changed)
     if questions_from is None and any(one.chunk == 0 and "truncated" in one.change for one in places):
         questions_from = 0  # a part of a document may be a quotation in a question
@@ -507,48 +275,4 @@ def rebuild(
         between=[text[one.stop : other.start] for one, other in pairwise(matches)],
         suffix=text[last.stop :],
         documents=documents,
-    )
-
-
-# Reasons that this process was warned of; clear it to be warned of them again.
-warned_of: set[str] = set()
-
-
-def warn_of_missing(missing: int, retrieved: int) -> None:
-    """Say once in this process that documents were not found in any prompt of a request, and what helps.
-
-    Parameters
-    ----------
-    missing, retrieved : int
-        Documents that were not found, and all that the chain handed on.
-    """
-    why = "the chain rewrote them" if missing < retrieved else "the chain leaves them out or rewrites them"
-    if not missing or why in warned_of:
-        return
-    warned_of.add(why)
-    _log.warning(
-        "%d of %d retrieved documents were not found in the prompt: %s, so their KV cannot be reused; "
-        "hand on what is rewritten as documents, see docs/how-to/troubleshooting.md#where-did-my-document-go",
-        missing,
-        retrieved,
-        why,
-    )
-
-
-def hint_at_unknown(tokens: int) -> None:
-    """Say once in this process that a long prompt held no known document, and what helps.
-
-    Parameters
-    ----------
-    tokens : int
-        Of the prompt.
-    """
-    why = "no known document"
-    if tokens < _LONG or why in warned_of:
-        return
-    warned_of.add(why)
-    _log.warning(
-        "a prompt of %s tokens held no known document, so its KV is neither reused nor stored; if it has retrieved "
-        "text, hand that on as documents or warm it, see docs/how-to/troubleshooting.md#where-did-my-document-go",
-        f"{tokens:,}",
     )

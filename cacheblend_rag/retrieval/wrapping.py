@@ -1,12 +1,14 @@
-"""Wrappers that pass for the vector store within, whatever its class, and see some of the calls of it."""
+"""Vector stores that pass for another, whatever its class, and see some of the calls of it."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial, wraps
-from types import MethodType, new_class
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+from wrapt import ObjectProxy
 
 from cacheblend_rag.errors import ForgetError
 
@@ -14,112 +16,71 @@ R = TypeVar("R")
 T = TypeVar("T")
 Forget = Callable[[list[str]], object]
 
-_OWN = frozenset({"__class__", "__copy__", "__deepcopy__", "__reduce_ex__"})
 
+class StoreProxy(ObjectProxy[Any]):
+    """Passes for the vector store within, also to ``isinstance``; a subclass sees some calls.
 
-class Wrapper:
-    """Passes everything on to the wrapped store; a subclass changes what calls of its methods do."""
+    Parameters
+    ----------
+    store : object
+        Not changed. Attributes that are set go into it.
+    *more : object
+        What a subclass needs beside it.
+    """
 
-    # Copying goes through __reduce_ex__, whatever the wrapped class has.
-    __copy__ = __deepcopy__ = None
+    def __init__(self, store: Any, *more: Any) -> None:
+        super().__init__(store)
+        self._self_more = more
 
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__
-        if name in _OWN:
-            return own(self, name)
-        state = own(self, "__dict__")
-        found = getattr(state["inner"], name)
-        if name == "as_retriever":  # the retriever searches this store, not the one within
-            return MethodType(type(state["inner"]).as_retriever, self)
-        return own(self, "_seen")(name, found, **state)
-
-    @staticmethod
-    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
-        """An attribute of the wrapped store, as users of the wrapper see it."""
-        raise NotImplementedError
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "__dict__")["inner"], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(object.__getattribute__(self, "__dict__")["inner"], name)
-
-    def __dir__(self) -> list[str]:
-        return dir(object.__getattribute__(self, "__dict__")["inner"])
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = next(base for base in type(self).__mro__ if base.__base__ is Wrapper)
-        return _rebuilt, (kind, object.__getattribute__(self, "__dict__"))
+        return type(self), (self.__wrapped__, *self._self_more)
+
+    def __copy__(self) -> Any:
+        return type(self)(self.__wrapped__, *self._self_more)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(*copy.deepcopy((self.__wrapped__, *self._self_more), memo))
 
 
-def wrapped(kind: type[Wrapper], store: T, **state: Any) -> T:
-    """A wrapper around a store.
+class Leaving:
+    """A method of a `StoreProxy` that forgets the texts which have left the store by it.
 
-    Parameters
-    ----------
-    kind : type
-        Subclass of `Wrapper`.
-    store : object
-        Not changed.
-    **state
-        Arguments of the wrapper's ``_seen``, beside the store.
-
-    Returns
-    -------
-    object
-        Behaves as the store, also to ``isinstance``.
-    """
-    return cast(T, _rebuilt(kind, {"inner": store, **state}))
-
-
-def _rebuilt(kind: type[Any], state: dict[str, Any]) -> Any:
-    made = object.__new__(_kind_of(kind, type(state["inner"])))
-    object.__setattr__(made, "__dict__", dict(state))
-    return made
-
-
-_kinds: dict[Any, type[Any]] = {}
-
-
-def _kind_of(kind: type[Any], inner: type[Any]) -> type[Any]:
-    """A class of wrappers that pass for stores of a class."""
-    while issubclass(inner, Wrapper):
-        inner = inner.__bases__[1]
-    if (kind, inner) not in _kinds:
-        names = {name: getattr(inner, name) for name in ("__module__", "__qualname__", "__doc__")}
-        _kinds[kind, inner] = new_class(inner.__name__, (kind, inner), exec_body=lambda space: space.update(names))
-    return _kinds[kind, inner]
-
-
-# Calls after which texts may no longer be in a store ----------------------------------------------
-
-
-def forgetting_call(found: Any, reading: Callable[..., Any], forget: Forget, asynchronous: bool) -> Any:
-    """A method of a store that forgets the texts which have left the store by it.
+    The second thing that the proxy is made of erases the KV of texts (`Forget`).
 
     Parameters
     ----------
-    found : callable
-        The method.
     reading : callable
-        Takes the method's arguments, and gives what reads the store before and after it (``before`` and ``left``, or
-        ``abefore`` and ``aleft``); None if nothing can leave the store by this call.
-    forget : callable
-        Erases the KV of texts.
+        Takes the store and the method's arguments, and gives what reads the store before and after it (``before`` and
+        ``left``, or ``abefore`` and ``aleft``); None if nothing can leave the store by this call.
     asynchronous : bool
         Whether the method is.
     """
 
-    @wraps(found)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        read, again = reading(*args, **kwargs), partial(found, *args, **kwargs)
-        if read is None:
-            return again()
-        if asynchronous:
-            return _calling_async(again, read.abefore, read.aleft, forget)
-        return _calling(again, read.before, read.left, forget)
+    def __init__(self, reading: Callable[..., Any], *, asynchronous: bool = False) -> None:
+        self._reading, self._asynchronous, self._name = reading, asynchronous, ""
 
-    return call
+    def __set_name__(self, owner: type[StoreProxy], name: str) -> None:
+        self._name = name
+
+    def __get__(self, proxy: StoreProxy | None, owner: type[StoreProxy]) -> Any:
+        if proxy is None:
+            return self
+        store, (forget, *_) = proxy.__wrapped__, proxy._self_more
+        found = getattr(store, self._name)
+
+        @wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            read, again = self._reading(store, *args, **kwargs), partial(found, *args, **kwargs)
+            if read is None:
+                return again()
+            if self._asynchronous:
+                return _calling_async(again, read.abefore, read.aleft, forget)
+            return _calling(again, read.before, read.left, forget)
+
+        return call
 
 
 def _calling(

@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.forms import CUT_LEAST, change_of
-from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks, written_forms
+from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
+from cacheblend_rag.prompt.registry import ChunkRegistry
 from tests import tiny
 
 DOCUMENT = f'Passage.\n\n{tiny.text(40, 1)} "caf\u00e9" & <b>far-off</b> it\'s'
 OTHER = f"Another passage.\n\n{tiny.text(40, 2)}"
 
 
-def seen(text: str, *documents: str, known: tuple[str, ...] = ()) -> Prompt:
-    prompt = match_chunks(text, ChunkRegistry(texts=known), documents=[RetrievedDocument((one,)) for one in documents])
+def seen(text: str, *documents: str, known: ChunkRegistry | tuple[str, ...] = ()) -> Prompt:
+    registry = known if isinstance(known, ChunkRegistry) else ChunkRegistry(texts=known)
+    prompt = match_chunks(text, registry, documents=[RetrievedDocument((one,)) for one in documents])
     assert prompt.written("<separator>").text == text
     return prompt
 
@@ -156,10 +158,9 @@ def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome
 ) -> None:
     documents = list(dict.fromkeys(text for text, _, _ in parts))
     text = before + between.join(write(text) for text, write, _ in parts) + before
-    known = tuple(text for text, _, seen_before in parts if seen_before)
-    prompt = seen(text, *documents, known=known)
+    registry = ChunkRegistry(texts=(text for text, _, seen_before in parts if seen_before))
+    prompt = seen(text, *documents, known=registry)
     assert [one.text for one in prompt.documents] == documents
-    forms = set(written_forms(documents))
     for one in prompt.documents:
         if one.chunk is None:
             assert one.change in ("", "too short")
@@ -167,5 +168,4 @@ def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome
         chunk = prompt.chunks[one.chunk]
         assert one.change != "rewritten"
         if one.change not in ("", "within a longer chunk"):
-            assert chunk in forms  # so that erasing the document erases it
-    known_chunks.clear()
+            assert chunk in registry.forms.of([one.text])  # so that erasing the document erases it

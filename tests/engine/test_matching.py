@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import ChunkRegistry, known_chunks, match_chunks
+from cacheblend_rag.prompt.matching import match_chunks
+from cacheblend_rag.prompt.registry import ChunkRegistry
 
 SEPARATOR = " # # "
 ONE = "The first passage speaks of an old mill by the river."
@@ -133,12 +134,12 @@ def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
     assert match_chunks(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
 
 
-def test_the_registry_of_the_process_can_be_cleared() -> None:
-    known_chunks.add([ONE])
-    assert f" {ONE} " in known_chunks
-    known_chunks.clear()
-    assert len(known_chunks) == 0
-    assert known_chunks.find(ONE) == []
+def test_a_registry_can_be_cleared() -> None:
+    known = registry(ONE)
+    assert f" {ONE} " in known
+    known.clear()
+    assert len(known) == 0
+    assert known.find(ONE) == []
 
 
 def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:

@@ -29,8 +29,8 @@ def told() -> Iterator[Told]:
         yield made
 
 
-class OpenInferenceTracer(BaseCallbackHandler):
-    """Keeps a span for each run, as the tracer of that name does, and makes none of them current."""
+class SpanKeeper(BaseCallbackHandler):
+    """Keeps a span for each run, as the tracer of OpenInference does, and makes none of them current."""
 
     run_inline = True
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_is_too_long_is_a_span_with_its_error(told: Told, kind: An
     assert (span.attributes or {})["error.type"] == "cacheblend_rag.errors.ContextLengthError"
 
 
-def read(model: Runnable[Any, Any], form: str, given: Any, tracer: OpenInferenceTracer) -> None:
+def read(model: Runnable[Any, Any], form: str, given: Any, tracer: SpanKeeper) -> None:
     """Ask a model or a chain in one of its forms."""
 
     async def streamed() -> None:
@@ -117,7 +117,7 @@ def read(model: Runnable[Any, Any], form: str, given: Any, tracer: OpenInference
 @pytest.mark.parametrize("form", ["invoke", "ainvoke", "stream", "astream"])
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
 def test_an_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: Any, form: str) -> None:
-    tracer = OpenInferenceTracer(told)
+    tracer = SpanKeeper(told)
     model = kind.from_engine(tiny_engine(), max_new_tokens=3)
     read(ChatPromptTemplate.from_template("Which {one}?") | model, form, {"one": "leaf"}, tracer)
     (span,) = told.answers()
@@ -127,7 +127,7 @@ def test_an_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: An
 
 
 def test_answers_of_one_batch_stand_below_what_holds_them_all(told: Told) -> None:
-    tracer = OpenInferenceTracer(told)
+    tracer = SpanKeeper(told)
     llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=3)
     with told.tracer.start_as_current_span("all") as own:
         llm.batch(["Which?", "Why?"], config={"callbacks": [tracer]})

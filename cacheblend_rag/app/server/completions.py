@@ -269,7 +269,7 @@ class Chat(AnswerRequest):
         own.pop("stop")  # comes with each answer
         self._model = ServedChat(
             engine=self.engine,
-            mine=here.tenant.known,
+            known=here.tenant.known,
             given=self.documents,
             one_call=not body.parallel_tool_calls,
             schemas=here.schemas,

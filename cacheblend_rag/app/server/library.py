@@ -32,7 +32,6 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.tenants import Tenant
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, same_model
 from cacheblend_rag.retrieval.index import FolderIndex
 from cacheblend_rag.retrieval.vectors import Vectors
@@ -610,7 +609,7 @@ class Library:
             return [], set()
         held = {*staying, *self.catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        written, keys = [*alone, *written_forms(alone)], set[str]()
+        written, keys = [*alone, *self.tenant.forms.of(alone)], set[str]()
         for engine in self._engines():
             engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been
             keys |= engine.chunks.records_of(written)

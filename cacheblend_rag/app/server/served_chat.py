@@ -20,7 +20,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, Prom
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
-from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument
+from cacheblend_rag.prompt.matching import RetrievedDocument
 
 # Instructions before documents that come without a system message.
 _INSTRUCTIONS = (
@@ -34,9 +34,8 @@ class ServedChat(ChatCacheBlend):
 
     Parameters
     ----------
-    mine : ChunkRegistry
-        Texts of the tenant's documents; the texts that this process knows otherwise are not looked
-        for, since they are other tenants' too.
+    known : ChunkRegistry
+        Texts of the tenant's documents, and no others.
     given : list of str
         Texts of the request's own documents.
     one_call : bool
@@ -47,7 +46,6 @@ class ServedChat(ChatCacheBlend):
         How large the images of a conversation may be.
     """
 
-    mine: Any = Field(default=None, exclude=True, repr=False)
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
     one_call: bool = False
     schemas: Any = Field(default=None, exclude=True, repr=False)
@@ -56,10 +54,6 @@ class ServedChat(ChatCacheBlend):
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         return [RetrievedDocument((text,)) for text in dict.fromkeys(self.given)]
-
-    def _known(self) -> ChunkRegistry:
-        mine: ChunkRegistry = self.mine
-        return mine
 
     def _image_limits(self) -> ImageLimits | None:
         return self.images

@@ -13,7 +13,7 @@ from pathlib import Path
 from cacheblend_rag.app.server.keys_file import KeysFile, secret_kept
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.prompt.matching import ChunkRegistry
+from cacheblend_rag.prompt.registry import ChunkRegistry, WrittenForms
 
 # Characters of chunk texts that are remembered of one tenant.
 _KNOWN = 16_000_000
@@ -111,12 +111,17 @@ class Tenant:
     salt : str, optional
         By default one of its own is drawn and kept in the folder.
 
+    Attributes
+    ----------
+    forms : WrittenForms
+        In which other forms its prompts held texts of its documents.
     """
 
     def __init__(self, name: str, folder: Path, salt: str | None = None) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.salt = secret_kept(folder / "salt", 16) if salt is None else salt
+        self.forms = WrittenForms(_KNOWN)
         self._known: ChunkRegistry | None = None
         self._texts: Callable[[int], Iterable[str] | None] = lambda characters: ()
         self._lock = threading.Lock()
@@ -140,8 +145,8 @@ class Tenant:
             if self._known is None:
                 texts = self._texts(_KNOWN)
                 if texts is None:
-                    return ChunkRegistry(_KNOWN)
-                self._known = ChunkRegistry(_KNOWN, texts)
+                    return ChunkRegistry(_KNOWN, forms=self.forms)
+                self._known = ChunkRegistry(_KNOWN, texts, self.forms)
             return self._known
 
 

@@ -39,13 +39,13 @@ from cacheblend_rag.calibration.comparison import PrefillResult, blended, prefil
 from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import known_chunks
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 

@@ -506,7 +506,7 @@ def _ways_of_users(made: _Prompted) -> dict[str, Way]:
         from cacheblend_rag.langchain import ChatCacheBlend
     except ImportError:
         return ways
-    from cacheblend_rag.prompt.matching import known_chunks
+    from cacheblend_rag.engine.llm_base import known_chunks
 
     known_chunks.add(prompt.chunks)
     chat = ChatCacheBlend(engine=engine, max_new_tokens=1)

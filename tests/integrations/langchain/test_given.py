@@ -21,7 +21,6 @@ from langgraph.types import Send
 from pydantic import BaseModel
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, tracking_off
-from cacheblend_rag.prompt import matching
 from tests import tiny
 from tests.integrations.langchain.models import Ended, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
@@ -34,7 +33,6 @@ MODES = ["invoke", "ainvoke", "batch", "abatch", "stream", "astream"]
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     known_chunks.clear()
-    matching.warned_of.clear()
 
 
 def searched(seed: int, count: int = 3) -> list[Document]:

@@ -20,7 +20,6 @@ from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, track
-from cacheblend_rag.prompt import matching
 from cacheblend_rag.report import DocumentUse
 from tests import tiny
 from tests.integrations.langchain.models import Ended, FixedRetriever, Plain, PlainChat, PlainLLM, tiny_engine
@@ -75,7 +74,6 @@ REWRITES: dict[str, tuple[Callable[[list[Document]], str], str]] = {
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     known_chunks.clear()
-    matching.warned_of.clear()
 
 
 def chain_of(model: Any, write: Any, documents: list[Document] = DOCUMENTS) -> Any:

@@ -27,11 +27,11 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.schema import BaseNode, TextNode
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
-from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
+from cacheblend_rag.llama_index.tracking import node_texts, shared_tracker
 from cacheblend_rag.llama_index.vector_store import FaissVectorStore
-from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from tests import tiny
 from tests.integrations.langchain.models import tiny_engine
 from tests.integrations.retrieval.conftest import static_model
@@ -118,8 +118,8 @@ def plain_chat(tokenizer: Any, messages: Sequence[ChatMessage], tools: Any = Non
 def unknow(nodes: Sequence[BaseNode]) -> None:
     """Forget that these nodes were ever seen; what is stored stays."""
     texts = [text for node in nodes for text in node_texts(node)]
-    known_chunks.discard([*texts, *written_forms(texts)])
-    recent_nodes.discard(texts)
+    known_chunks.discard([*texts, *known_chunks.forms.of(texts)])
+    shared_tracker.recent.discard(texts)
 
 
 class Answers(BaseEventHandler):

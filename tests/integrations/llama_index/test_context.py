@@ -21,10 +21,10 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
 from cacheblend_rag.llama_index.context import Hint, see
-from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts, recent_nodes
-from cacheblend_rag.prompt.matching import known_chunks, note_form, written_forms
+from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts, shared_tracker
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
@@ -42,7 +42,7 @@ def texts_of(nodes: list[TextNode]) -> list[str]:
 def seen(llm: CacheBlendLLM, template: Any, **values: Any) -> Prompt:
     """The segments of a template's prompt."""
     marked = llm._get_prompt(template, **values)
-    return see(marked, SEPARATOR, hint=marked.hint)  # type: ignore[attr-defined]
+    return see(marked, known_chunks, SEPARATOR, hint=marked.hint)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -101,7 +101,9 @@ def test_what_was_said_in_a_conversation_is_not_stored(nodes: list[TextNode]) ->
         ChatMessage(role="user", content="Who was born?"),
         ChatMessage(role="tool", content=text),
     ]
-    prompt = see(f"[system] Be kind. [user] Who was born? [tool] {text} [assistant]", SEPARATOR, messages=messages)
+    prompt = see(
+        f"[system] Be kind. [user] Who was born? [tool] {text} [assistant]", known_chunks, SEPARATOR, messages=messages
+    )
     assert prompt.prefix == "[system] Be kind. [user] "
     assert prompt.chunks == (text,)
 
@@ -259,10 +261,10 @@ def test_recent_nodes_are_bounded_and_forgotten() -> None:
 
 
 def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
-    note_form("one  river", "one  river")
+    known_chunks.forms.note("one  river", "one  river")
     for number in range(300):
-        note_form("one  river", f"form {number}")
-    forms = written_forms(["one river"])
+        known_chunks.forms.note("one  river", f"form {number}")
+    forms = known_chunks.forms.of(["one river"])
     assert len(forms) == 256
     assert forms[-1] == "form 299"
 
@@ -340,4 +342,4 @@ def test_node_texts_are_with_and_without_metadata() -> None:
     assert node_texts(node) == ["title: T\n\n A river.", "A river."]
     assert node_texts(node)[0] == node.get_content(MetadataMode.LLM)
     assert node_texts(TextNode(text=" ")) == []
-    assert recent_nodes.text_of("no such node") is None
+    assert shared_tracker.recent.text_of("no such node") is None

@@ -17,12 +17,12 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilter, MetadataFilters
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError, ForgetError, StoreError
 from cacheblend_rag.llama_index import CacheBlendLLM, erasing, forgetting, index_nodes, warm_index
 from cacheblend_rag.llama_index.indexing import store_nodes
 from cacheblend_rag.llama_index.tracking import node_texts
 from cacheblend_rag.llama_index.vector_store import FaissVectorStore
-from cacheblend_rag.prompt.matching import known_chunks
 from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_llm
 from tests.integrations.llama_index.stores import IN_FOLDERS, STORES, opened

@@ -19,10 +19,9 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking_off
-from cacheblend_rag.llama_index.tracking import recent_nodes
-from cacheblend_rag.prompt import matching
-from cacheblend_rag.prompt.matching import known_chunks
+from cacheblend_rag.llama_index.tracking import shared_tracker
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
@@ -33,8 +32,7 @@ from tests.probes import Hooked
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     known_chunks.clear()
-    recent_nodes.discard(recent_nodes.texts())
-    matching.warned_of.clear()
+    shared_tracker.recent.discard(shared_tracker.recent.texts())
 
 
 def scored(nodes: list[TextNode]) -> list[NodeWithScore]:
@@ -180,7 +178,7 @@ def test_nothing_is_learnt_where_tracking_is_off() -> None:
         synthesizer.synthesize(QUESTION, scored(made))
         TreeSummarize(llm=make_llm()).get_response(QUESTION, ["A text that is long enough."])
     assert len(known_chunks) == 0
-    assert recent_nodes.texts() == []
+    assert shared_tracker.recent.texts() == []
 
 
 @pytest.mark.parametrize("mode", ["complete", "acomplete", "stream_complete", "chat"])

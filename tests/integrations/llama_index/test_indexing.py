@@ -12,6 +12,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import MetadataMode, TextNode
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index import (
     CacheBlendLLM,
@@ -23,7 +24,6 @@ from cacheblend_rag.llama_index import (
 )
 from cacheblend_rag.llama_index.tracking import node_texts
 from cacheblend_rag.llama_index.vector_store import FaissVectorStore
-from cacheblend_rag.prompt.matching import known_chunks
 from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
 from tests.probes import key_of

@@ -10,9 +10,9 @@ from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFA
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
+from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM
-from cacheblend_rag.llama_index.tracking import recent_nodes
-from cacheblend_rag.prompt.matching import known_chunks
+from cacheblend_rag.llama_index.tracking import shared_tracker
 from tests.integrations.langchain.models import tiny_engine
 from tests.integrations.langchain.test_privacy import CONTEXT, DOCUMENTS, QUOTED, REWRITTEN, SAID, holds_only
 from tests.probes import Hooked
@@ -76,11 +76,11 @@ def test_so_does_a_query_whose_template_rewrites_the_context(
     nodes = [NodeWithScore(node=TextNode(text=text, id_=f"private-{n}")) for n, text in enumerate(DOCUMENTS)]
     with tiny_engine(store=store) as engine:
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1, is_chat_model=chat)
-        recent_nodes.add(one.node for one in nodes)
+        shared_tracker.recent.add(one.node for one in nodes)
         for _ in range(2):
             response = get_response_synthesizer(llm=llm, text_qa_template=template).synthesize(question, nodes)
             assert len((response.metadata or {})["cacheblend"]["documents"]) == len(nodes)
-    recent_nodes.discard(DOCUMENTS)
+    shared_tracker.recent.discard(DOCUMENTS)
     written = template.format(query_str=question, context_str="")
     begun = "<s>[user] " if chat else "<s>"
     holds_only(store.stored_ids(), [*DOCUMENTS, *REWRITTEN], begun + written[: written.index(question)])

@@ -17,8 +17,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.schema import NodeWithScore
 
-from cacheblend_rag.llama_index import CacheBlendLLM
-from cacheblend_rag.prompt import matching
+from cacheblend_rag.llama_index import CacheBlendLLM, known_chunks
 from tests import tiny
 from tests.integrations.langchain.models import plain_answer, tiny_engine, tiny_parts
 from tests.integrations.langchain.test_rewritten import END
@@ -53,7 +52,7 @@ REWRITES: dict[str, tuple[Callable[[str], str], str]] = {
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     unknow(NODES)
-    matching.warned_of.clear()
+    known_chunks.clear()
     yield
     unknow(NODES)
 

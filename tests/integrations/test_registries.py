@@ -1,0 +1,259 @@
+"""Registries of known chunks: shared by default, or a model's own; who notes what in which."""
+
+from __future__ import annotations
+
+import copy
+import html
+import json
+import pickle
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core.response_synthesizers import ResponseMode
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain import (
+    CacheBlendLLM,
+    CacheBlendRetriever,
+    ChatCacheBlend,
+    ChunkRegistry,
+    known_chunks,
+    track,
+    tracking,
+    tracking_off,
+)
+from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
+from cacheblend_rag.langchain.tracking import prompt_key
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.llama_index import forget_nodes
+from cacheblend_rag.llama_index import tracking as tracking_nodes
+from cacheblend_rag.prompt.registry import WrittenForms
+from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
+
+KINDS: list[Any] = [CacheBlendLLM, ChatCacheBlend]
+QUESTION = "What fell?"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    known_chunks.clear()
+
+
+def texts_of(documents: list[Document]) -> list[str]:
+    return [one.page_content for one in documents]
+
+
+def joined(found: list[Document]) -> str:
+    return "\n\n".join([*texts_of(found), QUESTION])
+
+
+def chain_of(model: Any, documents: list[Document]) -> Runnable[Any, Any]:
+    return FixedRetriever(documents=documents) | RunnableLambda(joined) | model
+
+
+async def asked(chain: Any, way: str) -> None:
+    if way == "invoke":
+        chain.invoke(QUESTION)
+    elif way == "ainvoke":
+        await chain.ainvoke(QUESTION)
+    elif way == "stream":
+        list(chain.stream(QUESTION))
+    else:
+        _ = [piece async for piece in chain.astream(QUESTION)]
+
+
+def counts(model: Any) -> tuple[int, int]:
+    return model.last_report.hits, model.last_report.misses
+
+
+def seen(model: Any, text: str) -> list[str]:
+    """Chunks that a model finds in a text which no run has announced."""
+    text = f"Again: {text}"
+    prompt = model.segments([HumanMessage(text)]) if isinstance(model, ChatCacheBlend) else model.match_chunks(text)
+    return list(prompt.chunks)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_model_never_looks_for_what_another_with_its_own_registry_was_given(kind: Any, way: str) -> None:
+    here, there = passages(3, seed=61), passages(3, seed=62)
+    with tiny_engine() as engine:
+        one = kind.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
+        other = kind.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
+        for expected in ((0, 3), (3, 0)):
+            await asked(chain_of(one, here), way)
+            assert one.stats().hits == expected[0]
+        await asked(chain_of(other, there), way)
+        for model, own, foreign in ((one, here, there), (other, there, here)):
+            assert seen(model, joined(own)) == texts_of(own)
+            assert seen(model, joined(foreign)) == []
+            assert not any(text in model.known for text in texts_of(foreign))
+        shared = kind.from_engine(engine, max_new_tokens=1)  # by default all is known
+        assert seen(shared, joined([*here, *there])) == texts_of([*here, *there])
+
+
+def test_attached_documents_go_into_the_models_registry() -> None:
+    @tool(response_format="content_and_artifact")
+    def look_up(query: str) -> tuple[str, list[Document]]:
+        """Look something up."""
+        return json.dumps(texts_of(documents)), documents
+
+    documents = passages(2, seed=63)
+    answer = look_up.invoke({"name": "look_up", "args": {"query": "?"}, "id": "1", "type": "tool_call"})
+    known_chunks.clear()
+    with tiny_engine() as engine:
+        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
+        chat.invoke([SystemMessage("Be short."), answer])
+        assert [text in chat.known for text in texts_of(documents)] == [True, True]
+    assert len(known_chunks) == 0
+
+
+def test_warmed_documents_go_into_the_models_registry_and_leave_it() -> None:
+    documents = passages(2, seed=64)
+    with tiny_engine(condition="sink") as engine:  # no chunk is computed behind another
+        llm = CacheBlendLLM.from_engine(engine, known=ChunkRegistry())
+        llm.warm(documents, progress=False)
+        assert len(llm.known) == 2
+        assert llm.forget(documents[:1]) == 1
+        assert [text in llm.known for text in texts_of(documents)] == [False, True]
+    assert len(known_chunks) == 0
+
+
+async def test_helpers_note_documents_in_the_registry_they_are_given() -> None:
+    documents, known = passages(1, seed=65), ChunkRegistry()
+    (text,) = texts_of(documents)
+    store = track(InMemoryVectorStore.from_texts([text], DeterministicFakeEmbedding(size=8)), known)
+    message = ToolMessage("text", tool_call_id="1", artifact=documents)
+    with tracking_off():
+        for note in (
+            lambda: store.similarity_search(QUESTION),
+            lambda: CacheBlendRetriever(retriever=FixedRetriever(documents=documents), known=known).invoke(QUESTION),
+            lambda: CacheBlendMiddleware(known=known)._note([message]),
+        ):
+            note()
+            assert (text in known, len(known)) == (True, 1)
+            known.clear()
+        await store.asimilarity_search(QUESTION)
+        assert text in known
+    assert len(known_chunks) == 0
+
+
+async def test_tracking_with_a_registry_notes_there_and_nowhere_else() -> None:
+    documents, known = passages(1, seed=66), ChunkRegistry()
+    with tracking(known) as given:
+        assert given is known
+        FixedRetriever(documents=documents).invoke(QUESTION)
+        assert len(known) == 1
+        known.clear()
+        await FixedRetriever(documents=documents).ainvoke(QUESTION)
+        assert len(known) == 1
+    nodes, known = make_nodes(2, seed=67), ChunkRegistry()
+    retriever = make_index(nodes).as_retriever(similarity_top_k=2)
+    with tracking_nodes(known) as given:
+        assert given is known
+        retriever.retrieve(QUESTION)
+        assert len(known) > 0
+    assert len(known_chunks) == 0
+    retriever.retrieve(QUESTION)
+    assert len(known_chunks) == len(known)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.SIMPLE_SUMMARIZE, ResponseMode.REFINE])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_query_engines_of_two_models_know_nothing_of_one_another(
+    mode: ResponseMode, asynchronous: bool, streamed: bool
+) -> None:
+    known = [ChunkRegistry(), ChunkRegistry()]
+    models = [make_llm(known=one, max_new_tokens=1) for one in known]
+    corpora = [make_nodes(2, seed=68), make_nodes(2, seed=69)]
+    for llm, nodes in zip(models, corpora, strict=True):
+        engine = make_index(nodes).as_query_engine(
+            llm=llm, similarity_top_k=2, response_mode=mode, streaming=streamed, use_async=asynchronous
+        )
+        for _ in range(2):
+            response = await engine.aquery(QUESTION) if asynchronous else engine.query(QUESTION)
+            if streamed:
+                _ = [piece async for piece in response.response_gen] if asynchronous else list(response.response_gen)
+        assert llm.stats().hits == llm.stats().misses == 2
+    for own, llm, nodes in zip(known, models, corpora, strict=True):
+        others = next(one for one in corpora if one is not nodes)
+        assert all(node.get_content() in own or any(node.get_content() in t for t in own._texts) for node in nodes)
+        assert not any(node.get_content() in text for node in others for text in own._texts)
+        before = llm.stats().hits + llm.stats().misses
+        llm.complete("\n\n".join(node.get_content() for node in others))
+        assert llm.stats().hits + llm.stats().misses == before
+        assert forget_nodes(nodes, llm) == 2
+
+
+def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:
+    """One step of a chain cuts a document, another writes the rest as JSON."""
+
+    def shortened(found: list[Document]) -> list[Document]:
+        return [Document(page_content=html.escape(one.page_content)[:110]) for one in found]
+
+    def written(found: list[Document]) -> str:
+        return json.dumps(texts_of(found)) + QUESTION
+
+    for known in (None, ChunkRegistry()):
+        documents = passages(2, seed=70, words=40)
+        with tiny_engine(condition="sink") as engine:
+            llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1, known=known)
+            chain = FixedRetriever(documents=documents) | RunnableLambda(shortened) | RunnableLambda(written) | llm
+            chain.invoke(QUESTION)
+            chain.invoke(QUESTION)
+            assert counts(llm) == (2, 0)
+            llm.forget(documents[:1])
+            chain.invoke(QUESTION)
+            assert counts(llm) == (1, 1)
+
+
+def test_a_copied_registry_knows_the_same() -> None:
+    known = ChunkRegistry(1000, [text := passages(1, seed=71)[0].page_content])
+    known.forms.note(text, text.upper())
+    for one in (pickle.loads(pickle.dumps(known)), copy.deepcopy(known)):
+        assert text in one
+        assert one.forms.of([text]) == [text.upper()]
+        one.add(["another text of a river"])
+        assert len(known) == 1
+
+
+def test_what_is_no_registry_is_refused() -> None:
+    for kind in (*KINDS, LlamaIndexLLM):
+        with pytest.raises(ConfigError, match=r"known=.*ChunkRegistry"):
+            kind.from_engine(tiny_engine(), known=["a text"])
+
+
+def test_forms_are_bounded_by_characters() -> None:
+    forms = WrittenForms(limit=1000)
+    for number in range(100):
+        forms.note(f"text {number}", "x" * 50 + str(number))
+    assert forms.of(["text 99"]) == ["x" * 50 + "99"]
+    assert forms.of(["text 0"]) == []
+    assert len(forms.of([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
+    forms.note("long", "x" * 2000)
+    assert forms.of(["long", "text 99"]) == []
+    forms.note("text 1", "short")
+    assert forms.of(["text 1"]) == ["short"]
+
+
+def test_a_prompt_has_the_same_key_in_every_process() -> None:
+    prompts: list[Any] = [
+        "a",
+        [HumanMessage("a")],
+        [HumanMessage("a"), HumanMessage("b")],
+        [HumanMessage("ab")],
+        "\ud800",
+    ]
+    keys = [prompt_key(one) for one in prompts]
+    assert keys[0].hex() == "ac8d8342bbb2362d13f0a559a3621bb407011368895164b628a54f7fc33fc43c"
+    assert len(set(keys)) == 5
