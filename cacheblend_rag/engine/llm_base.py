@@ -354,7 +354,7 @@ class LLMBase(DecodeFields):
         """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
         texts = self._texts(documents)
         self._registry.discard(texts)
-        # What steps of chains rewrote is noted where retrievers are tracked, which is the shared registry.
+        # Texts that steps of chains rewrote are noted where retrievers are tracked, which is the shared registry.
         texts += known_chunks.forms.of(texts)
         return self.engine.forget([*texts, *self._registry.forms.of(texts)])
 

@@ -194,7 +194,7 @@ class _DoneAwaitable:
 
 
 async def _await(work: Callable[..., object]) -> None:
-    """What `_AtOnce` is a partial of, so that it counts as a coroutine function."""
+    """The coroutine function that `_AtOnce` is a partial of, so that it counts as a coroutine function."""
 
 
 class _AtOnce(partial[Any]):

@@ -25,7 +25,7 @@ class StoreProxy(ObjectProxy[Any]):
     store : object
         Not changed. Attributes that are set go into it.
     *more : object
-        What a subclass needs beside it.
+        Everything else that a subclass needs.
     """
 
     def __init__(self, store: Any, *more: Any) -> None:
