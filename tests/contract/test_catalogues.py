@@ -11,11 +11,11 @@ import pytest
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
-from cacheblend_rag.app.server.catalogue import Catalogue, PendingFile
-from cacheblend_rag.app.server.database import Database
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+from cacheblend_rag.app.server.storage.catalogue import Catalogue, PendingFile
+from cacheblend_rag.app.server.storage.database import Database
+from cacheblend_rag.app.server.storage.shared_catalogue import SharedCatalogue
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.vectors import Vectors
@@ -129,7 +129,7 @@ class CatalogueContract:
     def test_ended_uploads_are_forgotten_in_the_end(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._REMEMBERED", 2)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
         for number in range(4):
             catalogue.accept(f"job {number}", "mine", [one := file(str(number), job=f"job {number}")])
             catalogue.add([(one, *read("text"))])
@@ -141,8 +141,8 @@ class CatalogueContract:
     def test_a_file_that_failed_is_listed_until_it_is_dismissed(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._REMEMBERED", 2)
-        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._FAILED", 4)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._FAILED", 4)
 
         def failed(number: int) -> None:
             catalogue.accept(f"job {number}", "mine", [file(str(number), job=f"job {number}")])

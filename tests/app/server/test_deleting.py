@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from cacheblend_rag.app.server import catalogue
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import PendingFile
-from cacheblend_rag.app.server.library import Library
-from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.services.library import Library
+from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.storage import catalogue
+from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.contexts import finder
@@ -70,7 +70,7 @@ def ids_of(client: Any, collection: str) -> dict[str, str]:
 def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
     model: Path, docs: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.3)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.3)
     data = small_disk / "data"
     settings = settings_for(model, docs, data, memory_limit=0)
     with TestClient(create_app(settings), base_url=BASE) as client:
@@ -124,7 +124,7 @@ def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Pat
 def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
     settings = settings_for(model, docs, tmp_path, condition="sink")  # no passage is computed behind another
 
     def fails(*args: object) -> bool:
@@ -151,7 +151,7 @@ def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
 def test_no_text_of_what_was_deleted_stays_in_the_files(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.library._PURGED", 3)  # in several steps
+    monkeypatch.setattr("cacheblend_rag.app.server.services.library._PURGED", 3)  # in several steps
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id, kept = new_collection(client), new_collection(client)
         texts = [passage(seed, 300) for seed in range(930, 940)]
@@ -209,7 +209,7 @@ def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
         client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(980)))])
         assert begun.wait(30)
         path = f"/api/collections/{id}" + what.format(file=ids_of(client, id)["a.txt"])
-        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.ingestion"):
+        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.services.ingestion"):
             assert client.delete(path).status_code == 204
             goes_on.set()
             settle(service_of(client))

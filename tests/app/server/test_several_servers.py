@@ -235,8 +235,8 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
 def test_a_database_that_is_silent_keeps_nobody_for_long(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.database._Connection.seconds", 1.0)
-    monkeypatch.setattr("cacheblend_rag.app.server.database.SECONDS", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.storage.database._Connection.seconds", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.storage.database.SECONDS", 1.0)
     with (
         Proxy(postgres.port) as proxy,
         TestClient(create_app(sharing(model, docs, tmp_path, proxy.port)), base_url=BASE) as client,

@@ -10,24 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from fastapi import Request
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.follower import Follower
-from cacheblend_rag.app.server.grammars import SchemaCheck
-from cacheblend_rag.app.server.ingestion import Ingestion, SharedTexts
-from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection, SearchHit
-from cacheblend_rag.app.server.logs import ServedRequest, served
-from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.security.grammars import SchemaCheck
+from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
+from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
+from cacheblend_rag.app.server.services.follower import Follower
+from cacheblend_rag.app.server.services.ingestion import Ingestion, SharedTexts
+from cacheblend_rag.app.server.services.library import BaseCollection, Collection, Library, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.logs import ServedRequest, served
+from cacheblend_rag.app.server.services.metrics import Metrics
+from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
-from cacheblend_rag.app.server.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
@@ -36,8 +34,8 @@ from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.database import Database
-    from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+    from cacheblend_rag.app.server.storage.database import Database
+    from cacheblend_rag.app.server.storage.shared_catalogue import SharedCatalogue
 
 _BASE_ID = "archive"
 _MANUAL_ID = "documentation"
@@ -120,7 +118,7 @@ class Service:
     def _shared_database(self) -> Database | None:
         if self.settings.database is None:
             return None
-        from cacheblend_rag.app.server.database import Database
+        from cacheblend_rag.app.server.storage.database import Database
 
         # Local KV of a server that the database does not know may be of what was deleted.
         return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
@@ -129,7 +127,7 @@ class Service:
         """The catalogue of a tenant that servers share."""
         if self.database is None:
             return None
-        from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+        from cacheblend_rag.app.server.storage.shared_catalogue import SharedCatalogue
 
         return SharedCatalogue(self.database, tenant)
 
@@ -406,19 +404,3 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
-
-
-def service_of(request: Request) -> Service:
-    """The service behind a request."""
-    return cast(Service, request.app.state.service)
-
-
-async def session_of(request: Request) -> Session:
-    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
-    service, name = service_of(request), request.scope["caller"].tenant
-    # The key of a new tenant may have been made just now; opening its folder takes a moment.
-    found: Session | None = service.sessions.get(name)
-    session = found if found is not None else await asyncio.to_thread(service.joined, name)
-    if service.database is not None:
-        await asyncio.to_thread(session.library.follow)
-    return session

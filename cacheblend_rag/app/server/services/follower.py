@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.app.server.ingestion import Ingestion
-from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.services.ingestion import Ingestion
+from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.database import Database
+    from cacheblend_rag.app.server.storage.database import Database
 
 _log = logging.getLogger(__name__)
 # Seconds until what others have changed is looked at again, what they have left, and what nobody needs any more.

@@ -18,12 +18,12 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import PendingFile, stored_bytes
-from cacheblend_rag.app.server.file_reader import Reader
-from cacheblend_rag.app.server.library import Library
-from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem, problem_of
+from cacheblend_rag.app.server.security.file_reader import Reader
+from cacheblend_rag.app.server.services.library import Library
+from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.storage.catalogue import PendingFile, stored_bytes
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, embed_in_parts

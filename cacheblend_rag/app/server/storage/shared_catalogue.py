@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cacheblend_rag.app.server.catalogue import TABLES, Catalogue, PendingFile, Statements
-from cacheblend_rag.app.server.database import ALIVE_SECONDS, AWAY_SECONDS, SECONDS, SLOW_SECONDS, Database
+from cacheblend_rag.app.server.storage.catalogue import TABLES, Catalogue, PendingFile, Statements
+from cacheblend_rag.app.server.storage.database import ALIVE_SECONDS, AWAY_SECONDS, SECONDS, SLOW_SECONDS, Database
 
 _ME = "current_setting('cacheblend_rag.server')"
 _ALIVE = f"seen > now() - interval '{ALIVE_SECONDS} s'"

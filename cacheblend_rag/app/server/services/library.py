@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import (
+from cacheblend_rag.app.server.problems import Problem, problem_of
+from cacheblend_rag.app.server.security.tenants import Tenant
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.storage.catalogue import (
     Catalogue,
     CatalogueDamagedError,
     DocumentEntry,
     PendingFile,
     stored_bytes,
 )
-from cacheblend_rag.app.server.problems import Problem, problem_of
-from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.tenants import Tenant
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.matching import written_forms
@@ -40,7 +40,7 @@ from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+    from cacheblend_rag.app.server.storage.shared_catalogue import SharedCatalogue
 
 _log = logging.getLogger(__name__)
 # Vectors that stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.

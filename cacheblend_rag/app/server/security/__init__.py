@@ -1,0 +1,10 @@
+"""Who may do how much, and what strangers made within limits.
+
+===============  ==========================================================
+``tenants``      tenants, their keys and quotas
+``sandbox``      limits that a process sets itself
+``file_reader``  files parsed in such a process
+``grammars``     schemas of answers, compiled in such a process
+``templates``    allowed arguments of the chat template, and its time limit
+===============  ==========================================================
+"""
