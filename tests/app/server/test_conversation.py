@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.services.library import SearchHit
+from cacheblend_rag.app.server.services.collection import SearchHit
 from cacheblend_rag.app.server.services.questions import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.errors import PromptError
 from tests import tiny

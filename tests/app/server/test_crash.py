@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.exc import IntegrityError
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
@@ -144,7 +145,7 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
         def full_disk(self: Catalogue, *given: Any, **more: Any) -> None:
             try:
                 add(self, *given, **more)
-            except sqlite3.IntegrityError as error:
+            except IntegrityError as error:
                 failed.set()
                 raise Problem(507, "disk_full", "full") from error
 

@@ -44,12 +44,12 @@ from cacheblend_rag.app.server.api.requests import EventStream, Here, event, unl
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.security.file_reader import suffix_of
 from cacheblend_rag.app.server.services.admission_queue import Slot
-from cacheblend_rag.app.server.services.library import Collection, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.app.server.storage.catalogue import PendingFile
+from cacheblend_rag.app.server.storage.uploads import PendingFile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError, DocumentError
@@ -192,7 +192,7 @@ def _estimated(here: Session, model: ServedModel, collection: Collection) -> KVE
 
 def _listed(here: Session, collection: Collection) -> list[DocumentInfo]:
     # Asked for first: one that arrives in between is in both rather than in neither.
-    coming = here.library.catalogue.files(collection=collection.id) if collection.writable else []
+    coming = here.library.catalogue.uploads.files(collection=collection.id) if collection.writable else []
     ready = [
         DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
         for one in collection.documents()
@@ -228,19 +228,19 @@ async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]
 def _taken_in(here: Session, collection: OwnCollection, names: list[str], files: list[UploadFile]) -> str:
     """Copy uploads to files whose names the server draws, and take them in; the id of the job."""
     library, limits, job = here.library, here.service.limits, secrets.token_hex(8)
-    library.check_room(collection, [], limits)
+    library.incoming.check_room(collection.id, [], limits)
     taken: list[PendingFile] = []
     try:
         for one, name in zip(files, names, strict=True):
             file = PendingFile(secrets.token_hex(8), name, 0, "", job, collection.id)
             taken.append(file)
-            taken[-1] = _copied(one, file, library.part_of(file.id), limits.upload_bytes)
+            taken[-1] = _copied(one, file, library.incoming.part_of(file.id), limits.upload_bytes)
         library.accept(job, collection, taken, limits)
     except OSError as error:
-        library.discard(taken)
+        library.incoming.discard(taken)
         raise Problem(507, "disk_full", "the server's disk is full, or fails; nothing was taken in") from error
     except BaseException:
-        library.discard(taken)
+        library.incoming.discard(taken)
         raise
     here.service.ingestion.accepted(here.tenant.name, job, taken)
     return job

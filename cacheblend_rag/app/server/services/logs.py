@@ -82,7 +82,7 @@ def configure_logs(access: str = "json") -> None:
         lines = logging.StreamHandler(sys.stderr)
         lines.setFormatter(_TextFormatter())
         requests.addHandler(lines)
-    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
+    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers", "sqlalchemy"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
