@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+import psycopg
 import pytest
 from langchain_core.documents import Document
 from sqlalchemy import delete
@@ -25,6 +29,7 @@ from cacheblend_rag.retrieval.vectors import Vectors
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy
 
 _names = count()
+OLD = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +330,83 @@ class TestSharedCatalogue(CatalogueContract):
         assert raised.value.status == 503
         for one in (first, second):
             one.close()
+
+
+def test_a_file_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None:
+    """It was written by statements that knew SQLite alone."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "catalogue.db").write_bytes(gzip.decompress((OLD / "catalogue-1.db.gz").read_bytes()))
+    catalogue = Catalogue(SqliteBackend(folder))
+    assert catalogue.collections() == [("mine", "Mine ✓")]
+    assert catalogue.embedder_fingerprint("mine") == [1.5, 2]
+    assert [one.id for one in catalogue.documents("mine")] == ["a", "b"]
+    assert catalogue.latest_texts(100) == ["one", "two ✓", "three"]
+    ids, vectors = catalogue.vectors("mine")
+    assert [one.tolist() for one in vectors] == [[[1] * 4], [[2] * 4], np.eye(3, 4).tolist()]
+    assert [catalogue.passages(ids)[id].page for id in ids] == [1, 2, 1]
+    assert catalogue.bytes_used() == 174
+    assert [(one.id, one.error) for one in catalogue.uploads.files(collection="mine")] == [
+        ("d", ""),
+        ("e", "it is broken"),
+    ]
+    assert [id for id, _, _ in catalogue.uploads.to_warm(9)] == ["b"]
+    assert sorted(catalogue.deletions.tombstones()) == ["k1", "k2"]
+    catalogue.deletions.erased(["k1", "k2"])
+    catalogue.deletions.purge(9)
+    take(catalogue, "f", "five")
+    assert catalogue.passages([max(ids) + 2])[max(ids) + 2].text == "five", "no number of a passage comes twice"
+    assert catalogue.deletions.unfinished() is False
+    catalogue.close()
+    with closing(sqlite3.connect(folder / "catalogue.db")) as file:
+        assert file.execute("PRAGMA user_version").fetchone() == (1,), "programs before this one still read it"
+
+
+def test_a_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path: Path) -> None:
+    address = f"postgresql://127.0.0.1:{postgres.port}"
+    with psycopg.connect(f"{address}/postgres", autocommit=True) as connection:
+        connection.execute("CREATE DATABASE old")
+    with psycopg.connect(f"{address}/old", autocommit=True, options="-c cacheblend_rag.server=a") as connection:
+        connection.execute((OLD / "catalogue-1.sql").read_bytes())
+    database = Database(f"{address}/old", tmp_path, lambda: None)
+    database.register()
+    catalogue = Catalogue(backend := PostgresBackend(database, "old"))
+    assert backend.salt == "5a17"
+    catalogue.create("mine", "Mine", [])
+    take(catalogue, "a", "one", "two")
+    take(catalogue, "b", "three")
+    assert catalogue.bytes_used() > 0
+    catalogue.deletions.delete(["a"], ["k"])
+    assert catalogue.deletions.tombstones() == ["k"]
+    changes = peers_of(catalogue).changes(0)
+    assert changes is not None
+    assert [(what, about) for _, what, about in changes if what in ("in", "out")] == [
+        ("in", "a"),
+        ("in", "b"),
+        ("out", "a"),
+    ]
+    catalogue.deletions.erased(["k"])
+    catalogue.deletions.purge(9)
+    assert not catalogue.deletions.unfinished()
+    database.close()
+
+
+def test_new_tables_are_those_of_the_first_version(postgres: PostgresServer, tmp_path: Path) -> None:
+    """Programs before this one use them, too."""
+    database = database_of(postgres, tmp_path)
+    new = PostgresBackend(database, f"tenant-{next(_names)}")
+    address = f"postgresql://127.0.0.1:{postgres.port}"
+    with psycopg.connect(f"{address}/postgres", autocommit=True) as connection:
+        connection.execute("CREATE DATABASE first")
+        columns = (
+            "SELECT table_name, column_name, data_type, is_nullable, column_default, is_identity, collation_name "
+            "FROM information_schema.columns WHERE table_schema = %s"
+        )
+        made = set(connection.execute(columns, (new.schema,)))
+    with psycopg.connect(f"{address}/first", autocommit=True, options="-c cacheblend_rag.server=a") as connection:
+        connection.execute((OLD / "catalogue-1.sql").read_bytes())
+        assert made == set(connection.execute(columns, ("cacheblend_rag_1",)))
+    database.close()
 
 
 def test_what_is_no_database_and_what_cannot_be_used(postgres: PostgresServer, tmp_path: Path) -> None:

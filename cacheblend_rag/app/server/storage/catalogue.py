@@ -22,7 +22,6 @@ from cacheblend_rag.app.server.storage.tables import (
     collections,
     documents,
     files,
-    in_parts,
     passages,
     totals,
 )
@@ -121,9 +120,7 @@ class Catalogue:
     def named(self, collection: str, names: Iterable[str]) -> list[str]:
         """Ids of documents of these names."""
         statement = select(documents.c.id).where(documents.c.collection == collection, documents.c.gone == 0)
-        return [
-            row.id for some in in_parts(names) for row in self.backend.read(statement.where(documents.c.name.in_(some)))
-        ]
+        return [row.id for row in self.backend.read_each(statement, documents.c.name, names)]
 
     def holds(self, document: str, collection: str | None = None) -> bool:
         """Whether a document is here, in a collection or in any."""
@@ -179,11 +176,7 @@ class Catalogue:
 
     def passages(self, ids: Iterable[int]) -> dict[int, Passage]:
         """Passages by their ids, those of deleted documents left out."""
-        found = [
-            _passage(row)
-            for some in in_parts(ids)
-            for row in self.backend.read(_passages().where(passages.c.id.in_(some)), slow=True)
-        ]
+        found = map(_passage, self.backend.read_each(_passages(), passages.c.id, ids))
         return {one.id: one for one in found}
 
     def passage(self, collection: str, document: str, number: int) -> Passage | None:
@@ -194,12 +187,8 @@ class Catalogue:
 
     def passage_ids(self, documents: Iterable[str]) -> list[int]:
         """Ids of all passages of documents, deleted ones too."""
-        statement = select(passages.c.id)
-        return [
-            row.id
-            for some in in_parts(documents)
-            for row in self.backend.read(statement.where(passages.c.document.in_(some)), slow=True)
-        ]
+        rows = self.backend.read_each(select(passages.c.id), passages.c.document, documents)
+        return [row.id for row in rows]
 
     def texts_of(self, *named: str, gone: bool = True) -> list[str]:
         """Texts of the passages of documents, in order; also of those that were deleted and are still here.
@@ -213,23 +202,15 @@ class Catalogue:
         """
         statement = select(passages.c.text).join(documents, documents.c.id == passages.c.document)
         statement = statement if gone else statement.where(documents.c.gone == 0)
-        return [
-            row.text
-            for some in in_parts(named)
-            for row in self.backend.read(
-                statement.where(passages.c.document.in_(some)).order_by(passages.c.document, passages.c.number),
-                slow=True,
-            )
-        ]
+        statement = statement.order_by(passages.c.document, passages.c.number)
+        return [row.text for row in self.backend.read_each(statement, passages.c.document, named)]
 
     def held_by_others(self, texts: Iterable[str], leaving: Sequence[str]) -> set[str]:
         """Those of some texts that documents hold besides the ones that are leaving."""
-        wanted, gone, held = set(texts), set(leaving), set[str]()
+        wanted, gone = set(texts), set(leaving)
         statement = select(passages.c.document, passages.c.text).join(documents, documents.c.id == passages.c.document)
-        for some in in_parts(map(_digest, wanted)):
-            rows = self.backend.read(statement.where(passages.c.digest.in_(some), documents.c.gone == 0), slow=True)
-            held |= {row.text for row in rows if row.document not in gone}
-        return held & wanted
+        rows = self.backend.read_each(statement.where(documents.c.gone == 0), passages.c.digest, map(_digest, wanted))
+        return {row.text for row in rows if row.document not in gone} & wanted
 
     def latest_texts(self, characters: int) -> list[str]:
         """Texts of the latest passages, so many characters in all, the latest at the end."""
@@ -252,8 +233,10 @@ class Catalogue:
         statement = select(passages.c.id, passages.c.vector, passages.c.metadata)
         statement = statement.join(documents, documents.c.id == passages.c.document).order_by(passages.c.id)
         statement = statement.where(documents.c.gone == 0, documents.c.collection == collection)
-        chosen = [statement] if of is None else [statement.where(documents.c.id.in_(some)) for some in in_parts(of)]
-        rows = [row for one in chosen for row in self.backend.read(one, slow=True)]
+        if of is None:
+            rows = self.backend.read(statement, slow=True)
+        else:
+            rows = self.backend.read_each(statement, documents.c.id, of)
         return [id for id, _, _ in rows], [
             np.frombuffer(vector, dtype=np.float32).reshape(json.loads(metadata).get("parts") or 1, -1)
             for _, vector, metadata in rows
@@ -268,8 +251,7 @@ class Catalogue:
                 "metadata": json.dumps(_with_parts(json.loads(metadata), vectors[id])),
                 "vector": vectors[id].tobytes(),
             }
-            for some in in_parts(vectors)
-            for id, metadata in self.backend.read(statement.where(passages.c.id.in_(some)), slow=True)
+            for id, metadata in self.backend.read_each(statement, passages.c.id, vectors)
         ]
         with self.backend.changing() as db:
             if rows:

@@ -18,28 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    TIMESTAMP,
-    BigInteger,
-    Column,
-    ColumnElement,
-    Connection,
-    Engine,
-    ExceptionContext,
-    Identity,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    create_engine,
-    delete,
-    event,
-    func,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, TimeoutError
 from sqlalchemy.schema import CreateSchema
@@ -83,47 +62,47 @@ _OPTIONS = (
     f"-c statement_timeout={int(SLOW_SECONDS)}s -c idle_in_transaction_session_timeout=600s "
     "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=3 -c tcp_keepalives_count=3 -c cacheblend_rag.server="
 )
-_ONE_AT_A_TIME = select(func.pg_advisory_xact_lock(7274220))
-_common = MetaData(schema="cacheblend_rag")
-servers = Table(
+_ONE_AT_A_TIME = sa.select(sa.func.pg_advisory_xact_lock(7274220))
+_common = sa.MetaData(schema="cacheblend_rag")
+servers = sa.Table(
     "servers",
     _common,
-    Column("id", Text, primary_key=True),
-    Column("process", Text, nullable=False),  # drawn by each process
-    Column("seen", TIMESTAMP(timezone=True), nullable=False),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("process", sa.Text, nullable=False),  # drawn by each process
+    sa.Column("seen", sa.TIMESTAMP(timezone=True), nullable=False),
 )
-_tenants = Table(
+_tenants = sa.Table(
     "tenants",
     _common,
-    Column("name", Text, primary_key=True),
-    Column("number", BigInteger, Identity(always=True)),
-    Column("salt", Text, nullable=False),
-    Column("version", Integer, nullable=False),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("number", sa.BigInteger, sa.Identity(always=True)),
+    sa.Column("salt", sa.Text, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
 )
 # What a tenant's schema has besides the tables of every catalogue.
-_shared = MetaData()
-changes = Table(
+_shared = sa.MetaData()
+changes = sa.Table(
     "changes",
     _shared,
-    Column("id", BigInteger, Identity(always=True), primary_key=True),
-    Column("what", Text, nullable=False),
-    Column("about", Text, nullable=False),
-    Column("at", TIMESTAMP(timezone=True), nullable=False, server_default=func.now()),
+    sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+    sa.Column("what", sa.Text, nullable=False),
+    sa.Column("about", sa.Text, nullable=False),
+    sa.Column("at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()),
 )
-leaving = Table(
+leaving = sa.Table(
     "leaving",
     _shared,
-    Column("document", Text, primary_key=True),
-    Column("server", Text, primary_key=True),
-    Column("since", TIMESTAMP(timezone=True)),  # when the server looked for its KV for the first time
+    sa.Column("document", sa.Text, primary_key=True),
+    sa.Column("server", sa.Text, primary_key=True),
+    sa.Column("since", sa.TIMESTAMP(timezone=True)),  # when the server looked for its KV for the first time
 )
-contents = Table(
+contents = sa.Table(
     "contents",
     _shared,
-    Column("file", Text, primary_key=True),  # goes with it
-    Column("bytes", LargeBinary, nullable=False),
+    sa.Column("file", sa.Text, primary_key=True),  # goes with it
+    sa.Column("bytes", sa.LargeBinary, nullable=False),
 )
-ME = func.current_setting("cacheblend_rag.server")
+ME = sa.func.current_setting("cacheblend_rag.server")
 _OWNER = "server TEXT DEFAULT current_setting('cacheblend_rag.server')"
 _MORE = f"""
 ALTER TABLE files ADD rowid BIGINT GENERATED ALWAYS AS IDENTITY, ADD server TEXT;
@@ -157,9 +136,9 @@ CREATE TRIGGER told AFTER INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION tell('job
 """
 
 
-def alive() -> ColumnElement[bool]:
+def alive() -> sa.ColumnElement[bool]:
     """Servers that run."""
-    return servers.c.seen > func.now() - timedelta(seconds=ALIVE_SECONDS)
+    return servers.c.seen > sa.func.now() - timedelta(seconds=ALIVE_SECONDS)
 
 
 class _Connection(psycopg.Connection[tuple[Any, ...]]):
@@ -215,8 +194,8 @@ class Database:
 
     # Connections ---------------------------------------------------------------------------------
 
-    def _pool(self) -> Engine:
-        made = create_engine(
+    def _pool(self) -> sa.Engine:
+        made = sa.create_engine(
             "postgresql+psycopg://",
             creator=self._connected,
             pool_size=_MOST,
@@ -228,19 +207,19 @@ class Database:
             use_native_hstore=False,
         )
 
-        @event.listens_for(made, "checkout")
+        @sa.event.listens_for(made, "checkout")
         def look(connection: _Connection, *_: Any) -> None:
             if not _silent(connection):  # the database was stopped meanwhile
                 raise InvalidatePoolError
 
-        @event.listens_for(made, "handle_error")
-        def judge(context: ExceptionContext) -> None:
+        @sa.event.listens_for(made, "handle_error")
+        def judge(context: sa.ExceptionContext) -> None:
             context.is_disconnect = isinstance(context.original_exception, _AWAY)
 
         return made
 
     @contextmanager
-    def connection(self, seconds: float | None = None) -> Iterator[Connection]:
+    def connection(self, seconds: float | None = None) -> Iterator[sa.Connection]:
         """A connection; each wait takes so many seconds at most, by default those of a short call.
 
         Raises
@@ -255,7 +234,7 @@ class Database:
             yield used
 
     @contextmanager
-    def transaction(self, seconds: float | None = None) -> Iterator[Connection]:
+    def transaction(self, seconds: float | None = None) -> Iterator[sa.Connection]:
         """`connection`, as one transaction."""
         with self.connection(seconds) as used, used.execution_options(isolation_level="READ COMMITTED").begin():
             yield used
@@ -284,8 +263,8 @@ class Database:
     def close(self) -> None:
         """Let others take up at once what this server has not done, and close all connections."""
         with contextlib.suppress(Problem), self.connection() as connection:
-            seen = func.now() - timedelta(seconds=ALIVE_SECONDS)
-            connection.execute(update(servers).where(servers.c.id == self.server).values(seen=seen))
+            seen = sa.func.now() - timedelta(seconds=ALIVE_SECONDS)
+            connection.execute(sa.update(servers).where(servers.c.id == self.server).values(seen=seen))
         self._engine.dispose()
 
     # Servers and tenants -------------------------------------------------------------------------
@@ -302,16 +281,17 @@ class Database:
         mine = servers.c.id == self.server
         with self.connection() as connection:
             if self._begun:  # a process that is started anew takes the place of the former
-                process = connection.execute(select(servers.c.process).where(mine)).scalar()
+                process = connection.execute(sa.select(servers.c.process).where(mine)).scalar()
                 if process not in (None, self.process):
                     message = "another server has a copy of this data folder; give each server a data folder of its own"
                     raise Problem(503, "same_server", message)
-            if connection.execute(update(servers).where(mine).values(seen=func.now(), process=self.process)).rowcount:
+            known = sa.update(servers).where(mine).values(seen=sa.func.now(), process=self.process)
+            if connection.execute(known).rowcount:
                 self._begun = True
                 return
         self._unknown()
         with self.connection() as connection:
-            row = {"id": self.server, "process": self.process, "seen": func.now()}
+            row = {"id": self.server, "process": self.process, "seen": sa.func.now()}
             connection.execute(insert(servers).values(row).on_conflict_do_nothing())
         self._begun = True
         self.registrations += 1
@@ -319,12 +299,13 @@ class Database:
     def forget_servers(self) -> None:
         """Forget servers that have been away for too long to be told of deletions."""
         with self.connection() as connection:
-            connection.execute(delete(servers).where(servers.c.seen < func.now() - timedelta(seconds=AWAY_SECONDS)))
+            long_ago = sa.func.now() - timedelta(seconds=AWAY_SECONDS)
+            connection.execute(sa.delete(servers).where(servers.c.seen < long_ago))
 
     def alone(self) -> bool:
         """Whether no other server runs."""
         with self.connection() as connection:
-            return not connection.execute(select(servers.c.id).where(servers.c.id != self.server, alive())).all()
+            return not connection.execute(sa.select(servers.c.id).where(servers.c.id != self.server, alive())).all()
 
     def tenant(self, name: str) -> tuple[str, str]:
         """The schema and the salt of a tenant; the schema is made if it is new.
@@ -339,7 +320,7 @@ class Database:
             row = {"name": name, "salt": secrets.token_hex(16), "version": VERSION}
             made = insert(_tenants).values(row).on_conflict_do_nothing().returning(_tenants.c.name)
             new = connection.execute(made).first()
-            found = connection.execute(select(_tenants).where(_tenants.c.name == name)).one()
+            found = connection.execute(sa.select(_tenants).where(_tenants.c.name == name)).one()
             schema = f"cacheblend_rag_{found.number}"
             if found.version != VERSION:
                 remedy = f"the tables of {name} have version {found.version}, and this program uses {VERSION}"
@@ -375,93 +356,83 @@ class PostgresBackend(Backend):
     """
 
     shared = True
-    left_by_all = documents.c.id.not_in(select(leaving.c.document))
+    left_by_all = documents.c.id.not_in(sa.select(leaving.c.document))
 
     def __init__(self, database: Database, tenant: str) -> None:
         super().__init__()
         self.database = database
-        self._schema, self.salt = database.tenant(tenant)
+        self.schema, self.salt = database.tenant(tenant)
 
     @contextmanager
-    def reading(self, *, slow: bool = False) -> Iterator[Connection]:
+    def reading(self, *, slow: bool = False) -> Iterator[sa.Connection]:
         """See `Backend.reading`."""
         if self.begun is not None:
             yield self.begun
             return
         with self.database.connection(SLOW_SECONDS if slow else SECONDS) as connection:
-            yield connection.execution_options(schema_translate_map={None: self._schema})
+            yield connection.execution_options(schema_translate_map={None: self.schema})
 
     @contextmanager
-    def changing(self) -> Iterator[Connection]:
+    def changing(self) -> Iterator[sa.Connection]:
         """See `Backend.changing`."""
         if self.begun is not None:
             yield self.begun
             return
         with self.database.transaction() as connection:
             # Triggers find their tables by this path.
-            lock = select(
-                func.set_config("search_path", self._schema, True),
-                func.pg_advisory_xact_lock(func.hashtextextended(self._schema, 0)),
+            lock = sa.select(
+                sa.func.set_config("search_path", self.schema, True),
+                sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(self.schema, 0)),
             )
             connection.execute(lock)
             set_deadline(connection, SLOW_SECONDS)  # now that it answers
             with self._joined(connection):
                 yield connection
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """See `Backend.alone`."""
-        with self.changing():
-            yield
+    alone = changing
 
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
         return self.database.alone()
 
-    def mine(self, table: Table) -> ColumnElement[bool]:
+    def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""
         return table.c.server == ME
 
-    def bury(self, db: Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
+    def bury(self, db: sa.Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
         """See `Backend.bury`: every server is to erase these records, and to look for others of its own."""
         owner = gone[0] if gone else ""
         db.execute(
-            text(
+            sa.text(
                 "INSERT INTO tombstones SELECT key, :owner, id FROM unnest(CAST(:keys AS text[])) AS key, "
                 "cacheblend_rag.servers ON CONFLICT DO NOTHING"
             ),
             {"owner": owner, "keys": list(keys)},
         )
         db.execute(
-            text(
+            sa.text(
                 "INSERT INTO leaving SELECT document, id FROM unnest(CAST(:gone AS text[])) AS document, "
                 "cacheblend_rag.servers WHERE id <> current_setting('cacheblend_rag.server') ON CONFLICT DO NOTHING"
             ),
             {"gone": list(gone)},
         )
 
-    def allow(self, db: Connection, keys: Sequence[str]) -> None:
+    def allow(self, db: sa.Connection, keys: Sequence[str]) -> None:
         """See `Backend.allow`."""
         if keys:
             db.execute(insert(changes), [{"what": "allow", "about": key} for key in keys])
 
-    def take_up(self, table: Table, where: ColumnElement[bool], fields: Sequence[str], most: int) -> list[Any]:
+    def take_up(self, table: sa.Table, where: sa.ColumnElement[bool], fields: Sequence[str], most: int) -> list[Any]:
         """See `Backend.take_up`: what is nobody's, one's own, or of a server that does not run any more."""
-        others = select(servers.c.id).where(alive(), servers.c.id != ME)
+        others = sa.select(servers.c.id).where(alive(), servers.c.id != ME)
         free = table.c.server.is_(None) | table.c.server.not_in(others)
-        some = select(table.c.id).where(where, free).order_by(table.c.rowid).limit(most).correlate(None)
-        mine = update(table).where(table.c.id.in_(some.with_for_update(skip_locked=True))).values(server=ME)
+        some = sa.select(table.c.id).where(where, free).order_by(table.c.rowid).limit(most).correlate(None)
+        mine = sa.update(table).where(table.c.id.in_(some.with_for_update(skip_locked=True))).values(server=ME)
         rows = self.read(mine.returning(table.c.rowid, *(table.c[one] for one in fields)))
         return [row[1:] for row in sorted(rows)]
 
-    def overwrite(self) -> None:
-        """See `Backend.overwrite`: the database sees to that."""
 
-    def close(self) -> None:
-        """See `Backend.close`: the database is closed by the server."""
-
-
-def set_deadline(connection: Connection, seconds: float) -> None:
+def set_deadline(connection: sa.Connection, seconds: float) -> None:
     """Let each wait of a connection take so many seconds at most."""
     raw: Any = connection.connection.driver_connection
     raw.seconds = seconds

@@ -8,9 +8,8 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, QueuePool, Table, create_engine, insert, select, text, true
+from sqlalchemy import Connection, QueuePool, create_engine, insert, select, text
 from sqlalchemy.dialects.sqlite import insert as insert_into
 from sqlalchemy.exc import DatabaseError, TimeoutError
 
@@ -54,8 +53,6 @@ class SqliteBackend(Backend):
     OSError
         If the folder cannot be made or written.
     """
-
-    left_by_all = true()
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -149,34 +146,12 @@ class SqliteBackend(Backend):
                 raise Problem(507, "disk_full", "the server's disk is full, or fails; make room on it") from error
             raise
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """See `Backend.alone`: no other server is there."""
-        yield
-
-    def only_here(self) -> bool:
-        """See `Backend.only_here`."""
-        return True
-
-    def mine(self, table: Table) -> ColumnElement[bool]:
-        """See `Backend.mine`: all of it."""
-        return true()
-
     def bury(self, db: Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
         """See `Backend.bury`."""
         # Which of the documents a record belongs to matters little: they leave together.
         rows = [{"key": key, "document": gone[0] if gone else ""} for key in keys]
         if rows:
             db.execute(insert_into(tombstones).on_conflict_do_nothing(), rows)
-
-    def allow(self, db: Connection, keys: Sequence[str]) -> None:
-        """See `Backend.allow`: there are no others."""
-
-    def take_up(self, table: Table, where: ColumnElement[bool], fields: Sequence[str], most: int) -> list[Any]:
-        """See `Backend.take_up`."""
-        return list(
-            self.read(select(*(table.c[one] for one in fields)).where(where).order_by(table.c.rowid).limit(most))
-        )
 
     def overwrite(self) -> None:
         """See `Backend.overwrite`: the journal has deleted text until it is written back."""

@@ -6,27 +6,12 @@ Each change is one transaction, on the disk before the call returns: a crash lea
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnElement,
-    Connection,
-    Executable,
-    Identity,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    UniqueConstraint,
-)
+import sqlalchemy as sa
 
 _T = TypeVar("_T")
 VERSION = 1
@@ -36,42 +21,42 @@ MOST = 2**62
 """More than there ever are."""
 
 _AT_ONCE = 500  # values of one statement
-_NUMBERED = BigInteger().with_variant(Integer(), "sqlite")
+_NUMBERED = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-metadata = MetaData()
-
-
-def _text(name: str, **more: Any) -> Column[str]:
-    return Column(name, Text, nullable=False, **more)
+metadata = sa.MetaData()
 
 
-def _whole(name: str, **more: Any) -> Column[int]:
-    return Column(name, BigInteger, nullable=False, **more)
+def _text(name: str, **more: Any) -> sa.Column[str]:
+    return sa.Column(name, sa.Text, nullable=False, **more)
 
 
-def _others(*names: str) -> list[Column[Any]]:
+def _whole(name: str, **more: Any) -> sa.Column[int]:
+    return sa.Column(name, sa.BigInteger, nullable=False, **more)
+
+
+def _others(*names: str) -> list[sa.Column[Any]]:
     """Columns that SQLite has by itself, or not at all: in which order rows came, and whose they are."""
-    kinds: dict[str, Any] = {"rowid": BigInteger, "server": Text}
-    return [Column(name, kinds[name], system=True) for name in names]
+    kinds: dict[str, Any] = {"rowid": sa.BigInteger, "server": sa.Text}
+    return [sa.Column(name, kinds[name], system=True) for name in names]
 
 
-collections = Table(
+collections = sa.Table(
     "collections",
     metadata,
     _text("id", primary_key=True),
     _text("name"),
     _text("probes"),  # fingerprint of the embedder that made its vectors
 )
-jobs = Table(
+jobs = sa.Table(
     "jobs",
     metadata,
-    Column("number", _NUMBERED, Identity(always=True), primary_key=True),
+    sa.Column("number", _NUMBERED, sa.Identity(always=True), primary_key=True),
     _text("id", unique=True),
     _text("collection"),
-    _whole("ended", server_default="0"),
+    _whole("ended", server_default=sa.text("0")),
 )
 # Uploads that are no documents yet, or cannot become any.
-files = Table(
+files = sa.Table(
     "files",
     metadata,
     _text("id", primary_key=True),  # of the document it becomes
@@ -83,41 +68,41 @@ files = Table(
     _text("error", server_default=""),
     *_others("rowid", "server"),
 )
-Index("files_waiting", files.c.error, sqlite_where=files.c.error == "", postgresql_where=files.c.error == "")
-documents = Table(
+sa.Index("files_waiting", files.c.error, sqlite_where=files.c.error == "", postgresql_where=files.c.error == "")
+documents = sa.Table(
     "documents",
     metadata,
     _text("id", primary_key=True),
     _text("job", index=True),
     _text("collection"),
-    Column("name", Text(collation="C").with_variant(Text(), "sqlite"), nullable=False),  # sorted by code point
+    sa.Column("name", sa.Text(collation="C").with_variant(sa.Text(), "sqlite"), nullable=False),  # sorted by code point
     _whole("bytes"),
     _text("sha256"),
     _whole("chunks"),
     _whole("stored"),  # bytes of its passages and vectors
-    _whole("warm", server_default="0"),
-    _whole("gone", server_default="0"),
+    _whole("warm", server_default=sa.text("0")),
+    _whole("gone", server_default=sa.text("0")),
     *_others("rowid", "server"),
 )
 _COLD, _GONE = documents.c.warm == 0, documents.c.gone == 1
-Index("documents_by_collection", documents.c.collection, documents.c.gone, documents.c.name)
-Index("documents_cold", documents.c.warm, sqlite_where=_COLD, postgresql_where=_COLD)
-Index("documents_gone", documents.c.gone, sqlite_where=_GONE, postgresql_where=_GONE)
-passages = Table(
+sa.Index("documents_by_collection", documents.c.collection, documents.c.gone, documents.c.name)
+sa.Index("documents_cold", documents.c.warm, sqlite_where=_COLD, postgresql_where=_COLD)
+sa.Index("documents_gone", documents.c.gone, sqlite_where=_GONE, postgresql_where=_GONE)
+passages = sa.Table(
     "passages",
     metadata,
-    Column("id", _NUMBERED, Identity(always=True), primary_key=True),
+    sa.Column("id", _NUMBERED, sa.Identity(always=True), primary_key=True),
     _text("document"),
     _whole("number"),
-    Column("digest", LargeBinary, nullable=False, index=True),  # of its text
+    sa.Column("digest", sa.LargeBinary, nullable=False, index=True),  # of its text
     _text("text"),
     _text("metadata"),  # JSON
-    Column("vector", LargeBinary, nullable=False),  # one after the other, if the metadata name several "parts"
-    UniqueConstraint("document", "number"),
+    sa.Column("vector", sa.LargeBinary, nullable=False),  # one after the other, if the metadata name several "parts"
+    sa.UniqueConstraint("document", "number"),
     sqlite_autoincrement=True,
 )
 # KV records to be erased. Servers that share a database have one each.
-tombstones = Table(
+tombstones = sa.Table(
     "tombstones",
     metadata,
     _text("key", primary_key=True),
@@ -126,11 +111,11 @@ tombstones = Table(
     sqlite_with_rowid=False,
 )
 # Triggers keep them.
-totals = Table("totals", metadata, _text("what", primary_key=True), _whole("bytes"))
+totals = sa.Table("totals", metadata, _text("what", primary_key=True), _whole("bytes"))
 
 
-class Backend(ABC):
-    """A database with the catalogue of one tenant: its connections, and how servers that share it take their parts."""
+class Backend:
+    """A database with the catalogue of one tenant, by default one that no other server uses."""
 
     shared = False
     """Whether other servers read and change it, too."""
@@ -138,19 +123,19 @@ class Backend(ABC):
     folder: Path | None = None
     """Where it lies, if that is on this disk."""
 
-    left_by_all: ColumnElement[bool]
+    left_by_all: sa.ColumnElement[bool] = sa.true()
     """Deleted documents whose KV every server has looked for."""
 
     def __init__(self) -> None:
         self._here = threading.local()
 
     @property
-    def begun(self) -> Connection | None:
+    def begun(self) -> sa.Connection | None:
         """The transaction that this thread is in."""
         return getattr(self._here, "begun", None)
 
     @contextmanager
-    def _joined(self, connection: Connection) -> Iterator[Connection]:
+    def _joined(self, connection: sa.Connection) -> Iterator[sa.Connection]:
         """Let all statements of this thread be part of a transaction."""
         self._here.begun = connection
         try:
@@ -158,12 +143,11 @@ class Backend(ABC):
         finally:
             self._here.begun = None
 
-    @abstractmethod
-    def reading(self, *, slow: bool = False) -> AbstractContextManager[Connection]:
+    def reading(self, *, slow: bool = False) -> AbstractContextManager[sa.Connection]:
         """The transaction that this thread is in, or a connection; a slow one may take longer."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def changing(self) -> AbstractContextManager[Connection]:
+    def changing(self) -> AbstractContextManager[sa.Connection]:
         """A transaction that changes the catalogue.
 
         Raises
@@ -171,43 +155,47 @@ class Backend(ABC):
         Problem
             507 if the disk is full; nothing is changed then.
         """
+        raise NotImplementedError
 
-    @abstractmethod
-    def alone(self) -> AbstractContextManager[None]:
+    def alone(self) -> AbstractContextManager[object]:
         """Within it no other server changes the catalogue; all that is read and changed is one transaction then."""
+        return nullcontext()
 
-    @abstractmethod
     def only_here(self) -> bool:
         """Whether no other server uses it now."""
+        return True
 
-    @abstractmethod
-    def mine(self, table: Table) -> ColumnElement[bool]:
+    def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """What is this server's, of tombstones or files."""
+        return sa.true()
 
-    @abstractmethod
-    def bury(self, db: Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
+    def bury(self, db: sa.Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
         """Write down that KV records go with deleted documents."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def allow(self, db: Connection, keys: Sequence[str]) -> None:
+    def allow(self, db: sa.Connection, keys: Sequence[str]) -> None:
         """Let others know that records are no longer to be erased."""
 
-    @abstractmethod
-    def take_up(self, table: Table, where: ColumnElement[bool], fields: Sequence[str], most: int) -> list[Any]:
-        """The next files or documents to be worked on, in the order in which they came."""
+    def take_up(self, table: sa.Table, where: sa.ColumnElement[bool], fields: Sequence[str], most: int) -> list[Any]:
+        """The next files or documents to be worked on, in the order in which they came; from now on they are mine."""
+        statement = sa.select(*(table.c[one] for one in fields)).where(where)
+        return list(self.read(statement.order_by(table.c.rowid).limit(most)))
 
-    @abstractmethod
     def overwrite(self) -> None:
         """Let nothing of deleted text stay behind, where that takes a step of its own."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close what is this catalogue's alone."""
 
-    def read(self, statement: Executable, *, slow: bool = False) -> Sequence[Any]:
+    def read(self, statement: sa.Executable, *, slow: bool = False) -> Sequence[Any]:
         """Rows of a statement."""
         with self.reading(slow=slow) as db:
             return db.execute(statement).all()
+
+    def read_each(self, statement: sa.Select[Any], column: sa.ColumnElement[_T], values: Iterable[_T]) -> list[Any]:
+        """Rows of a statement whose column has one of several values."""
+        with self.reading(slow=True) as db:
+            return [row for some in in_parts(values) for row in db.execute(statement.where(column.in_(some)))]
 
 
 def in_parts(values: Iterable[_T]) -> Iterator[list[_T]]:
