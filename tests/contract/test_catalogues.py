@@ -18,11 +18,9 @@ from sqlalchemy import delete
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.app.server.storage.catalogue import Catalogue
-from cacheblend_rag.app.server.storage.peers import Peers
-from cacheblend_rag.app.server.storage.postgres import Database, PostgresBackend, servers
+from cacheblend_rag.app.server.storage.catalogue import Catalogue, PendingFile
+from cacheblend_rag.app.server.storage.postgres import Database, Peers, PostgresBackend, servers
 from cacheblend_rag.app.server.storage.sqlite import SqliteBackend
-from cacheblend_rag.app.server.storage.uploads import PendingFile
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.vectors import Vectors
@@ -146,7 +144,7 @@ class CatalogueContract:
     def test_ended_uploads_are_forgotten_in_the_end(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cacheblend_rag.app.server.storage.uploads._REMEMBERED", 2)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
         for number in range(4):
             catalogue.uploads.accept(f"job {number}", "mine", [one := file(str(number), job=f"job {number}")])
             catalogue.add([(one, *read("text"))])
@@ -158,8 +156,8 @@ class CatalogueContract:
     def test_a_file_that_failed_is_listed_until_it_is_dismissed(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cacheblend_rag.app.server.storage.uploads._REMEMBERED", 2)
-        monkeypatch.setattr("cacheblend_rag.app.server.storage.uploads._FAILED", 4)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
+        monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._FAILED", 4)
 
         def failed(number: int) -> None:
             catalogue.uploads.accept(f"job {number}", "mine", [file(str(number), job=f"job {number}")])

@@ -15,11 +15,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.services.incoming import Incoming
+from cacheblend_rag.app.server.services.library import Incoming
 from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.storage import catalogue
+from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.app.server.storage.sqlite import SqliteBackend
-from cacheblend_rag.app.server.storage.uploads import PendingFile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.contexts import finder

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.storage.uploads import Uploads
+from cacheblend_rag.app.server.storage.catalogue import Uploads
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 

@@ -49,7 +49,7 @@ from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_al
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.app.server.storage.uploads import PendingFile
+from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError, DocumentError

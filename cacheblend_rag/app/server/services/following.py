@@ -17,8 +17,7 @@ from cacheblend_rag.app.server.storage.catalogue import Catalogue
 from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.storage.peers import Peers
-    from cacheblend_rag.app.server.storage.postgres import Database
+    from cacheblend_rag.app.server.storage.postgres import Database, Peers
 
 _log = logging.getLogger(__name__)
 # Seconds until what others have changed is looked at again, what they have left, and what nobody needs any more.

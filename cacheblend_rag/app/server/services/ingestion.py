@@ -6,24 +6,24 @@ takes a batch of files of one tenant. KV is stored when no tenant has files to b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.security.file_reader import Reader
-from cacheblend_rag.app.server.services.jobs import Job, Jobs
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.metrics import Metrics
-from cacheblend_rag.app.server.services.warming import SharedTexts, Warming
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.storage.catalogue import stored_bytes
-from cacheblend_rag.app.server.storage.uploads import PendingFile
+from cacheblend_rag.app.server.storage.catalogue import PendingFile, stored_bytes
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, embed_in_parts
@@ -31,13 +31,266 @@ from cacheblend_rag.retrieval.splitting import split
 from cacheblend_rag.retrieval.vectors import Vectors
 
 _log = logging.getLogger(__name__)
+# Jobs whose events are kept.
+_REMEMBERED = 500
 # Files and chunks of a turn: together they are embedded and saved faster. A longer document takes several turns.
 _FILES, _CHUNKS = 32, 256
 _EMBEDDED = 32
+# Chunks warmed in one go, and characters of shorter ones: more go faster together, and others wait as long.
+_WARMED, _WARMED_CHARS = 4, 8_000
+# Documents whose texts are read ahead for that.
+_AHEAD = 32
 # Events of one stage of one file, about; all are kept for later readers.
 _TOLD = 100
 # Seconds until what failed for want of disk space is tried again.
 _RETRY = 5.0
+
+
+class Job:
+    """One upload and how far it is.
+
+    Events are kept, so that a later reader gets all of them.
+    """
+
+    def __init__(self, id: str, names: Mapping[str, str]) -> None:
+        self.id, self.names = id, dict(names)
+        self.ended = False
+        self.reported = -1
+        """Files that waited when progress was last reported."""
+        self._events: list[dict[str, Any]] = []
+        self._listeners: set[Callable[[], object]] = set()
+        self._lock = threading.Lock()
+
+    def say(self, stage: str, file: str, done: int, total: int, error: str = "", *, last: bool = False) -> None:
+        """Tell how far it is; ``done`` of ``total`` chunks of this stage."""
+        event = {"stage": stage, "file": file, "done": done, "total": total, **({"error": error} if error else {})}
+        with self._lock:
+            if self.ended:
+                return
+            self._events.append(event)
+            self.ended = last
+            for wake in self._listeners:
+                with contextlib.suppress(RuntimeError):  # a loop that is closed
+                    wake()
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """All events from the first to the last."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        with self._lock:
+            self._listeners.add(wake)
+        read = 0
+        try:
+            while True:
+                news.clear()
+                with self._lock:
+                    fresh, ended = self._events[read:], self.ended
+                for one in fresh:
+                    yield one
+                read += len(fresh)
+                if ended and not fresh:
+                    return
+                if not fresh:
+                    await news.wait()
+        finally:
+            with self._lock:
+                self._listeners.discard(wake)
+
+
+class Jobs:
+    """Jobs of all tenants."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+
+    def recall(self, library: Library) -> None:
+        """Know the jobs of a tenant that an earlier server has not ended."""
+        for id, _ in library.catalogue.uploads.jobs():
+            self._know(library, id)
+
+    def _know(self, library: Library, id: str) -> Job:
+        names = {one.id: one.name for one in library.catalogue.uploads.files(job=id)}
+        job = self._jobs[library.tenant.name, id] = Job(id, names)
+        return job
+
+    def accepted(self, library: Library, id: str, files: Iterable[PendingFile]) -> None:
+        """Know an upload that was taken in."""
+        self._jobs[library.tenant.name, id] = Job(id, {one.id: one.name for one in files})
+        ended = [key for key, one in self._jobs.items() if one.ended]
+        for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
+            del self._jobs[key]
+        self.end_if_done(library, id)  # the thread may have been quicker
+
+    def find(self, library: Library, id: str) -> Job:
+        """A job of a tenant.
+
+        Raises
+        ------
+        Problem
+            404 if it has none of this id.
+        """
+        job, uploads = self._jobs.get((library.tenant.name, id)), library.catalogue.uploads
+        if job is None and id in dict(uploads.jobs()):  # taken in by another server
+            job = self._know(library, id)
+        if job is None and uploads.job(id) is not None:
+            job = Job(id, {})  # one that ended before the server was started
+            self._tell_end(library, job)
+        if job is None:
+            raise Problem(404, "no_job", "there is no such job")
+        return job
+
+    def say(self, tenant: str, id: str, stage: str, file: str, done: int, total: int) -> None:
+        """Tell how far a job is, as `Job.say`."""
+        found = self._jobs.get((tenant, id))
+        if found is not None:
+            found.say(stage, file, done, total)
+
+    def follow(self, libraries: Mapping[str, Library]) -> None:
+        """Tell how far uploads are that other servers are at work on, too."""
+        for (tenant, id), job in list(self._jobs.items()):
+            library, uploads = libraries[tenant], libraries[tenant].catalogue.uploads
+            if job.ended:
+                continue
+            if id not in dict(uploads.jobs()):
+                self._tell_end(library, job)
+                continue
+            coming = [one for one in uploads.files(job=id) if not one.error]
+            total = max(len(job.names), 1)
+            if coming and len(coming) != job.reported:
+                job.reported = len(coming)
+                job.say("reading", coming[0].name, total - len(coming), total)
+
+    def stop(self) -> None:
+        """Tell that the server stops."""
+        message = "the server stops; it goes on with this when it runs again"
+        for job in list(self._jobs.values()):
+            job.say("waiting", "", 0, len(job.names), message, last=True)
+
+    def end_all_done(self, library: Library) -> None:
+        """End jobs whose last document was deleted, or whose end a killed server did not note."""
+        for id, _ in library.catalogue.uploads.jobs():
+            self.end_if_done(library, id)
+
+    def end_if_done(self, library: Library, id: str) -> None:
+        """End a job of which nothing is left to be done."""
+        uploads = library.catalogue.uploads
+        if any(not one.error for one in uploads.files(job=id)) or uploads.unwarmed(id):
+            return
+        uploads.end_job(id)
+        job = self._jobs.get((library.tenant.name, id))
+        if job is not None:
+            self._tell_end(library, job)
+
+    def _tell_end(self, library: Library, job: Job) -> None:
+        uploads = library.catalogue.uploads
+        failed = uploads.files(job=job.id)
+        total = max(len(job.names), uploads.taken(job.id) + len(failed))
+        name = failed[0].name if failed else list(job.names.values())[-1] if job.names else ""
+        problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
+        stage = "failed" if failed and len(failed) == total else "done"
+        job.say(stage, name, total - len(failed), total, problem, last=True)
+
+
+@dataclass
+class SharedTexts:
+    """Texts that all tenants may read; they are warmed like documents.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    texts : deque of str
+    """
+
+    engine: BlendEngine
+    texts: deque[str]
+
+
+@dataclass(frozen=True)
+class _PassageText:
+    """A passage whose KV is to be stored."""
+
+    document: str
+    name: str
+    job: str
+    text: str
+    number: int
+    of: int
+
+
+class Warming:
+    """What is still to be warmed.
+
+    Parameters
+    ----------
+    base : SharedTexts
+        Warmed like the documents of a tenant.
+    engine : callable
+        The engine of a tenant.
+    jobs : Jobs
+    """
+
+    def __init__(self, base: SharedTexts, engine: Callable[[str], BlendEngine], jobs: Jobs) -> None:
+        self._base, self._engine, self._jobs = base, engine, jobs
+        self._texts: dict[str, deque[_PassageText]] = {}  # read ahead, by tenant
+
+    def warm_shared(self) -> bool:
+        """Store the KV of some of the texts that all may read; whether any were left."""
+        some = _step(self._base.texts, len)
+        if some and self._base.engine.warm(some, progress=False).skipped:
+            self._base.texts.clear()
+        return bool(some)
+
+    def step(self, name: str, library: Library) -> bool:
+        """Store the KV of some passages of a tenant; whether any were left. A document deleted meanwhile gets none."""
+        texts = self._texts.setdefault(name, deque())
+        if not texts:
+            texts.extend(self._ahead(library))
+        if not texts:
+            return False
+        self._warm_some(name, library, texts)
+        return True
+
+    def _ahead(self, library: Library) -> Iterable[_PassageText]:
+        for id, name, job in library.catalogue.uploads.to_warm(_AHEAD):
+            found = library.catalogue.texts_of(id)
+            yield from (_PassageText(id, name, job, text, number, len(found)) for number, text in enumerate(found))
+            if len(found) > _CHUNKS:
+                return
+
+    def _warm_some(self, name: str, library: Library, texts: deque[_PassageText]) -> None:
+        some = _step(texts, lambda one: len(one.text))
+        there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}
+        for one in some:
+            if one.document in there and one.number % (max(1, one.of // _WARMED // _TOLD) * _WARMED) == 0:
+                self._jobs.say(name, one.job, "warming", one.name, one.number, one.of)
+        done = [one for one in some if one.number == one.of - 1]
+        try:
+            kept = [one.text for one in some if one.document in there]
+            skipped = self._engine(name).warm(kept, progress=False).skipped
+        except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
+            _log.warning("documents could not be warmed: %s", type(error).__name__)
+            skipped = 0
+        if gone := [one.text for one in some if one.document in there and not library.catalogue.holds(one.document)]:
+            library.forget_behind(gone)  # others were computed behind them
+        if skipped:  # the store is full; the rest is stored as it is used
+            done = [*some, *texts]
+            texts.clear()
+        library.catalogue.uploads.warmed(list(dict.fromkeys(one.document for one in done)))
+        for job in dict.fromkeys(one.job for one in done):
+            self._jobs.end_if_done(library, job)
+
+
+def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
+    """Take what is warmed in one go off the front."""
+    some: list[Any] = []
+    room = _WARMED_CHARS
+    while waiting and (not some or (room >= length(waiting[0]))):
+        some.append(waiting.popleft())
+        room -= length(some[-1])
+    return some
 
 
 class Ingestion:

@@ -21,12 +21,11 @@ from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.services.collection import BaseCollection, Collection, OwnCollection, SearchHit
 from cacheblend_rag.app.server.services.following import Follower, Following
-from cacheblend_rag.app.server.services.ingestion import Ingestion
+from cacheblend_rag.app.server.services.ingestion import Ingestion, SharedTexts
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
-from cacheblend_rag.app.server.services.warming import SharedTexts
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -36,8 +35,7 @@ from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.storage.peers import Peers
-    from cacheblend_rag.app.server.storage.postgres import Database
+    from cacheblend_rag.app.server.storage.postgres import Database, Peers
 
 _BASE_ID = "archive"
 _MANUAL_ID = "documentation"
@@ -82,7 +80,8 @@ class Service:
         self.engine = self.model_of().engine
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
-        self.base = BaseCollection(_BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        name = "Bundled articles" if self.bundled else Path(settings.rag.docs).name
+        self.base = BaseCollection(_BASE_ID, name, self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
@@ -132,8 +131,7 @@ class Service:
         """The servers that share the catalogue of a tenant."""
         if self.database is None:
             return None
-        from cacheblend_rag.app.server.storage.peers import Peers
-        from cacheblend_rag.app.server.storage.postgres import PostgresBackend
+        from cacheblend_rag.app.server.storage.postgres import Peers, PostgresBackend
 
         return Peers(PostgresBackend(self.database, tenant))
 
@@ -165,9 +163,6 @@ class Service:
         index = self.rag.index_of(manual, self.embeddings)
         index.update()
         return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
-
-    def _base_name(self) -> str:
-        return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
 
     def _session(self, name: str) -> Session:
         peers = self._peers(name)

@@ -1,12 +1,9 @@
 """What is kept of a tenant's documents.
 
-=============  ======================================================
-``catalogue``  collections, documents, passages and their vectors
-``uploads``    files on their way to become documents
-``deletions``  what is deleted, and which KV goes with it
-``tables``     tables of all three, and what a database does for them
+=============  ==============================================================================
+``catalogue``  collections with documents, passages and vectors; uploads; and what is deleted
+``tables``     its tables, and what a database does for it
 ``sqlite``     one tenant's catalogue in a file
-``postgres``   the same in a database that several servers share
-``peers``      what these servers tell each other
-=============  ======================================================
+``postgres``   the same in a database, and what the servers that share it tell each other
+=============  ==============================================================================
 """

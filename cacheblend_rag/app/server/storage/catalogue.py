@@ -1,4 +1,4 @@
-"""Collections of one tenant, with their documents, passages and vectors.
+"""The catalogue of one tenant: collections with documents, passages and vectors; uploads; and what is deleted.
 
 A deleted document is marked first. Its rows go once the KV of its passages is erased.
 """
@@ -8,27 +8,256 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 from langchain_core.documents import Document
-from sqlalchemy import Select, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, delete, func, insert, select, update
 
-from cacheblend_rag.app.server.storage.deletions import Deletions
+from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.storage.tables import (
     MOST,
     Backend,
     collections,
     documents,
     files,
+    in_parts,
+    jobs,
     passages,
+    tombstones,
     totals,
 )
-from cacheblend_rag.app.server.storage.uploads import PendingFile, Uploads
 from cacheblend_rag.retrieval.vectors import Vectors
 
+# Ended uploads that can still be asked about, and files that are listed as failed until they are dismissed.
+_REMEMBERED, _FAILED = 500, 5_000
+# Disk space kept back, so that a deletion can be written down where the disk is full.
+_RESERVE = 2**20
 _TEXTS = 500  # read at once, of the latest
+_WAITS, _COLD = files.c.error == "", (documents.c.warm == 0) & (documents.c.gone == 0)
+
+
+@dataclass(frozen=True)
+class PendingFile:
+    """An uploaded file on its way in.
+
+    Parameters
+    ----------
+    id, name : str
+        Of the document it becomes; its bytes wait under the id.
+    bytes : int
+    sha256 : str
+    job, collection : str
+        Ids.
+    error : str
+        Why it did not come in.
+    """
+
+    id: str
+    name: str
+    bytes: int
+    sha256: str
+    job: str
+    collection: str
+    error: str = ""
+
+
+_FIELDS = [one.name for one in fields(PendingFile)]
+
+
+class Uploads:
+    """Files that wait or failed, and the jobs that they came with.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def accept(self, job: str, collection: str, taken: Sequence[PendingFile]) -> None:
+        """Take an upload in; the bytes of its files are kept already."""
+        with self._backend.changing() as db:
+            db.execute(insert(jobs).values(id=job, collection=collection))
+            if taken:
+                db.execute(insert(files), [asdict(one) | {"job": job, "collection": collection} for one in taken])
+            failed = select(files.c.id).where(~_WAITS).order_by(files.c.rowid.desc()).limit(MOST).offset(_FAILED)
+            db.execute(delete(files).where(files.c.id.in_(failed.correlate(None))))
+            # An upload of which a file failed is known for as long as that is listed.
+            oldest = db.execute(select(func.max(jobs.c.number))).scalar_one() - _REMEMBERED
+            ended = delete(jobs).where(jobs.c.ended == 1, jobs.c.number <= oldest)
+            db.execute(ended.where(jobs.c.id.not_in(select(files.c.job))))
+
+    def jobs(self) -> list[tuple[str, str]]:
+        """Id and collection of uploads that have not ended, the oldest first."""
+        statement = select(jobs.c.id, jobs.c.collection).where(jobs.c.ended == 0)
+        return [(row.id, row.collection) for row in self._backend.read(statement.order_by(jobs.c.number))]
+
+    def job(self, id: str) -> str | None:
+        """The collection of an upload that is known."""
+        rows = self._backend.read(select(jobs.c.collection).where(jobs.c.id == id))
+        return str(rows[0].collection) if rows else None
+
+    def end_job(self, id: str) -> None:
+        """Nothing of an upload is left to be done."""
+        with self._backend.changing() as db:
+            db.execute(update(jobs).where(jobs.c.id == id).values(ended=1))
+
+    def files(self, *, collection: str | None = None, job: str | None = None) -> list[PendingFile]:
+        """Files of a collection or an upload that are no documents yet, or cannot become any."""
+        where = files.c.collection == collection if job is None else files.c.job == job
+        rows = self._backend.read(select(*(files.c[one] for one in _FIELDS)).where(where).order_by(files.c.rowid))
+        return [PendingFile(*row) for row in rows]
+
+    def mine(self, collection: str) -> set[str]:
+        """Ids of a collection's files that this server is to make documents of."""
+        statement = select(files.c.id).where(files.c.collection == collection, self._backend.mine(files))
+        return {row.id for row in self._backend.read(statement)}
+
+    def waiting(self, most: int) -> list[PendingFile]:
+        """The next files to be read, in the order in which they came; from now on they are this server's."""
+        return [PendingFile(*row) for row in self._backend.take_up(files, _WAITS, _FIELDS, most)]
+
+    def jobs_waiting(self) -> int:
+        """Uploads of which files wait."""
+        return self._count(func.count(files.c.job.distinct()), _WAITS)
+
+    def fail(self, file: str, error: str) -> None:
+        """A file cannot become a document, and why."""
+        with self._backend.changing() as db:
+            db.execute(update(files).where(files.c.id == file).values(error=error))
+
+    def dismiss(self, collection: str, file: str) -> bool:
+        """Take a file that waits or failed off the list; whether there was one."""
+        with self._backend.changing() as db:
+            return bool(db.execute(delete(files).where(files.c.collection == collection, files.c.id == file)).rowcount)
+
+    def to_warm(self, most: int) -> list[tuple[str, str, str]]:
+        """Id, name and upload of the next documents whose KV is to be stored; from now on they are this server's."""
+        rows = self._backend.take_up(documents, _COLD, ("id", "name", "job"), most)
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def warmed(self, done: Sequence[str]) -> None:
+        """Nothing of these documents is left to be warmed."""
+        if done:
+            with self._backend.changing() as db:
+                for some in in_parts(done):
+                    db.execute(update(documents).where(documents.c.id.in_(some)).values(warm=1))
+
+    def unwarmed(self, job: str) -> int:
+        """Documents of an upload whose KV is still to be stored."""
+        return self._count(func.count(), (documents.c.job == job) & _COLD)
+
+    def taken(self, job: str) -> int:
+        """Documents that an upload became."""
+        return self._count(func.count(), documents.c.job == job)
+
+    def _count(self, what: ColumnElement[int], where: ColumnElement[bool]) -> int:
+        found: Any = self._backend.read(select(what).where(where))[0][0]
+        return int(found)
+
+
+class Deletions:
+    """Deleted documents, and the KV records to be erased with them.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._reserve = None if backend.folder is None else backend.folder / "reserve"
+        self.keep_reserve()
+
+    def keep_reserve(self) -> None:
+        """Keep back the space that a deletion needs, where there is any."""
+        if self._reserve is None or self._reserve.exists():
+            return
+        try:
+            with self._reserve.open("xb") as file:
+                file.write(b"\0" * _RESERVE)
+        except OSError:  # the disk is full; tried again later
+            self._reserve.unlink(missing_ok=True)
+
+    def delete(self, gone: Sequence[str], keys: Iterable[str], collection: str | None = None) -> None:
+        """Mark documents as deleted, with the KV records that go with them, and perhaps a collection.
+
+        Space that was kept back is used where the disk is full.
+
+        Raises
+        ------
+        Problem
+            507 if not even that is enough; nothing is deleted then.
+        """
+        keys = list(keys)
+        try:
+            self._delete(gone, keys, collection)
+        except Problem:
+            if self._reserve is None:
+                raise
+            self._reserve.unlink(missing_ok=True)
+            self._delete(gone, keys, collection)
+
+    def _delete(self, gone: Sequence[str], keys: Iterable[str], collection: str | None) -> None:
+        with self._backend.changing() as db:
+            self.bury(db, gone, keys)
+            if collection is not None:
+                db.execute(delete(files).where(files.c.collection == collection))
+                db.execute(delete(collections).where(collections.c.id == collection))
+                db.execute(update(jobs).where(jobs.c.collection == collection).values(ended=1))
+
+    def bury(self, db: Connection, gone: Sequence[str], keys: Iterable[str]) -> None:
+        """Mark documents as deleted within a change, with the KV records that go with them."""
+        for some in in_parts(gone):
+            db.execute(update(documents).where(documents.c.id.in_(some)).values(gone=1, warm=1))
+        self._backend.bury(db, gone, list(keys))
+
+    def allow(self, db: Connection, keys: Sequence[str]) -> None:
+        """Forget within a change that records are to be erased, on every server."""
+        for some in in_parts(keys):
+            db.execute(delete(tombstones).where(tombstones.c.key.in_(some)))
+        self._backend.allow(db, keys)
+
+    def unfinished(self) -> bool:
+        """Whether this server has something to erase."""
+        erasable = self._erasable() if self._backend.shared else documents.c.gone == 1
+        if self._backend.read(select(tombstones.c.key).where(self._backend.mine(tombstones)).limit(1)):
+            return True
+        return bool(self._backend.read(select(documents.c.id).where(erasable).limit(1)))
+
+    def tombstones(self, most: int = MOST) -> list[str]:
+        """Keys of KV records that this server is to erase: all, or so many of them by chance."""
+        # One that cannot be erased is in the way of no other.
+        statement = select(tombstones.c.key).where(self._backend.mine(tombstones)).group_by(tombstones.c.key)
+        return [row.key for row in self._backend.read(statement.order_by(func.random()).limit(most))]
+
+    def erased(self, keys: Sequence[str]) -> None:
+        """Forget the tombstones of records that this server has erased."""
+        with self._backend.changing() as db:
+            for some in in_parts(keys):
+                db.execute(delete(tombstones).where(self._backend.mine(tombstones), tombstones.c.key.in_(some)))
+
+    def purge(self, most: int) -> None:
+        """Remove deleted documents whose KV is erased, up to so many passages of them, and overwrite their text."""
+        if not (rows := self._backend.read(select(documents.c.id).where(self._erasable()).limit(most))):
+            return
+        with self._backend.changing() as db:
+            for (id,) in rows:
+                some = select(passages.c.id).where(passages.c.document == id).limit(most).correlate(None)
+                most -= db.execute(delete(passages).where(passages.c.id.in_(some))).rowcount
+                if most <= 0:
+                    break
+                db.execute(delete(documents).where(documents.c.id == id))
+        if not self._backend.shared and not self.unfinished():
+            self._backend.overwrite()
+
+    def _erasable(self) -> ColumnElement[bool]:
+        """Deleted documents whose KV is erased."""
+        waits = select(tombstones.c.document)
+        return (documents.c.gone == 1) & documents.c.id.not_in(waits) & self._backend.left_by_all
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import secrets
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from sqlalchemy.schema import CreateSchema
 
 from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.storage.tables import VERSION, Backend, documents, metadata, totals
+from cacheblend_rag.app.server.storage.tables import VERSION, Backend, documents, in_parts, metadata, tombstones, totals
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 
 try:
@@ -103,6 +103,12 @@ contents = sa.Table(
     sa.Column("bytes", sa.LargeBinary, nullable=False),
 )
 ME = sa.func.current_setting("cacheblend_rag.server")
+# Longer than it takes until a server is forgotten that does not follow them.
+_KEPT = timedelta(seconds=2 * AWAY_SECONDS)
+_POSITION = sa.select(
+    sa.select(sa.func.max(changes.c.id)).scalar_subquery(),
+    sa.select(servers.c.process).where(servers.c.id == ME).scalar_subquery(),
+)
 _OWNER = "server TEXT DEFAULT current_setting('cacheblend_rag.server')"
 _MORE = f"""
 ALTER TABLE files ADD rowid BIGINT GENERATED ALWAYS AS IDENTITY, ADD server TEXT;
@@ -460,3 +466,74 @@ def _silent(connection: _Connection) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection.fileno(), selectors.EVENT_READ)
         return not selector.select(0)
+
+
+class Peers:
+    """The changes that others have made, and what is left to be done by whom.
+
+    Parameters
+    ----------
+    backend : PostgresBackend
+    """
+
+    def __init__(self, backend: PostgresBackend) -> None:
+        self.backend, self._database = backend, backend.database
+
+    def position(self) -> tuple[int, int]:
+        """The number of the last change, and how often this server was new to the database."""
+        ((last, process),) = self.backend.read(_POSITION)
+        if process != self._database.process:
+            self._database.register()
+        return last or 0, self._database.registrations
+
+    def changes(self, since: int) -> list[tuple[int, str, str]] | None:
+        """Number, kind and id of what was changed since; None if that is not known any more."""
+        statement = sa.select(changes.c.id, changes.c.what, changes.c.about)
+        rows = self.backend.read(statement.where(changes.c.id >= since).order_by(changes.c.id))
+        if since and (not rows or rows[0].id != since):
+            return None
+        return [(row.id, row.what, row.about) for row in rows if row.id > since]
+
+    def tidy(self) -> None:
+        """Forget old changes, and what servers that are gone had to do."""
+        with self.backend.changing() as db:
+            last = sa.select(sa.func.max(changes.c.id)).correlate(None).scalar_subquery()
+            db.execute(sa.delete(changes).where(changes.c.at < sa.func.now() - _KEPT, changes.c.id < last))
+            for table in (tombstones, leaving):
+                db.execute(sa.delete(table).where(table.c.server.not_in(sa.select(servers.c.id))))
+
+    def adopt(self) -> None:
+        """Have this server erase what any other has not erased yet."""
+        others = sa.select(tombstones.c.key, tombstones.c.document).where(tombstones.c.server != ME).distinct()
+        with self.backend.changing() as db:
+            db.execute(insert(tombstones).from_select(["key", "document"], others).on_conflict_do_nothing())
+
+    def leaving(self, lasting: float | None = None) -> list[str]:
+        """Documents deleted elsewhere whose KV this server has not looked for; or looked for once, so long ago."""
+        when: sa.ColumnElement[bool] = leaving.c.since.is_(None)
+        if lasting is not None:
+            when = leaving.c.since < sa.func.now() - timedelta(seconds=lasting)
+        statement = sa.select(leaving.c.document).where(leaving.c.server == ME, when)
+        return [row.document for row in self.backend.read(statement)]
+
+    def left(self, documents: Sequence[str], keys: Iterable[str], *, again: bool) -> None:
+        """Note which KV of deleted documents this server has found, perhaps for the last time."""
+        rows = [{"key": key, "document": documents[0] if documents else ""} for key in keys]
+        with self.backend.changing() as db:
+            if rows:
+                db.execute(insert(tombstones).on_conflict_do_nothing(), rows)
+            for some in in_parts(documents):
+                found = leaving.c.server == ME, leaving.c.document.in_(some)
+                db.execute(
+                    (sa.delete(leaving) if again else sa.update(leaving).values(since=sa.func.now())).where(*found)
+                )
+
+    def keep_bytes(self, file: str, data: bytes) -> None:
+        """Keep what was uploaded until it is read."""
+        with self.backend.changing() as db:
+            db.execute(insert(contents).values(file=file, bytes=data))
+
+    def bytes_of(self, file: str) -> bytes:
+        """Bytes of an upload; empty if it is gone."""
+        rows = self.backend.read(sa.select(contents.c.bytes).where(contents.c.file == file), slow=True)
+        return bytes(rows[0].bytes) if rows else b""
