@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 from langchain_core.documents import Document
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.storage.tables import (
     MOST,
+    SOME,
     Backend,
     collections,
     documents,
@@ -296,6 +297,27 @@ class Passage:
     page: int | None
 
 
+# Made once: requests ask for these, and making a statement takes longer than running it.
+_HERE = documents.c.gone == 0
+_BYTES_USED = select(func.sum(totals.c.bytes))
+_IN_COLLECTION = (documents.c.collection == bindparam("collection"), _HERE)
+_DOCUMENTS = select(*(documents.c[one.name] for one in fields(DocumentEntry))).where(*_IN_COLLECTION)
+_DOCUMENTS = _DOCUMENTS.order_by(documents.c.name, documents.c.id)
+_COUNTS = select(func.count(), func.coalesce(func.sum(documents.c.chunks), 0)).where(*_IN_COLLECTION)
+_HOLDS = select(documents.c.collection).where(documents.c.id == bindparam("document"), _HERE)
+_PASSAGES = (
+    select(passages.c.id, documents.c.id, documents.c.name, passages.c.number, passages.c.text, passages.c.metadata)
+    .join(documents, documents.c.id == passages.c.document)
+    .where(_HERE)
+)
+_PASSAGES_OF_IDS = _PASSAGES.where(passages.c.id.in_(SOME))
+_PASSAGE = _PASSAGES.where(
+    documents.c.collection == bindparam("collection"),
+    passages.c.document == bindparam("of"),
+    passages.c.number == bindparam("at"),
+)
+
+
 class Catalogue:
     """What is kept of a tenant's collections.
 
@@ -314,7 +336,7 @@ class Catalogue:
 
     def bytes_used(self) -> int:
         """Bytes of uploads that wait, and of passages with their vectors."""
-        return int(self.backend.read(select(func.sum(totals.c.bytes)))[0][0])
+        return int(self.backend.read(_BYTES_USED)[0][0])
 
     # Collections ---------------------------------------------------------------------------------
 
@@ -336,26 +358,21 @@ class Catalogue:
 
     def documents(self, collection: str) -> list[DocumentEntry]:
         """All of a collection, by name."""
-        columns = [documents.c[one.name] for one in fields(DocumentEntry)]
-        statement = select(*columns).where(documents.c.collection == collection, documents.c.gone == 0)
-        return [DocumentEntry(*row) for row in self.backend.read(statement.order_by(documents.c.name, documents.c.id))]
+        return [DocumentEntry(*row) for row in self.backend.read(_DOCUMENTS, collection=collection)]
 
     def counts(self, collection: str) -> tuple[int, int]:
         """How many documents and passages a collection has."""
-        statement = select(func.count(), func.coalesce(func.sum(documents.c.chunks), 0))
-        (row,) = self.backend.read(statement.where(documents.c.collection == collection, documents.c.gone == 0))
-        return int(row[0]), int(row[1])
+        ((many, chunks),) = self.backend.read(_COUNTS, collection=collection)
+        return int(many), int(chunks)
 
     def named(self, collection: str, names: Iterable[str]) -> list[str]:
         """Ids of documents of these names."""
-        statement = select(documents.c.id).where(documents.c.collection == collection, documents.c.gone == 0)
-        return [row.id for row in self.backend.read_each(statement, documents.c.name, names)]
+        statement = select(documents.c.id).where(*_IN_COLLECTION, documents.c.name.in_(SOME))
+        return [row.id for row in self.backend.read_each(statement, names, collection=collection)]
 
     def holds(self, document: str, collection: str | None = None) -> bool:
         """Whether a document is here, in a collection or in any."""
-        rows = self.backend.read(
-            select(documents.c.collection).where(documents.c.id == document, documents.c.gone == 0)
-        )
+        rows = self.backend.read(_HOLDS, document=document)
         return bool(rows) and collection in (None, rows[0].collection)
 
     def add(
@@ -405,19 +422,18 @@ class Catalogue:
 
     def passages(self, ids: Iterable[int]) -> dict[int, Passage]:
         """Passages by their ids, those of deleted documents left out."""
-        found = map(_passage, self.backend.read_each(_passages(), passages.c.id, ids))
+        found = map(_passage, self.backend.read_each(_PASSAGES_OF_IDS, ids))
         return {one.id: one for one in found}
 
     def passage(self, collection: str, document: str, number: int) -> Passage | None:
         """One passage by its number."""
-        statement = _passages().where(passages.c.document == document, passages.c.number == number)
-        rows = self.backend.read(statement.where(documents.c.collection == collection))
+        rows = self.backend.read(_PASSAGE, collection=collection, of=document, at=number)
         return _passage(rows[0]) if rows else None
 
     def passage_ids(self, documents: Iterable[str]) -> list[int]:
         """Ids of all passages of documents, deleted ones too."""
-        rows = self.backend.read_each(select(passages.c.id), passages.c.document, documents)
-        return [row.id for row in rows]
+        statement = select(passages.c.id).where(passages.c.document.in_(SOME))
+        return [row.id for row in self.backend.read_each(statement, documents)]
 
     def texts_of(self, *named: str, gone: bool = True) -> list[str]:
         """Texts of the passages of documents, in order; also of those that were deleted and are still here.
@@ -430,15 +446,16 @@ class Catalogue:
             False leaves deleted documents out.
         """
         statement = select(passages.c.text).join(documents, documents.c.id == passages.c.document)
-        statement = statement if gone else statement.where(documents.c.gone == 0)
-        statement = statement.order_by(passages.c.document, passages.c.number)
-        return [row.text for row in self.backend.read_each(statement, passages.c.document, named)]
+        statement = statement if gone else statement.where(_HERE)
+        statement = statement.where(passages.c.document.in_(SOME))
+        rows = self.backend.read_each(statement.order_by(passages.c.document, passages.c.number), named)
+        return [row.text for row in rows]
 
     def held_by_others(self, texts: Iterable[str], leaving: Sequence[str]) -> set[str]:
         """Those of some texts that documents hold besides the ones that are leaving."""
         wanted, gone = set(texts), set(leaving)
         statement = select(passages.c.document, passages.c.text).join(documents, documents.c.id == passages.c.document)
-        rows = self.backend.read_each(statement.where(documents.c.gone == 0), passages.c.digest, map(_digest, wanted))
+        rows = self.backend.read_each(statement.where(_HERE, passages.c.digest.in_(SOME)), map(_digest, wanted))
         return {row.text for row in rows if row.document not in gone} & wanted
 
     def latest_texts(self, characters: int) -> list[str]:
@@ -465,7 +482,7 @@ class Catalogue:
         if of is None:
             rows = self.backend.read(statement, slow=True)
         else:
-            rows = self.backend.read_each(statement, documents.c.id, of)
+            rows = self.backend.read_each(statement.where(documents.c.id.in_(SOME)), of)
         return [id for id, _, _ in rows], [
             np.frombuffer(vector, dtype=np.float32).reshape(json.loads(metadata).get("parts") or 1, -1)
             for _, vector, metadata in rows
@@ -473,25 +490,20 @@ class Catalogue:
 
     def embed_anew(self, collection: str, fingerprint: Any, vectors: Mapping[int, Vectors]) -> None:
         """Replace all vectors of a collection, by passage, and what tells the embedder."""
-        statement = select(passages.c.id, passages.c.metadata)
+        statement = select(passages.c.id, passages.c.metadata).where(passages.c.id.in_(SOME))
         rows = [
             {
                 "passage": id,
                 "metadata": json.dumps(_with_parts(json.loads(metadata), vectors[id])),
                 "vector": vectors[id].tobytes(),
             }
-            for id, metadata in self.backend.read_each(statement, passages.c.id, vectors)
+            for id, metadata in self.backend.read_each(statement, vectors)
         ]
         with self.backend.changing() as db:
             if rows:
                 db.execute(update(passages).where(passages.c.id == bindparam("passage")), rows)
             anew = update(collections).where(collections.c.id == collection)
             db.execute(anew.values(probes=json.dumps(fingerprint)))
-
-
-def _passages() -> Select[Any]:
-    columns = (passages.c.id, documents.c.id, documents.c.name, passages.c.number, passages.c.text, passages.c.metadata)
-    return select(*columns).join(documents, documents.c.id == passages.c.document).where(documents.c.gone == 0)
 
 
 def _passage(row: Any) -> Passage:

@@ -20,6 +20,9 @@ VERSION = 1
 MOST = 2**62
 """More than there ever are."""
 
+SOME: sa.BindParameter[Any] = sa.bindparam("some", expanding=True)
+"""Several values, as `Backend.read_each` gives them."""
+
 _AT_ONCE = 500  # values of one statement
 _NUMBERED = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
@@ -187,15 +190,15 @@ class Backend:
     def close(self) -> None:
         """Close what is this catalogue's alone."""
 
-    def read(self, statement: sa.Executable, *, slow: bool = False) -> Sequence[Any]:
-        """Rows of a statement."""
+    def read(self, statement: sa.Executable, *, slow: bool = False, **values: Any) -> Sequence[Any]:
+        """Rows of a statement, with values for its parameters."""
         with self.reading(slow=slow) as db:
-            return db.execute(statement).all()
+            return db.execute(statement, values).all()
 
-    def read_each(self, statement: sa.Select[Any], column: sa.ColumnElement[_T], values: Iterable[_T]) -> list[Any]:
-        """Rows of a statement whose column has one of several values."""
+    def read_each(self, statement: sa.Executable, some: Iterable[Any], **values: Any) -> list[Any]:
+        """Rows of a statement in which `SOME` stands for several values."""
         with self.reading(slow=True) as db:
-            return [row for some in in_parts(values) for row in db.execute(statement.where(column.in_(some)))]
+            return [row for part in in_parts(some) for row in db.execute(statement, {"some": part, **values})]
 
 
 def in_parts(values: Iterable[_T]) -> Iterator[list[_T]]:
