@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.report import FusedKV
+from cacheblend_rag.report import FusedKV, Generation
 from cacheblend_rag.store import BaseRecord, KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -39,9 +40,16 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
 
 
+async def answers_of(engine: BlendEngine, prompts: Sequence[Prompt | str], **options: Any) -> list[Generation]:
+    """The answers to several prompts, awaited, in the order of the prompts."""
+    with closing(engine.stream_batch(prompts, **options)) as streams:
+        answers = {number: await stream.acomplete() for number, stream in streams}
+    return [answers[number] for number in range(len(answers))]
+
+
 def key_of(engine: BlendEngine, text: str) -> str:
     """Key of a chunk's record."""
-    (key,) = engine.records_of([text], dependent=False)
+    (key,) = engine.chunks.records_of([text], dependent=False)
     return key
 
 

@@ -151,7 +151,7 @@ class FolderRAG:
 
     def warming_bytes(self) -> int:
         """Bytes of KV that all chunks take."""
-        return self.engine.estimate_bytes(chunk.page_content for chunk in self.index.chunks())
+        return self.engine.chunks.estimate_bytes(chunk.page_content for chunk in self.index.chunks())
 
     def warm(self, *, progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of all chunks that are not stored yet."""

@@ -38,9 +38,15 @@ def end_all() -> None:
 
 @contextlib.contextmanager
 def _interrupts_drop_what_waits() -> Iterator[None]:
-    """Within this an interrupt drops the KV that waits to be stored. Another ends the process at once."""
+    """Within this an interrupt drops the KV that waits to be stored. Another ends the process at once.
+
+    The process ends as an interrupted one then, after all that is still to be closed.
+    """
+    interrupted = False
 
     def drop(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for queue in queues_begun():
             queue.drop_waiting()
@@ -49,3 +55,8 @@ def _interrupts_drop_what_waits() -> Iterator[None]:
         with contextlib.suppress(ValueError):  # not on the main thread
             signal.signal(signal.SIGINT, drop)
     yield
+    if interrupted:
+        # An exception cannot leave a hook. But the interpreter notes an interrupt of code that it is given as text, and
+        # ends by SIGINT once all hooks have run, as after an interrupted program.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import copy
 import dataclasses
-import logging
 import os
-import sys
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
@@ -19,55 +15,70 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
+from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
-from cacheblend_rag.engine.batch import by_common_chunks
-from cacheblend_rag.engine.decode import (
-    DEFAULT_NEW_TOKENS,
-    DecodeArguments,
-    DecodedAnswer,
-    DecodeOptions,
-    Step,
-    decode,
-    generate,
-)
+from cacheblend_rag.engine.chunks import Chunks
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
-from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline, Segment
-from cacheblend_rag.engine.prompt_lookup import PromptLookup
-from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
-from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
-from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
-from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
-from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
-from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack
-from cacheblend_rag.errors import (
-    CacheBlendError,
-    ConfigError,
-    ContextLengthError,
-    GenerationError,
-    PromptError,
-    StoreError,
-)
+from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
+from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
+from cacheblend_rag.engine.turns import Lifetime, Turns
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.prompt import FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
-from cacheblend_rag.prompt.contexts import finder
-from cacheblend_rag.prompt.images import ImageLimits, image_prompt
-from cacheblend_rag.report import BlendReport, FusedKV, Generation, Seconds, WarmReport
+from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
+from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything that an engine is made of. Another engine over the same model and store shares most of it.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    processor : callable
+        Gives the model's processor for images, or None.
+    pipeline : Pipeline
+    turns : Turns
+    guard : QualityGuard
+    prefetcher : Prefetcher
+    names : SpanNames
+        Names of its answers in traces.
+    owns_store : bool
+        Whether the store is closed with the engine.
+    reopen : callable, optional
+        Makes the same engine again, of a config.
+    base : BlendEngine, optional
+        The engine that this one is another view of.
+    """
+
+    tokenizer: Any
+    processor: Callable[[], Any]
+    pipeline: Pipeline
+    turns: Turns
+    guard: QualityGuard
+    prefetcher: Prefetcher
+    names: SpanNames
+    owns_store: bool
+    reopen: Callable[..., BlendEngine] | None = None
+    base: BlendEngine | None = None
 
 
-class BlendEngine:
+class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     """Answers RAG prompts from stored KV, recomputing only the tokens that need it.
 
     Parameters
@@ -107,8 +118,6 @@ class BlendEngine:
     An engine made by `from_pretrained` can be pickled and copied: the copy loads the model and opens the store anew.
     """
 
-    _reopen: Callable[..., BlendEngine] | None = None  # makes the same again, of a config
-
     def __init__(
         self,
         model: Any,
@@ -121,27 +130,50 @@ class BlendEngine:
         beside: BlendEngine | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
-        model = unwrapped(model)
-        self.config = config or BlendConfig()
-        self.model, self.tokenizer = model, tokenizer
-        self._processor: Callable[[], Any] = lambda: processor
-        self._owns_store = store is None or are_locations(store)
-        adapter = ModelAdapter(model, like=self.config.like or None)
-        self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
-        segments = PromptTokenizer(tokenizer, self.config.separator)
-        if self.config.check_model:
+        model, config = unwrapped(model), config or BlendConfig()
+        adapter = ModelAdapter(model, like=config.like or None)
+        opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
+        if config.check_model:
             check_adapter(adapter)
-        self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
-        self._prefetcher = Prefetcher(self.store)
+        in_use = ModelInUse(adapter, config.prepack_weights, adapter.identity(fingerprint), anew=True)
         # Engines over one model take turns.
-        self._scheduler: Scheduler = scheduler_of(model, None if beside is None else beside._scheduler)
-        self._batched_decode = BatchedDecode(adapter)
-        self._write_back = WriteBack(self._scheduler)
-        self.guard = QualityGuard()
-        self._viewed: BlendEngine | None = None
-        self._named = SpanNames(str(getattr(model.config, "_name_or_path", "") or "local"))
-        weakref.finalize(self, self._write_back.stop).atexit = False
+        scheduler = scheduler_of(model, None if beside is None else beside._parts.turns.scheduler)
+        write_back, lifetime = WriteBack(scheduler), Lifetime()
+        parts = EngineParts(
+            tokenizer=tokenizer,
+            processor=lambda: processor,
+            pipeline=open_pipeline(in_use, PromptTokenizer(tokenizer, config.separator), config, opened),
+            turns=Turns(scheduler, in_use, BatchedDecode(adapter), write_back, config, lifetime),
+            guard=QualityGuard(),
+            prefetcher=Prefetcher(opened),
+            names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
+            owns_store=store is None or are_locations(store),
+        )
+        self._consist_of(parts)
+        weakref.finalize(lifetime, write_back.stop).atexit = False
         prepare_end()
+
+    def _consist_of(self, parts: EngineParts) -> None:
+        self._parts = parts
+        pipeline, segments = parts.pipeline, parts.pipeline.segments
+        self.config, self.store = pipeline.config, pipeline.store
+        self.tokenizer, self.guard = parts.tokenizer, parts.guard
+        self.adapter = segments.model.adapter
+        """The model, taken apart into the steps of the blended pass."""
+        self.model = self.adapter.model
+        self.takes_images = getattr(self.model.config, "vision_config", None) is not None
+        """Whether the model has an image encoder."""
+        self.condition = segments.condition
+        """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
+        self.learned = segments.learned
+        """The context learned by ``cacheblend-rag adapt``, or given to `with_learned`; None without one."""
+        self.products = segments.model.products
+        """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
+        self.turns = parts.turns
+        """Lets requests have the model in turn."""
+        self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher)
+        """The stored KV of chunks."""
+        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.guard, parts.names)
 
     @classmethod
     def from_pretrained(
@@ -185,20 +217,19 @@ class BlendEngine:
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
-        made._named = SpanNames(os.fspath(model))
-        made._processor = loaded.processor
-        if made._owns_store:
+        parts = dataclasses.replace(made._parts, names=SpanNames(os.fspath(model)), processor=loaded.processor)
+        if parts.owns_store:
             locations = absolute_locations(store) if are_locations(store) else None
-            made._reopen = partial(
-                cls.from_pretrained, os.fspath(model), store=locations, device=device, dtype=dtype, **model_kwargs
-            )
+            arguments = {"store": locations, "device": device, "dtype": dtype, **model_kwargs}
+            parts = dataclasses.replace(parts, reopen=partial(cls.from_pretrained, os.fspath(model), **arguments))
+        made._consist_of(parts)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._reopen is None:
+        if self._parts.reopen is None:
             remedy = "make it by from_pretrained (or from_model_id), with a folder for its store, and it can be"
             raise ConfigError("engine", "made of objects that cannot be copied or pickled", remedy)
-        return partial(self._reopen, config=self.config), ()
+        return partial(self._parts.reopen, config=self.config), ()
 
     def with_config(self, **changes: Any) -> BlendEngine:
         """An engine over the same model and store with other options.
@@ -221,11 +252,24 @@ class BlendEngine:
         """
         if changes.get("selection", self.config.selection) != self.config.selection:
             changes = {"selection_options": {}, "recompute_ratios": (), **changes}
-        other = self._view()
-        other.config = dataclasses.replace(self.config, **changes)
-        segments = self._pipeline.tokenizer.with_separator(other.config.separator)
-        other._pipeline = self._pipeline.with_config(other.config, segments)
-        return other
+        config = dataclasses.replace(self.config, **changes)
+        pipeline = self._parts.pipeline.with_config(config)
+        return self._changed(pipeline=pipeline, turns=dataclasses.replace(self.turns, config=config))
+
+    def with_learned(self, context: LearnedContext | None) -> BlendEngine:
+        """An engine over the same model and store that holds a learned context, as if it were kept beside the store.
+
+        Parameters
+        ----------
+        context : LearnedContext or None
+            None for one without.
+
+        Raises
+        ------
+        ConfigError
+            If the options ask for a learned context and there is none.
+        """
+        return self._changed(pipeline=self._parts.pipeline.with_learned(context))
 
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
         """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.
@@ -237,58 +281,27 @@ class BlendEngine:
         operation : str
             ``"chat"`` if prompts are conversations, else ``"text_completion"``.
         """
-        other = self._view()
-        other._named = SpanNames(model, operation)
-        return other
+        return self._changed(names=SpanNames(model, operation))
 
-    def _view(self) -> BlendEngine:
-        """Another engine that shares everything with this one."""
-        other = object.__new__(BlendEngine)
-        other.__dict__.update(self.__dict__)
-        other._viewed = self
+    def _changed(self, **changes: Any) -> BlendEngine:
+        """Another engine that shares everything else with this one."""
+        other = BlendEngine.__new__(BlendEngine)
+        other._consist_of(dataclasses.replace(self._parts, base=self, **changes))
         return other
-
-    @property
-    def adapter(self) -> ModelAdapter:
-        """The model, taken apart into the steps of the blended pass."""
-        return self._pipeline.adapter
 
     @property
     def fingerprint(self) -> str:
         """Identity of the model: its weights, its active adapters and what else its KV depends on."""
-        return self._pipeline.look_at_model()
+        return self._parts.pipeline.segments.model.look()
 
     @property
     def context_window(self) -> int | None:
         """Most tokens of a prompt with its answer; None if the model's config does not say it."""
         return self.adapter.context_window
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model has an image encoder."""
-        return getattr(self.model.config, "vision_config", None) is not None
-
-    @property
-    def condition(self) -> str:
-        """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
-        return self._pipeline.condition
-
-    @property
-    def learned(self) -> LearnedContext | None:
-        """The context learned by ``cacheblend-rag adapt``, or given to `use_learned`; None without one."""
-        return self._pipeline.learned
-
-    def use_learned(self, context: LearnedContext | None) -> None:
-        """Hold a learned context from now on, as if it were kept beside the store; views made before do not."""
-        self._pipeline = self._pipeline.with_learned(context)
-
-    def products(self) -> contextlib.AbstractContextManager[None]:
-        """Within this the model multiplies as it does while the engine runs it; see ``prepack_weights``."""
-        return self._pipeline.prepacked()
-
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""
-        return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
+        return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.config))
 
     def image_prompt(
         self,
@@ -317,13 +330,13 @@ class BlendEngine:
         PromptError
             If the conversation or an image cannot be used.
         """
-        processor = self._processor()
+        processor = self._parts.processor()
         if processor is None:
             remedy = "an image needs the model's own: give processor=AutoProcessor.from_pretrained(name of the model)"
             raise ConfigError("processor", None, remedy)
         return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
 
-    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
+    def fitted(self, prompt: AnyPrompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
         """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
 
         Parameters
@@ -336,12 +349,14 @@ class BlendEngine:
         ContextLengthError
             If prompt and answer do not fit into the model's context window.
         """
-        needed, room = _answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
-        return self._pipeline.split(self._prompt(prompt), needed, room)
+        needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
+        if isinstance(prompt, ImagePrompt):
+            return fitted_images(prompt, self.context_window, needed)
+        return self._parts.pipeline.split(_prompt_of(prompt, self.config), needed, room)
 
     # Answering -----------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+    def generate(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> Generation:
         """Answer a prompt.
 
         Parameters
@@ -361,7 +376,7 @@ class BlendEngine:
         PromptError, ConfigError
             If the prompt or an option cannot be used.
         """
-        return self._answer(self._prompt(prompt), DecodeOptions(**options), None)
+        return self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))(None)
 
     def grammar(self, schema: Mapping[str, Any]) -> Grammar:
         """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
@@ -383,7 +398,7 @@ class BlendEngine:
         return Grammar(self.tokenizer, [Form(schema)])
 
     def stream(
-        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+        self, prompt: AnyPrompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
     ) -> TextStream:
         """Answer a prompt piece by piece.
 
@@ -395,20 +410,27 @@ class BlendEngine:
         Returns
         -------
         TextStream
-            Iterates over pieces of text; its ``result`` is the whole `Generation` afterwards.
+            Iterates over pieces of text, with ``for`` or ``async for``. Its ``result`` is the whole `Generation`
+            afterwards.
             Leaving the iteration early ends the generation.
         """
-        parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
-        return TextStream(below_this(lambda sink: self._answer(parsed, chosen, sink)), timeout)
+        answer = self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))
+        return TextStream(below_this(answer), timeout)
 
-    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
+    def generate_batch(
+        self, prompts: Iterable[AnyPrompt | str], **options: Unpack[DecodeArguments]
+    ) -> list[Generation]:
         """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
         with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
             answers = {number: stream.complete() for number, stream in streams}
         return [answers[number] for number in range(len(answers))]
 
     def stream_batch(
-        self, prompts: Iterable[Prompt | str], *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+        self,
+        prompts: Iterable[AnyPrompt | str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecodeArguments],
     ) -> NumberedStreams:
         """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
 
@@ -423,277 +445,36 @@ class BlendEngine:
         ContextLengthError
             If one of several prompts does not fit into the model's context window; none is answered then.
         """
-        parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
+        parsed = [_prompt_of(prompt, self.config) for prompt in prompts]
+        chosen = DecodeOptions(**options)
         if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
-            self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
-        return self._streams(parsed, chosen, timeout)
+            self._answers.check_all_fit(parsed, chosen)
+        return self._answers.streams(parsed, chosen, timeout)
 
-    def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
-        if len(prompts) == 1:
-            yield 0, TextStream(partial(self._answer, prompts[0], options), timeout)
-            return
-        with contextlib.closing(SharedKV([(one.prefix, *one.chunks) for one in prompts])) as shared:
-            streams = (
-                (number, TextStream(partial(self._answer, prompts[number], options, shared=shared), timeout))
-                for number in by_common_chunks([prompt.chunks for prompt in prompts])
-            )
-            yield from begun_ahead(streams, self.config.max_concurrent if self._several else 1)
+    async def agenerate(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
+        return await self.stream(prompt, **options).acomplete()
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
-        parsed = self._prompt(prompt)
+        parsed = _prompt_of(prompt, self.config)
         if isinstance(parsed, ImagePrompt):
             raise PromptError("a prompt that holds an image is not fused: use generate or stream")
-        with self._held():
-            blend = self._pipeline.blend(parsed)
-            self._keep(blend)
-        return blend.fused
-
-    def _answer(
-        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, shared: SharedKV | None = None
-    ) -> Generation:
-        """Split, look up, load, fuse, decode."""
-        pipeline = self._pipeline
-        cancelled = sink.cancelled if sink else interpreter_ends
-        with (
-            shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext(),
-            traced(self._named, prompt, options, self.config, sink) as trace,
-            self._held(prompt, options.max_new_tokens) as spent,
-        ):
-            trace.begins()
-            if sink:
-                sink.model_time = spent
-            if cancelled():
-                raise GenerationError("the answer was given up before its turn came")
-            fit = pipeline.split(prompt, *_answer_room(options))
-            if isinstance(prompt, ImagePrompt):
-                answer = self._plain_answer(prompt, fit, options, sink)
-                trace.answered(answer)
-                return answer
-            with pipeline.look_up(fit) as lookup:
-                loading = pipeline.load(lookup, cancelled, shared)
-                blend = pipeline.fuse(lookup, loading, self._pauses(cancelled) if self._several else None)
-            answer = self._decode(blend, options, sink)
-            trace.answered(answer)
-            self._keep(pipeline.keep_session(blend, answer.token_ids))
-        self.guard.watch(fit.prompt, answer, pipeline, self._scheduler, self._write_back)
-        return answer
-
-    def _plain_answer(
-        self, prompt: ImagePrompt, fit: FittedPrompt, options: DecodeOptions, sink: Cancelled | None
-    ) -> Generation:
-        """The answer to a prompt that holds images: the model's own, from its own prefill."""
-        started = time.perf_counter()
-        with self.products():
-            decoded = generate(
-                self.model,
-                self.tokenizer,
-                inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
-                options=options,
-                on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else interpreter_ends,
-                window=self.context_window,
-            )
-        seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-        report = dataclasses.replace(
-            self._pipeline.plain_report(fit.split), plain_reason="the prompt holds an image", seconds=seconds
-        )
-        return Generation(decoded.text, decoded.token_ids, _completed(report, decoded))
-
-    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
-        """The answer to a fused prompt, token by token."""
-        fused, fused_at = blend.fused, time.perf_counter()
-        with self.products(), self._steps(fused) as step:
-            decoded = decode(
-                self.model,
-                self.tokenizer,
-                input_ids=fused.input_ids,
-                cache=fused.cache,
-                logits=fused.logits,
-                options=options,
-                on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else interpreter_ends,
-                step=step,
-                window=self.context_window,
-            )
-        return _generation(fused, decoded, fused_at)
-
-    def _keep(self, blend: Blend) -> None:
-        """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
-        if self.store.read_only:
-            return
-        for key, job in blend.write_back.items():
-            if self.config.write_back == "background":
-                self._write_back.submit(key, job)
-                continue
-            try:
-                job.run()
-            except CacheBlendError as error:
-                _log.warning("could not store %s: %s", key, error)
+        return self._answers.fuse(parsed)
 
     # The store -----------------------------------------------------------------------------
 
     def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
-        """Compute and store the KV of chunks ahead of time, several in one pass.
-
-        Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
-        the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
-
-        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
-        takes is left out, and a warning names it.
-
-        Parameters
-        ----------
-        chunks : iterable of str
-            Chunk texts, those of a document one after another: chunks are computed behind stretches of those next
-            to them (``condition="context"``).
-        prefix : str
-            The prefix they will stand behind; needed with ``condition="prefix"`` only.
-        progress : bool, optional
-            Show a progress bar; by default if standard error is a terminal.
-
-        Raises
-        ------
-        ContextLengthError
-            If a chunk alone is longer than the model's context window; the message gives its first words.
-        """
-        self._check_open()
-        texts = _texts(chunks)
-        self._pipeline.look_at_model()
-        pairs = [(text, found) for text in texts if (found := self._fitting_segment(text, prefix)) is not None]
-        segments = behind_each_other(self._pipeline, [text for text, _ in pairs], [found for _, found in pairs])
-        return WarmUp(self._pipeline, self.in_background).run(segments, progress)
-
-    def estimate_bytes(self, chunks: Iterable[str]) -> int:
-        """Bytes the KV of chunks will take in the store; nothing is computed."""
-        texts = [text for text in _texts(chunks) if self._pipeline.chunk_segment(text) is not None]
-        found = behind_each_other(self._pipeline, texts, list(self._segments(texts)))
-        segments = {segment.key: segment for segment in found}
-        return sum(self.store.record_bytes(self._pipeline.record_info(segment)) for segment in segments.values())
-
-    def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
-        """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.
-
-        With tiers, records rise to the nearest; of a single folder, the system is asked to read
-        their files. Chunks that are not stored are left alone. Never waits and never fails.
-
-        Parameters
-        ----------
-        chunks, prefix
-            As for `warm`.
-        """
-        self._prefetcher.submit(segment.key for segment in self._segments(chunks, prefix))
+        """Compute and store the KV of chunks ahead of time; see `Chunks.warm`."""
+        return self.chunks.warm(chunks, prefix=prefix, progress=progress)
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
-        """Erase the stored KV of chunks, and that of other chunks that was computed behind them.
-
-        Returns
-        -------
-        int
-            Records that were erased. Records that waited to be stored never were, and are not counted.
-
-        Raises
-        ------
-        StoreError
-            If some could not be erased, or not be looked for; all that could be erased are.
-        """
-        texts = _texts(chunks)
-        self.drop_waiting(texts, prefix=prefix)
-        failed: list[StoreError] = []
-        keys = self._records_of(texts, prefix, failed, dependent=True)
-        erased = 0
-        for key in keys:
-            with _noted(failed):
-                erased += self.store.delete(key)
-        if failed:
-            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
-        return erased
-
-    def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
-        """Let no record be stored that waits to be and that `forget` would erase.
-
-        A record of them that is being stored at this moment is waited for. Other records are stored as they
-        would have been.
-
-        Parameters
-        ----------
-        chunks, prefix
-            As for `warm`.
-        """
-        self._check_open()
-        self._pipeline.look_at_model()
-        forms = self._forms(_texts(chunks), prefix)
-        keys = {segment.key for segments in forms for segment in segments}
-        ids = [segments[0].token_ids for segments in forms]
-        begins, kept = finder(ids), keys_begin(self.config.salt)
-
-        def holds_chunk(key: str, job: Job) -> bool:
-            if job.info is None or key.split(OTHER_FORM)[0] in keys:
-                return job.info is not None
-            info = job.info()
-            if key.startswith(KEY_PREFIX):
-                return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
-            return begins(info.behind) and self._pipeline.owns(key, info)
-
-        if ids:
-            self._write_back.drop(holds_chunk)
-
-    def _forms(self, texts: Iterable[str], prefix: str) -> list[list[Segment]]:
-        """Of each chunk all segments under which it may be stored; of one that is too short none."""
-        return [forms for text in texts if (forms := self._pipeline.chunk_forms(text, prefix))]
-
-    def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
-        """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
-
-        Parameters
-        ----------
-        chunks, prefix
-            As for `warm`.
-        dependent : bool
-            Those of other chunks that were computed behind them, too. All records of the store are looked at for it.
-
-        Raises
-        ------
-        StoreError
-            If some could not be looked for.
-        """
-        self._check_open()
-        failed: list[StoreError] = []
-        keys = self._records_of(chunks, prefix, failed, dependent)
-        if failed:
-            raise StoreError(f"not all records could be looked for: {failed[0]}") from failed[0]
-        return keys
-
-    def _records_of(self, chunks: Iterable[str], prefix: str, failed: list[StoreError], dependent: bool) -> set[str]:
-        """See `records_of`; what went wrong on the way is added to ``failed``."""
-        self._pipeline.look_at_model()
-        forms = self._forms(_texts(chunks), prefix)
-        keys = {segment.key for segments in forms for segment in segments}
-        for key in [*keys]:
-            with _noted(failed):
-                keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
-        ids = [segments[0].token_ids for segments in forms]
-        if dependent and ids:  # whatever chunks are computed behind now
-            begins = finder(ids)
-            with _noted(failed):
-                found = ((key, info) for key, info in self.store.infos("") if begins(info.behind))
-                keys.update(key for key, info in found if self._pipeline.owns(key, info))
-        # Prompts that were kept whole have their chunks in them.
-        with _noted(failed):
-            kept = self.store.infos(keys_begin(self.config.salt)) if ids else ()
-            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
-        # No text of theirs stays in memory either.
-        self._pipeline.tokenizer.forget()
-        return keys
-
-    @property
-    def storing_seconds(self) -> float:
-        """Time spent in the background on computing and storing what was missing."""
-        return self._write_back.seconds
+        """Erase the stored KV of chunks; how many records there were; see `Chunks.forget`."""
+        return self.chunks.forget(chunks, prefix=prefix)
 
     def flush(self) -> None:
         """Wait until everything computed is stored, on other machines too."""
-        self._write_back.flush()
+        self.turns.write_back.flush()
         self.store.flush()
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
@@ -706,202 +487,26 @@ class BlendEngine:
             warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
             for all of it. An interrupt (Ctrl-C) drops the rest, too.
         """
-        if self._viewed is not None or self._write_back.closed:
+        write_back = self.turns.write_back
+        if self._parts.base is not None or write_back.closed:
             return
-        self._prefetcher.close()
-        self._write_back.close(seconds)
-        with self._scheduler:  # a request on another thread may still be under way
-            # Prepacked weights go with the last engine over the model.
-            self._pipeline.prepacked = contextlib.nullcontext
-            if self._owns_store:
+        self._parts.prefetcher.close()
+        write_back.close(seconds)
+        with self.turns.scheduler:  # a request on another thread may still be under way
+            self.turns.model.release()
+            if self._parts.owns_store:
                 self.store.close()
-
-    def __enter__(self) -> BlendEngine:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
-    # Asynchronous forms --------------------------------------------------------------------
 
-    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
-        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
-        return await self.stream(prompt, **options).acomplete()
-
-    async def agenerate_batch(
-        self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
-    ) -> list[Generation]:
-        """`generate_batch` without blocking the event loop; being cancelled stops it."""
-        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
-            answers = {number: await stream.acomplete() for number, stream in streams}
-        return [answers[number] for number in range(len(answers))]
-
-    async def afuse(self, prompt: Prompt | str) -> FusedKV:
-        """`fuse` without blocking the event loop."""
-        return await asyncio.to_thread(self.fuse, prompt)
-
-    async def awarm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
-        """`warm` without blocking the event loop."""
-        return await asyncio.to_thread(self.warm, chunks, prefix=prefix, progress=progress)
-
-    async def astream(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> AsyncIterator[str]:
-        """`stream` without blocking the event loop."""
-        pieces = self.stream(prompt, **options)
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            await asyncio.to_thread(pieces.close)
-
-    # Helpers -------------------------------------------------------------------------------
-
-    def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
-        """Stored segments of chunks; texts too short to have tokens of their own are left out."""
-        self._pipeline.look_at_model()
-        found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
-        return (segment for segment in found if segment is not None)
-
-    def _fitting_segment(self, text: str, prefix: str) -> Segment | None:
-        """The stored segment of a chunk, if it is not too long for the model."""
-        segment, window = self._pipeline.chunk_segment(text, prefix), self.context_window
-        tokens = len(segment.context_ids) + len(segment.token_ids) if segment else 0
-        if window is not None and tokens > window:
-            first = " ".join(text.split()[:8])
-            remedy = "split its document into smaller chunks, or take a model with a longer window"
-            raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
-        return segment
-
-    def _prompt(self, prompt: Prompt | str) -> Prompt:
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, str):
-            separator = self.config.text_separator
-            return Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt)
-        raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
-
-    @contextlib.contextmanager
-    def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[ModelTime]:
-        """The model and the store: for one request alone, or for a prompt beside others that have begun."""
-        beside: Callable[[], int] = _nobody
-        if prompt is not None and self._several and not isinstance(prompt, ImagePrompt):  # that one lets nobody in
-            # No tokenizer makes more tokens than there are bytes.
-            size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
-            beside = partial(self._beside, size + (new_tokens or 256))
-        with self._scheduler.entered(beside) as spent:
-            self._check_open()
-            self._pipeline.look_at_model()
-            yield spent
-
-    @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
-        with self._scheduler.entered(_anybody):
-            self._check_open()
-            yield
-
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Hold the model for a short piece of work that no request waits for.
-
-        It begins once no request wants the model. While requests never cease, such work gets a fifth of the time.
-        """
-        with self._scheduler.background():
-            self._check_open()
-            self._pipeline.look_at_model()
-            yield
-
-    @property
-    def _several(self) -> bool:
-        """Whether answers may be under way at once."""
-        return self.config.max_concurrent > 1 and self._batched_decode.possible
-
-    def _beside(self, tokens: int) -> int:
-        """How many others may be under way when a prompt of so many tokens at most is begun."""
-        return self.config.max_concurrent - 1 if self._batched_decode.fit(tokens) else 0
-
-    @contextlib.contextmanager
-    def _steps(self, fused: FusedKV) -> Iterator[Step]:
-        """The function that takes each step of an answer."""
-        if not (self.config.prompt_lookup and self._batched_decode.takes_several and all_preallocated(fused.cache)):
-            yield self._step
-            return
-        lookup = PromptLookup(
-            fused.input_ids,
-            fused.cache,
-            most=self.config.prompt_lookup,
-            window=self.context_window or sys.maxsize,
-            take=self._step,
-            wanted=lambda: self._scheduler.alone,
-        )
-        with contextlib.closing(lookup):
-            yield lookup
-
-    def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """A step's pass, together with those of others under way; logits ``[1, tokens, vocab]``."""
-        if not self._several:
-            return self._batched_decode([inputs])[0]
-        return self._scheduler.step(inputs, self._batched_decode)
-
-    def _pauses(self, cancelled: Callable[[], bool]) -> Pauses:
-        """Pauses of a prefill, in which others use the model."""
-        on_cpu = self.adapter.device.type == "cpu"
-
-        def going_on() -> None:
-            if cancelled():
-                raise GenerationError("the answer was given up while its prompt was prefilled")
-
-        def between(seconds: float) -> None:
-            going_on()
-            self._scheduler.give_way(seconds)
-
-        def each_layer() -> None:
-            going_on()
-            if on_cpu:  # on a GPU a layer takes a millisecond
-                self._scheduler.let_step()
-
-        return Pauses(between, each_layer)
-
-    def _check_open(self) -> None:
-        if self._write_back.closed:
-            raise ConfigError("engine", "closed", "make a new engine; this one was closed")
-
-
-def _nobody() -> int:
-    return 0
-
-
-def _anybody() -> int:
-    return sys.maxsize
-
-
-def _answer_room(options: DecodeOptions) -> tuple[int, int]:
-    """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
-    requested = options.requested_tokens
-    return requested or 1, requested or DEFAULT_NEW_TOKENS
-
-
-def _generation(fused: FusedKV, decoded: DecodedAnswer, fused_at: float) -> Generation:
-    seconds = dataclasses.replace(fused.report.seconds, first_token=decoded.first_token_at - fused_at)
-    report = _completed(dataclasses.replace(fused.report, seconds=seconds), decoded)
-    return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
-
-
-def _completed(report: BlendReport, decoded: DecodedAnswer) -> BlendReport:
-    return dataclasses.replace(report, generated_tokens=len(decoded.token_ids), finish_reason=decoded.finish_reason)
-
-
-@contextlib.contextmanager
-def _noted(failed: list[StoreError]) -> Iterator[None]:
-    """Go on after an error of the store, and remember it."""
-    try:
-        yield
-    except StoreError as error:
-        failed.append(error)
-
-
-def _texts(chunks: Iterable[str]) -> list[str]:
-    if isinstance(chunks, str):
-        raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
-    return list(chunks)
+def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:
+    if isinstance(prompt, (Prompt, ImagePrompt)):
+        return prompt
+    if isinstance(prompt, str):
+        separator = config.text_separator
+        return Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt)
+    raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import random
@@ -153,7 +152,7 @@ class QualityGuard:
         if least >= 1:
             return
         ratio = round(min(1.0, max(1.5 * least, least + 0.05)), 4)
-        check.pipeline.raise_ratio(ratio)
+        check.pipeline.policy.minimum.raise_to(ratio)
         self._status = dataclasses.replace(self._status, least_ratio=ratio)
         self._add(raised=1)
         _log.warning(
@@ -192,14 +191,15 @@ class _Check:
         GenerationError
             If a request came meanwhile.
         """
-        plain = copy.copy(self.pipeline)  # kept prompts are left aside: this very one may be among them
-        plain.config = dataclasses.replace(plain.config, session_cache=False)
-        blend = plain.blend(self._prompt, self._awaited)
-        report, adapter = blend.fused.report, self.pipeline.adapter
-        self.ratio = report.recompute_ratio
-        if report.plain or report.hits != self._hits:
+        # Kept prompts are left aside: this very one may be among them.
+        segments = self.pipeline.segments
+        config = dataclasses.replace(segments.config, session_cache=False)
+        plain = dataclasses.replace(self.pipeline, segments=dataclasses.replace(segments, config=config))
+        blend, adapter = plain.blend(self._prompt, self._awaited), segments.model.adapter
+        if blend.choice is None or sum(blend.lookup.hits) != self._hits:
             return None
-        blended = answer_log_probs(adapter, blend.fused.cache, blend.fused.logits, self._answer_ids)
-        fusion = prefill_layerwise(adapter, report.input_ids, self._awaited)
+        self.ratio = blend.choice.ratio
+        blended = answer_log_probs(adapter, blend.cache, blend.logits, self._answer_ids)
+        fusion = prefill_layerwise(adapter, blend.input_ids, self._awaited)
         full = answer_log_probs(adapter, adapter.new_cache(fusion.layers), fusion.logits, self._answer_ids)
         return float(kl_divergence(full, blended).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import sys
@@ -18,11 +19,11 @@ from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
-from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.models.loading import loading_arguments
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import hint_at_unknown, known_chunks, written_forms
@@ -177,7 +178,8 @@ class LLMBase(BaseModel):
     seed : int, optional
         Makes sampling repeatable.
     stop : str or list of str
-        Text or texts that end an answer, besides those given by the call.
+        Text or texts that end an answer. Those of a call come beside them, and an empty list of a call means that
+        none does.
     generation_config : transformers GenerationConfig, optional
         Anything else transformers offers.
     logits_processor : list of callable
@@ -389,7 +391,7 @@ class LLMBase(BaseModel):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.estimate_bytes(texts), self.engine.store.size_limit
+        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.size_limit
         say = say or partial(print, file=sys.stderr)
         limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
         say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
@@ -398,7 +400,7 @@ class LLMBase(BaseModel):
 
     def estimate_bytes(self, documents: Iterable[Any]) -> int:
         """Bytes that the KV of documents takes in the store."""
-        return self.engine.estimate_bytes(self._texts(documents))
+        return self.engine.chunks.estimate_bytes(self._texts(documents))
 
     def forget(self, documents: Iterable[Any]) -> int:
         """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
@@ -424,8 +426,8 @@ class LLMBase(BaseModel):
 
         Parameters
         ----------
-        stop : str or list of str
-            Texts that end this answer, too.
+        stop : str or list of str, optional
+            Texts that end this answer, too. If the list is empty, no text ends it.
         overrides : dict
             Arguments of the call.
         also : sequence of str
@@ -451,10 +453,19 @@ class LLMBase(BaseModel):
         own |= {name: given[name] for name in _DECODING if name in given}
         if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
             own["grammar"] = grammar
-        stops = [*stop_texts(self.stop), *stop_texts(stop), *stop_texts(given.get("stop"))]
+        stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
+        if stops is None and getattr(config, "stop_strings", None):
+            own["generation_config"] = copy.deepcopy(config)
+            own["generation_config"].stop_strings = None
+        stops = stops or []
         if begun and not grammar:
             stops.append(CALL_END)
         return cast(DecodeArguments, {"stop": stops, **own})
+
+    def _stops(self, *given: str | Sequence[str] | None) -> list[str] | None:
+        """Texts that end an answer: the model's own, and those of its call; None if the call says that none does."""
+        own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
+        return None if not called and any(one is not None for one in given) else [*own, *called]
 
     def _most(self, overrides: Mapping[str, Any]) -> int | None:
         """Most tokens of the answer of one call; None if no number was given."""
@@ -490,7 +501,7 @@ class LLMBase(BaseModel):
 
     def _open(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
@@ -502,30 +513,37 @@ class LLMBase(BaseModel):
 
     def _complete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
     ) -> list[Generation]:
         """Whole answers, in the order of the prompts."""
         answers: dict[int, Generation] = {}
+        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
-                for number, stream in streams:
-                    stream.on_result = self._answered
-                    answers[number] = stream.complete()
+            with attempt:
+                if len(prompts) == 1 and timeout is None:
+                    answers[0] = engine.generate(prompts[0], **arguments)
+                    self._answered(answers[0])
+                    continue
+                with closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
+                    for number, stream in streams:
+                        stream.on_result = self._answered
+                        answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
     async def _acomplete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
     ) -> list[Generation]:
         answers: dict[int, Generation] = {}
+        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
+            with attempt, closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
                 for number, stream in streams:
                     stream.on_result = self._answered
                     answers[number] = await stream.acomplete()
@@ -536,12 +554,6 @@ class LLMBase(BaseModel):
         report = answer.report
         if self.track and not (report.hits or report.misses or report.left_out or report.documents):
             hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
-
-    def _streams(
-        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any], operation: Operation
-    ) -> NumberedStreams:
-        engine = self.engine.named(self.model_name, operation)
-        return engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
 
     def _attempts(self) -> Iterator[AttemptManager]:
         return iter(

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from tqdm import tqdm
 
-from cacheblend_rag.engine.pipeline import Pipeline, Segment
+from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import UNLIMITED
 
@@ -29,24 +29,6 @@ _AHEAD = 16
 _INDEX_ROOM = 2**16
 # Seconds to wait for another process that computes the same chunk.
 _PATIENCE = 300.0
-
-
-def behind_each_other(pipeline: Pipeline, texts: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
-    """Segments with the contexts they are computed behind, which are made of those next to them.
-
-    Parameters
-    ----------
-    pipeline : Pipeline
-    texts : sequence of str
-        Those of the segments.
-    segments : sequence of Segment
-        In the order of their documents, where they have one.
-    """
-    beside = pipeline.contexts_beside(texts, [len(segment.token_ids) for segment in segments])
-    return [
-        replace(segment, contexts=contexts) if segment.averaged else segment
-        for segment, contexts in zip(segments, beside, strict=True)
-    ]
 
 
 def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:
@@ -98,7 +80,7 @@ class WarmUp:
 
     def __init__(self, pipeline: Pipeline, held: Callable[[], AbstractContextManager[None]]) -> None:
         self._pipeline, self._store, self._held = pipeline, pipeline.store, held
-        self._batch_tokens = _TOKENS_ON_CPU if pipeline.adapter.device.type == "cpu" else _TOKENS
+        self._batch_tokens = _TOKENS_ON_CPU if pipeline.segments.model.adapter.device.type == "cpu" else _TOKENS
         self._sizes: dict[str, int] = {}
         self._computed: list[Segment] = []
 
@@ -116,7 +98,7 @@ class WarmUp:
         given = list(segments)
         writable = not self._store.read_only
         new = {segment.key: segment for segment in given if not self._store.contains(segment.key)}
-        self._sizes = {key: self._store.record_bytes(self._pipeline.record_info(new[key])) for key in new}
+        self._sizes = {key: self._store.record_bytes(self._pipeline.segments.info(new[key])) for key in new}
         hidden = None if progress is None else not progress
         with tqdm(total=len(new), desc="warming", unit="chunk", disable=hidden) as bar:
             done, elsewhere = self._store_what_fits(deque(new.values() if writable else ()), bar.update)

@@ -8,13 +8,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import RecordInfo
 
@@ -23,6 +24,12 @@ _log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
 """Most seconds for which KV is still stored while an engine is closed or the interpreter ends."""
+# Tokens of a pass that several chunks share; a request may have to wait for it. A pass of few tokens takes longer for
+# each, so small chunks are computed together. Larger ones gain nothing; alone they have the same bits, whatever else is
+# missing.
+_PASS_TOKENS = 256
+# Padding of a pass, as a share of the tokens that are wanted.
+_PADDING = 0.25
 # Nothing is said of a wait that is no longer than so many seconds.
 _SILENT = 1.0
 
@@ -39,15 +46,64 @@ class Job:
         Bytes it keeps in memory until then.
     info : callable, optional
         Info of the record; None where no chunk is in it.
+    segment : Segment, optional
+        The segment that is computed for it.
+    compute : callable, optional
+        Computes and stores several segments in one pass, with padding to the longest.
     """
 
     run: Callable[[], object]
     held: int = 0
     info: Callable[[], RecordInfo] | None = None
+    segment: Segment | None = None
+    compute: Callable[[Sequence[Segment]], object] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed for it."""
+        return 0 if self.segment is None else len(self.segment.own_ids)
+
+    def shares_pass(self, other: Job) -> bool:
+        """Whether it and another may be done in one pass."""
+        one, two = self.segment, other.segment
+        if one is None or two is None or self.compute != other.compute or one.contexts is not two.contexts:
+            return False
+        return (one.shared_ids, one.regime) == (two.shared_ids, two.regime)
+
+
+NamedJobs = Sequence[tuple[str, Job]]
+
+
+def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
+    """Jobs in their order, those together that are done in one pass."""
+    batch: list[tuple[str, Job]] = []
+    longest = wanted = 0
+    for name, job in jobs:
+        longest, wanted = max(longest, job.tokens), wanted + job.tokens
+        padded = (len(batch) + 1) * longest
+        if batch and not (job.shares_pass(batch[0][1]) and padded <= min(_PASS_TOKENS, (1 + _PADDING) * wanted)):
+            yield batch
+            batch, longest, wanted = [], job.tokens, job.tokens
+        batch.append((name, job))
+    if batch:
+        yield batch
+
+
+def run_pass(jobs: NamedJobs) -> None:
+    """Do jobs that are done in one pass; an error of ours is logged."""
+    (name, first), *others = jobs
+    name += f" and {len(others)} more" * bool(others)
+    try:
+        if others and first.compute is not None:
+            first.compute([job.segment for _, job in jobs if job.segment is not None])
+        else:
+            first.run()
+    except CacheBlendError as error:
+        _log.warning("could not store %s: %s", name, error)
 
 
 class WriteBack:
-    """A bounded queue of jobs, done one by one in the background of the scheduler.
+    """A bounded queue of jobs, done pass by pass in the background of the scheduler.
 
     Parameters
     ----------
@@ -66,7 +122,7 @@ class WriteBack:
         self.seconds = 0.0
         """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
-        self._doing: list[tuple[str, Job]] = []  # one at most
+        self._doing: NamedJobs = ()  # those of one pass
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self.closed = False
@@ -174,21 +230,21 @@ class WriteBack:
         with self._condition:
             if not self._jobs:
                 return
-            name, job = self._jobs.popleft()
-            self._doing.append((name, job))
+            self._doing = next(in_passes(self._jobs))
+            for _ in self._doing:
+                self._jobs.popleft()
         started = time.perf_counter()
         try:
-            job.run()
-        except CacheBlendError as error:
-            _log.warning("could not store %s: %s", name, error)
+            run_pass(self._doing)
         except Exception:
-            _log.exception("storing %s failed", name)
+            _log.exception("storing %s failed", ", ".join(name for name, _ in self._doing))
         finally:
             with self._condition:
                 self.seconds += time.perf_counter() - started
-                self._doing.clear()
-                self._held -= job.held
-                self._names.discard(name)
+                for name, job in self._doing:
+                    self._held -= job.held
+                    self._names.discard(name)
+                self._doing = ()
                 self._condition.notify_all()
 
 
@@ -200,10 +256,10 @@ def queues_begun() -> list[WriteBack]:
     return list(_begun)
 
 
-def tokens_to_store(prompt: Prompt, report: BlendReport, config: BlendConfig) -> int:
+def tokens_to_store(prompt: AnyPrompt, report: BlendReport, config: BlendConfig) -> int:
     """Tokens of a prompt's prefix and chunks that were not stored, and whose KV goes into the store now."""
     if report.plain or config.write_back == "off" or config.selection == "all":
         return 0
     read_of_prefix = report.prefix_tokens if report.prefix_hit else 0
-    of_prefix = report.prefix_tokens - read_of_prefix if prompt.prefix else 0
+    of_prefix = report.prefix_tokens - read_of_prefix if isinstance(prompt, Prompt) and prompt.prefix else 0
     return max(0, of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix))

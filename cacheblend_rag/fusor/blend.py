@@ -222,23 +222,24 @@ class _Pass:
         while layer < count:
             if self._rule.checks(layer) and len(self._chosen):
                 self._check(layer, self._kv(layer))
-            together = 1
-            if self._adapter.replays(len(self._rows)):
-                # Layers that no check parts, the last one aside; KV comes in groups of about as many.
-                free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
-                together = max(1, min(TOGETHER, next(free, count - 1) - layer))
-            yield from self._prefill(layer, layer + together)
-            layer += together
+            stop = self._stop(layer)
+            self.computed += [self._rows] * (stop - layer)
+            self.recomputed += [len(self._chosen)] * (stop - layer)
+            kvs = [self._kv(at) for at in range(layer, stop)]
+            if stop == count and not self._adapter.mixes_rows:
+                self._end(layer, kvs[0])
+            self.hidden = self._adapter.run_layers(layer, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
+            yield from kvs
+            layer = stop
 
-    def _prefill(self, first: int, stop: int) -> list[LayerKV]:
-        """Layers with the same rows."""
-        self.computed += [self._rows] * (stop - first)
-        self.recomputed += [len(self._chosen)] * (stop - first)
-        kvs = [self._kv(layer) for layer in range(first, stop)]
-        if stop == self._adapter.num_layers and not self._adapter.mixes_rows:
-            self._end(first, kvs[0])
-        self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
-        return kvs
+    def _stop(self, layer: int) -> int:
+        """The end of the layers from this one on that are one call: the next one, where layers run one by one."""
+        if not self._adapter.replays(len(self._rows)):
+            return layer + 1
+        # Layers that no check parts, the last one aside; KV comes in groups of about as many.
+        last = self._adapter.num_layers - 1
+        free = next((at for at in range(layer + 1, last) if self._rule.checks(at)), last)
+        return layer + max(1, min(TOGETHER, free - layer))
 
     def _end(self, layer: int, kv: LayerKV) -> None:
         """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""

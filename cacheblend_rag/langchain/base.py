@@ -193,18 +193,19 @@ class BlendFields(LLMBase):
         # Not "stop": that name is the call's.
         return {**own, "stop_texts": stop_texts(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
-    def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
+    def _tracing_params(
+        self, params: LangSmithParams, stop: list[str] | None, overrides: dict[str, Any]
+    ) -> LangSmithParams:
         """LangSmith's names for this model and a call's settings, those given with the call first."""
         temperature = overrides.get("temperature", self.temperature)
         most = self._most(overrides)
-        stop = [*stop_texts(self.stop), *stop_texts(params.get("ls_stop"))]
         params.update({"ls_provider": "cacheblend", "ls_model_name": overrides.get("model", self.model_name)})
         if temperature is not None:
             params["ls_temperature"] = temperature
         if most is not None:
             params["ls_max_tokens"] = most
-        if stop:
-            params["ls_stop"] = stop
+        if stops := self._stops(stop):
+            params["ls_stop"] = stops
         return params
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, Unpack
 
-from jinja2 import TemplateError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
@@ -42,7 +41,7 @@ from cacheblend_rag.langchain.messages import (
 )
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
-from cacheblend_rag.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
@@ -51,8 +50,8 @@ from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
-# Errors of a chat template, or of a processor of images, about a conversation that it does not take.
-_NOT_WRITTEN = (CacheBlendError, TemplateError, TypeError, ValueError, KeyError)
+# Errors about a conversation that a chat template, or a processor of images, does not take.
+_NOT_WRITTEN = (CacheBlendError, TypeError, ValueError, KeyError)
 
 
 class ChatCacheBlend(BlendFields, BaseChatModel):
@@ -101,7 +100,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return "cacheblend-chat"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -233,8 +232,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
-        """The segments this model sees in a conversation."""
-        return self._request(messages, None, {"tools": tools}).prompt
+        """The segments this model sees in a conversation. One that holds images has no chunks."""
+        prompt = self._request(messages, None, {"tools": tools}).prompt
+        return prompt if isinstance(prompt, Prompt) else Prompt(suffix=prompt.text)
 
     def _generate(
         self,
@@ -361,7 +361,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought)
+        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message
@@ -381,7 +381,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         )
         return ChatGenerationChunk(message=chunk)
 
-    def _usage(self, prompt: Prompt, answer: Generation) -> UsageMetadata:
+    def _usage(self, prompt: AnyPrompt, answer: Generation) -> UsageMetadata:
         report = answer.report
         stored = tokens_to_store(prompt, report, self.engine.config)
         return UsageMetadata(
@@ -398,7 +398,7 @@ class _Request:
 
     Parameters
     ----------
-    prompt : Prompt
+    prompt : AnyPrompt
         Its segments.
     arguments : DecodeArguments
         How to decode.
@@ -408,7 +408,7 @@ class _Request:
         Beginning of the answer that was written for the model.
     """
 
-    prompt: Prompt
+    prompt: AnyPrompt
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str

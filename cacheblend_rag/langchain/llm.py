@@ -49,7 +49,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         return "cacheblend"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

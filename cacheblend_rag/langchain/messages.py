@@ -238,12 +238,14 @@ def _check_call(answer: Generation) -> None:
     raise OutputParserException(_CUT if reason == "length" else "the answer has no call that can be read", answer.text)
 
 
-def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None, in_thought: bool = False) -> AIMessage:
+def parse_answer(
+    text: str, tools: Sequence[dict[str, Any]] | None, in_thought: bool = False, begun: bool = False
+) -> AIMessage:
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
 
     Text that cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
     """
-    parsed = parse_calls(text, tools, in_thought=in_thought)
+    parsed = parse_calls(text, tools, in_thought=in_thought, begun=begun)
     # Nine letters or digits: Mistral's templates take no other names.
     calls = [tool_call(name=call.name, args=call.arguments, id=uuid.uuid4().hex[:9]) for call in parsed.calls]
     return AIMessage(content=parsed.content, tool_calls=calls)

@@ -12,7 +12,7 @@ from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.report import Generation
 
@@ -109,7 +109,7 @@ class ModelCall(Generic[R]):
     ----------
     fields : LLMBase
         The model.
-    prompt : Prompt
+    prompt : AnyPrompt
     arguments : DecodeArguments
     options : dict
         Other options of the call.
@@ -126,7 +126,7 @@ class ModelCall(Generic[R]):
     """
 
     fields: LLMBase
-    prompt: Prompt
+    prompt: AnyPrompt
     arguments: DecodeArguments
     options: dict[str, Any]
     respond: Callable[[AnswerText], R]

@@ -41,7 +41,7 @@ from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEven
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, turns_of
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
-from cacheblend_rag.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import begins_in_thought, begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
@@ -263,7 +263,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
         def respond(said: AnswerText) -> ChatResponse:
             if said.answer is not None:
-                message = answer_message(said.text, tools, in_thought)
+                message = answer_message(said.text, tools, in_thought, bool(begun))
             elif begun:
                 message = called_message([call] if (call := begun_call(said.text)) else [])
             else:
@@ -294,7 +294,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     def _call(
         self,
-        seen: Prompt,
+        seen: AnyPrompt,
         options: dict[str, Any],
         respond: Callable[[AnswerText], R],
         also: Sequence[str] = (),

@@ -66,9 +66,11 @@ def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict
     return [_turn(message, images) for message in messages]
 
 
-def answer_message(text: str, tools: Sequence[dict[str, Any]] | None = None, in_thought: bool = False) -> ChatMessage:
+def answer_message(
+    text: str, tools: Sequence[dict[str, Any]] | None = None, in_thought: bool = False, begun: bool = False
+) -> ChatMessage:
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`."""
-    parsed = parse_calls(text, tools, in_thought=in_thought)
+    parsed = parse_calls(text, tools, in_thought=in_thought, begun=begun)
     return called_message(parsed.calls, parsed.content)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -29,10 +30,13 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.exact_index import ExactIndex
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
+_log = logging.getLogger(__name__)
+
 _VERSION = 2
 # LlamaIndex's SimpleVectorStore reads this of a saved store, and fails to take it for a number. Without it, that class
 # would load such a file as an empty store, and save that over it.
 _NOT_SIMPLE = "saved by a FaissVectorStore; load it with vector_store=FaissVectorStore.from_persist_dir(persist_dir)"
+_DEFAULT_FILE = DEFAULT_VECTOR_STORE + NAMESPACE_SEP + DEFAULT_PERSIST_FNAME
 # How many of the nearest the diverse ones are chosen from.
 _MMR_PREFETCH = 4
 
@@ -50,6 +54,7 @@ class FaissVectorStore(BasePydanticVectorStore):
     _index: ExactIndex[BaseNode] = PrivateAttr(default_factory=ExactIndex)
     _lock: Any = PrivateAttr(default_factory=threading.RLock)
     _fresh: bool = PrivateAttr(default=True)  # nothing was ever in it
+    _warned: bool = PrivateAttr(default=False)
 
     @classmethod
     def class_name(cls) -> str:
@@ -115,6 +120,8 @@ class FaissVectorStore(BasePydanticVectorStore):
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Find the nearest nodes, or diverse ones among them (``mmr``).
 
+        A store that never held a node says so once, in the log: it may have been given in the place of a saved one.
+
         Raises
         ------
         ConfigError
@@ -130,6 +137,12 @@ class FaissVectorStore(BasePydanticVectorStore):
         diverse = query.mode is VectorStoreQueryMode.MMR
         wanted = query.similarity_top_k * (_MMR_PREFETCH if diverse else 1)
         with self._lock:
+            if self._fresh and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "nothing can be found in a FaissVectorStore that never held a node; if the index was saved, load it"
+                    " with vector_store=FaissVectorStore.from_persist_dir(persist_dir)"
+                )
             # An index that keeps no nodes itself limits its questions to an empty list of them.
             chosen = self._chosen(query.node_ids or None, query.doc_ids or None, query.filters)
             allowed = [self._index.keys[node.node_id] for node in chosen]
@@ -253,8 +266,9 @@ class FaissVectorStore(BasePydanticVectorStore):
             raise DocumentError(f"there is no saved index {path}; save one there first") from error
         except IsADirectoryError as error:
             raise DocumentError(f"{path} is a folder; read it by from_persist_dir") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(f"the saved index {path} cannot be read: {error}; make it anew") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            remedy = "bring back a copy of it, or index its documents anew"
+            raise DocumentError(f"the saved index {path} is damaged: {error!r}; {remedy}") from error
         return store
 
 
@@ -264,19 +278,31 @@ def _read(files: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
     Raises
     ------
     DocumentError
-        If LlamaIndex's own store has saved it.
-    ValueError
-        If it is no such content, or of a version that is not known.
+        If it was saved by another kind of store or another release, or is no JSON.
     """
-    with files.open(path, "r", encoding="utf-8") as file:
-        saved = json.loads(file.read())
-    if not isinstance(saved, dict):
-        raise ValueError("it is no JSON object")
-    if "version" not in saved and "embedding_dict" in saved:
+    with files.open(path, "rb") as file:
+        data = file.read()
+    ours = f"the file that FaissVectorStore.persist saved; a storage context calls it {_DEFAULT_FILE}"
+    if data.startswith(b"Ix"):
+        own = "LlamaIndex's own store, of llama-index-vector-stores-faiss"
+        raise DocumentError(
+            f"{path} is an index of faiss itself, such as of {own}: read it by that class, or give {ours}"
+        )
+    try:
+        saved = json.loads(data)
+    except ValueError as error:
+        remedy = f"bring back a copy of it if it is damaged, or give {ours}"
+        raise DocumentError(f"{path} is no JSON, or cut off ({error}): {remedy}") from error
+    if isinstance(saved, dict) and "version" not in saved and "embedding_dict" in saved:
         remedy = "it has vectors without nodes: read it by that class, or index its documents anew"
         raise DocumentError(f"{path} was saved by LlamaIndex's SimpleVectorStore; {remedy}")
-    if saved.get("version") not in (1, _VERSION):
-        raise ValueError(f"version {saved.get('version')}")
+    if not isinstance(saved, dict) or not {"version", "nodes", "vectors"} <= set(saved):
+        raise DocumentError(f"{path} was saved by something else than a FaissVectorStore: give {ours}")
+    if saved["version"] not in (1, _VERSION):
+        known = f"versions 1 and {_VERSION} are known here"
+        raise DocumentError(
+            f"{path} has version {saved['version']!r}, and {known}: read it by the release that saved it"
+        )
     return saved
 
 
@@ -284,5 +310,5 @@ def _saved_nodes(files: fsspec.AbstractFileSystem, path: str) -> bool:
     """Whether a file holds a store with nodes; what cannot be read counts as one."""
     try:
         return bool(_read(files, path).get("nodes", True))
-    except (DocumentError, ValueError):
+    except DocumentError:
         return True

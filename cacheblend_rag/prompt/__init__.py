@@ -1,17 +1,18 @@
 """SPLIT: prompts, their segments, and the token ids of each segment."""
 
-from cacheblend_rag.prompt.prompt import DocumentPlace, ImagePrompt, Prompt
+from cacheblend_rag.prompt.prompt import AnyPrompt, DocumentPlace, ImagePrompt, Prompt
 from cacheblend_rag.prompt.tokenizer import (
     FittedPrompt,
     PromptTokenizer,
     Span,
     TokenizedChunk,
     TokenizedPrompt,
-    check_all_fit,
+    check_fits,
     fitted,
 )
 
 __all__ = [
+    "AnyPrompt",
     "DocumentPlace",
     "FittedPrompt",
     "ImagePrompt",
@@ -20,6 +21,6 @@ __all__ = [
     "Span",
     "TokenizedChunk",
     "TokenizedPrompt",
-    "check_all_fit",
+    "check_fits",
     "fitted",
 ]

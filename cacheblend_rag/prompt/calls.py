@@ -1,8 +1,13 @@
-"""Tool calls in a generated text, whole or as it is written."""
+"""Tool calls in a generated text, whole or as it is written.
+
+A call begins a line or a sentence, and nothing but other calls follows it in its line. So chat templates write it. A
+call anywhere else is quoted, and stays text; so does one in fenced or indented code.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +26,17 @@ _BEGUN_NAME = re.compile(r"<function=[^<>\s]*\Z")
 _WHOLE_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
 _THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
 
-_START = re.compile(rf"{CALL_START}|{_FUNCTION}|{_THOUGHT_START}")
-_NOTHING_BUT_JSON = re.compile(r"\s*(?=[{\[])")
+_MARK_START = re.compile(rf"(?P<call>{CALL_START}|{_FUNCTION})")
+# A fence may stand in lists. The one that ends it has as many marks or more, and no words behind it.
+_FENCE = (
+    rf"(?:^|(?<={_THOUGHT_END}))[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*(?:(?P<ticks>`{{3,}})[^`\n]*|(?P<waves>~{{3,}}).*)$"
+)
+_START = re.compile(rf"{_MARK_START.pattern}|(?P<thought>{_THOUGHT_START})|{_FENCE}", re.MULTILINE)
+# Behind a line's end with a few spaces, more would be code; behind a sentence, whose end is no number of a list.
+_MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d][.!?…。！？])[ \t]*)\Z")
+_BEHIND = ("\n", "\r", CALL_END, "<|", "</s>")  # the line ends, a mark too many, a special token
+_LINE_LEFT = re.compile(r"[ \t,;}\]]*")
+_NOTHING_BUT_JSON = re.compile(r"\s*(?P<call>[{\[])")
 _SPACE = re.compile(r"\s*")
 _NEXT_VALUE = re.compile(r"[\s,;]*(?=[{\[])")
 _LEFT_OVER = re.compile(r"[\s,;}\]]*")  # such as a brace too many
@@ -33,7 +47,13 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line ends into texts
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+# Models write line ends into texts.
+_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 
 
 @dataclass(frozen=True)
@@ -68,17 +88,36 @@ class _UnfinishedError(_NoCallError):
     """A text is no call so far."""
 
 
+class _QuotedError(_NoCallError):
+    """Calls stand in a line with other text.
+
+    Parameters
+    ----------
+    end : int
+        Where the last one ends.
+    """
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+
 def begins_in_thought(prompt: str) -> bool:
     """Whether a chat template has opened a thought at the end of a prompt, so that the answer goes on with it."""
     return prompt.rstrip().endswith(_THOUGHT_START)
 
 
 def parse_calls(
-    text: str, tools: Sequence[Mapping[str, Any]] | None, *, in_thought: bool = False, whole: bool = True
+    text: str,
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    in_thought: bool = False,
+    whole: bool = True,
+    begun: bool = False,
 ) -> ParsedAnswer:
     """Read the tool calls in a generated text.
 
-    Text that cannot be understood as a call stays text, and so does all of a thought.
+    Text that cannot be understood as a call stays text, and so does all of a thought. A call that only is quoted stays
+    text, too: one within a sentence, with text behind it in its line, or in code.
 
     Parameters
     ----------
@@ -91,29 +130,42 @@ def parse_calls(
         Whether the answer begins within a thought; see `begins_in_thought`.
     whole : bool
         Whether the answer has ended. Otherwise its content is as far as it is certain.
+    begun : bool
+        Whether the answer was begun for the model as a call. It is one then, whatever follows it in its line.
     """
     if not tools:
         return ParsedAnswer(text)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     at = _behind_thought(text, in_thought)
     kept, calls, certain = [text[:at]], list[Call](), True
-    bare = _NOTHING_BUT_JSON.match(text, at)
-    while (start := _next_start(text, at, bare)) is not None:
+    free = at  # a call may stand directly behind it
+    found = _NOTHING_BUT_JSON.match(text, at) or _START.search(text, at)
+    while found is not None:
+        kind = found.lastgroup or ""
+        start = found.start(kind)
         kept.append(text[at:start])
-        if text.startswith(_THOUGHT_START, start):
-            at = _thought_end(text, start)
-            kept.append(text[start:at])
-            continue
-        try:
-            found, at = _block(text, start, schemas, whole)
-            calls += found
-        except _NoCallError as reason:
-            if isinstance(reason, _UnfinishedError) and not whole:
-                certain = False
-                break
-            kept.append(text[start])
-            at = start + 1
-        bare = None
+        at = start + 1
+        if kind == "thought":
+            at = free = _thought_end(text, start)
+        elif kind != "call":
+            at = _fence_end(text, found.end(), found[kind])
+        else:
+            begins = not text[free:start].strip() or _MAY_BEGIN.search(text, free, start) is not None
+            try:
+                some, at = _run(text, start, schemas, whole, begun)
+                if begins:
+                    calls += some
+                    start, free, begun = at, at, False
+            except _QuotedError as quoted:
+                at = quoted.end
+            except _UnfinishedError:
+                if not whole:
+                    certain, at = False, start
+                    break
+            except _NoCallError:
+                pass
+        kept.append(text[start:at])
+        found = _START.search(text, at)
     if certain:
         kept.append(text[at:] if whole else _without_cut_mark(text[at:]))
     content = "".join(kept)
@@ -125,9 +177,9 @@ def begun_call(text: str) -> Call | None:
     try:
         call = from_json(text[text.index("{") :], allow_partial="trailing-strings")
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-    except (ValueError, KeyError, AttributeError):
+        return _sendable(Call(name, arguments)) if isinstance(arguments, dict) else None
+    except (ValueError, KeyError, AttributeError, _NoCallError):
         return None
-    return Call(name, arguments) if isinstance(arguments, dict) else None
 
 
 class HeldBack:
@@ -170,10 +222,10 @@ def _thought_end(text: str, at: int) -> int:
     return len(text) if end < 0 else end + len(_THOUGHT_END)
 
 
-def _next_start(text: str, at: int, bare: re.Match[str] | None) -> int | None:
-    """Where the next call may begin, or the next thought."""
-    found = _START.search(text, at)
-    return bare.end() if bare else found.start() if found else None
+def _fence_end(text: str, at: int, marks: str) -> int:
+    """Where a fenced block of code ends; one that is not closed lasts to the end."""
+    close = re.compile(rf"^[ \t]*{marks}{marks[0]}*[ \t\r]*$", re.MULTILINE).search(text, at)
+    return close.end() if close else len(text)
 
 
 def _without_cut_mark(text: str) -> str:
@@ -191,6 +243,35 @@ def _behind(space: re.Pattern[str], text: str, at: int) -> int:
     """Where a run of some characters ends; it may be empty."""
     found = space.match(text, at)
     return found.end() if found else at
+
+
+def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: bool) -> tuple[list[Call], int]:
+    """The calls that begin at a place and stand in its lines, and where they end.
+
+    Raises
+    ------
+    _QuotedError
+        If other text follows in the line, and the answer was not begun as a call.
+    """
+    calls, at = _block(text, at, schemas, whole)
+    while not begun:
+        rest = _behind(_LINE_LEFT, text, len(text[:at].rstrip()))
+        if text.startswith(_BEHIND, rest):
+            break
+        try:
+            if _may_become(text[rest:], CALL_START, _FUNCTION, *_BEHIND):
+                raise _UnfinishedError
+            if not _MARK_START.match(text, rest):
+                raise _NoCallError
+            more, at = _block(text, rest, schemas, whole)
+            calls = [*calls, *more]
+        except _UnfinishedError:
+            if not whole:
+                raise
+            break
+        except _NoCallError:
+            raise _QuotedError(at) from None
+    return calls, at
 
 
 def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:
@@ -280,7 +361,16 @@ def _call(value: Any) -> Call:
             raise _NoCallError from None
     if arguments is not None and not isinstance(arguments, dict):
         raise _NoCallError
-    return Call(call["name"], arguments or {})
+    return _sendable(Call(call["name"], arguments or {}))
+
+
+def _sendable(call: Call) -> Call:
+    """The call, which can be sent on as JSON: half a surrogate pair is no character."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise _NoCallError from None
+    return call
 
 
 def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[Call], int]:
@@ -298,7 +388,7 @@ def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[lis
         if not text.startswith(_FUNCTION_END, at):
             begun = text.startswith(_PARAMETER, at) or _may_become(text[at:], _PARAMETER, _FUNCTION_END)
             raise _UnfinishedError if begun else _NoCallError
-        calls.append(Call(name, arguments))
+        calls.append(_sendable(Call(name, arguments)))
         at = _behind(_SPACE, text, at + len(_FUNCTION_END))
     rest = text[at:]
     if _BEGUN_NAME.match(rest) or (rest and _may_become(rest, _FUNCTION)):

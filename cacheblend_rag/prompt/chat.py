@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
@@ -16,6 +16,10 @@ from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
 _EXAMPLE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "A leaf.", "parameters": _LEAF}}
+
+# Errors of a template about messages that it does not take, its own or those of its expressions.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_ROLES_SHOWN = 8
 
 _log = logging.getLogger(__name__)
 # Chat templates of which it is known whether their form of calls is read.
@@ -69,9 +73,9 @@ def render_turns(
     Raises
     ------
     ConfigError
-        If the tokenizer has no chat template, or ``tools`` are given and it has no place for them.
+        If the tokenizer has no chat template or one that is none, or ``tools`` are given and it has no place for them.
     PromptError
-        If there is no message.
+        If there is no message, or the template refuses them.
     """
     if not turns:
         raise PromptError("the conversation is empty: give at least one message")
@@ -94,7 +98,22 @@ def render_turns(
         _known_forms.add(str(template))
         if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
             _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
-    return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+    try:
+        return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+    except TemplateSyntaxError as error:
+        raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
+    except _REFUSALS as error:
+        raise _refused(turns, error) from error
+
+
+def _refused(turns: Sequence[Mapping[str, Any]], error: Exception) -> PromptError:
+    roles = [str(turn["role"]) for turn in turns]
+    shown = ", ".join(roles[:_ROLES_SHOWN]) + (", …" if len(roles) > _ROLES_SHOWN else "")
+    why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return PromptError(
+        f"messages with the roles {shown} are refused by the model's chat template ({why}): give roles that it takes, "
+        "in its order; most take a system message first, or none, and then user and assistant in turn"
+    )
 
 
 def call_as_written(tokenizer: Any) -> str:

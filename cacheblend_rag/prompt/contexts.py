@@ -14,6 +14,9 @@ from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 # Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little.
 _LEAST_TOKENS, _MOST_TOKENS = 350, 700
 _BEFORE = 3  # chunks that stand before one of six, on average and rounded up
+# For chunks of a sentence or two the least would take most of the time of storing, and no such prompt is so long. The
+# context is of at most so many chunks then, but has so many tokens.
+_MOST_BEFORE, _FEWEST_TOKENS = 6, 100
 # Contexts whose tokens the chunks that share them have together. With fewer, computing the contexts takes as long as
 # computing the chunks; with more, contexts are made of chunks further away.
 _GROUP = 6
@@ -84,7 +87,7 @@ class Contexts:
 
 
 def context_tokens(sizes: Sequence[int], window: int | None) -> int:
-    """Tokens of a context: as many as will stand before a chunk in a prompt of six, within bounds.
+    """Tokens of a context: as many as will stand before a chunk in a prompt of six, within bounds; of twelve if small.
 
     Parameters
     ----------
@@ -93,8 +96,9 @@ def context_tokens(sizes: Sequence[int], window: int | None) -> int:
     window : int or None
         The model's context window.
     """
-    tokens = _BEFORE * sum(sizes) // max(1, len(sizes))
-    tokens = max(_LEAST_TOKENS, min(tokens, _MOST_TOKENS))
+    total, count = sum(sizes), max(1, len(sizes))
+    least = max(_FEWEST_TOKENS, min(_MOST_BEFORE * total // count, _LEAST_TOKENS))
+    tokens = max(least, min(_BEFORE * total // count, _MOST_TOKENS))
     return tokens if window is None else min(tokens, window // _OF_WINDOW)
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.errors import ImageError, MissingExtraError, PromptError
+from cacheblend_rag.errors import ContextLengthError, ImageError, MissingExtraError, PromptError
 from cacheblend_rag.prompt.chat import render_turns
-from cacheblend_rag.prompt.prompt import ImagePrompt
+from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt.tokenizer import FittedPrompt, Span, TokenizedPrompt, remedy_for_length
 
 IMAGE = "image"
 """The type of a block with an image. Beside it stands ``bytes``, ``base64`` or ``url``."""
@@ -103,6 +104,29 @@ def image_prompt(
             "messages of the user"
         )
     return ImagePrompt(text, made, time.perf_counter() - started)
+
+
+def fitted_images(prompt: ImagePrompt, window: int | None, needed: int) -> FittedPrompt:
+    """The ids of a prompt that holds images. All of them are its suffix.
+
+    Parameters
+    ----------
+    prompt : ImagePrompt
+    window : int or None
+        Most tokens of prompt and answer; None for no limit.
+    needed : int
+        Tokens of an answer that must fit.
+
+    Raises
+    ------
+    ContextLengthError
+        If it does not fit.
+    """
+    started, ids = time.perf_counter(), prompt.input_ids
+    if window is not None and len(ids) + needed > window:
+        raise ContextLengthError(len(ids), needed, window, remedy_for_length(0, needed, False))
+    split = TokenizedPrompt(ids, Span(0, 0), (), Span(0, len(ids)))
+    return FittedPrompt(Prompt(suffix=prompt.text), split, seconds=time.perf_counter() - started)
 
 
 def _blocks(turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:

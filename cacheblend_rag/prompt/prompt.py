@@ -158,7 +158,8 @@ class Prompt:
         return WrittenPrompt(text + before + self.suffix, prefix_stop, tuple(spans))
 
 
-class ImagePrompt(Prompt):
+@dataclass(frozen=True, eq=False)  # the same text may stand beside another image
+class ImagePrompt:
     """A prompt that holds images, as the model's own processor made it. No part of it is a chunk.
 
     Parameters
@@ -171,22 +172,28 @@ class ImagePrompt(Prompt):
         Time it took to make it.
     """
 
+    text: str
     inputs: Any
-    seconds: float
+    seconds: float = 0.0
+    chunks: tuple[str, ...] = field(default=(), init=False)
 
-    def __init__(self, text: str, inputs: Any, seconds: float = 0.0) -> None:
-        super().__init__(suffix=text)
-        object.__setattr__(self, "inputs", inputs)
-        object.__setattr__(self, "seconds", seconds)
+    @property
+    def suffix(self) -> str:
+        """All of the text."""
+        return self.text
 
-    # The same text may stand beside another image.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    def written(self, separator: str) -> WrittenPrompt:
+        """The text alone; see `Prompt.written`."""
+        return WrittenPrompt(self.text, 0, ())
 
     @property
     def input_ids(self) -> tuple[int, ...]:
         """All ids that the model reads, those in the place of images included."""
         return tuple(self.inputs["input_ids"][0].tolist())
+
+
+AnyPrompt = Prompt | ImagePrompt
+"""Everything that an engine answers, apart from plain text."""
 
 
 def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:

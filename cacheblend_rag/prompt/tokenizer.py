@@ -18,7 +18,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
-from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
+from cacheblend_rag.prompt.prompt import Prompt
 
 # Texts around a chunk in usual prompts. Tokens that are the same within all of them are its own.
 _SURROUNDINGS = (" ", '"')
@@ -210,9 +210,6 @@ class PromptTokenizer:
         PromptError
             If the prompt has no tokens at all.
         """
-        if isinstance(prompt, ImagePrompt):
-            ids = prompt.input_ids
-            return TokenizedPrompt(ids, Span(0, 0), (), Span(0, len(ids)))
         written = prompt.written(self.separator)
         encoded = self._opening(written.text)
         if not encoded.ids:
@@ -409,10 +406,11 @@ def fitted(
             shorter = prompt.first_chunks(kept)
             split, left_out = tokenizer.tokenize(shorter), tuple(range(kept, count))
             return FittedPrompt(shorter, split, left_out, time.perf_counter() - started)
-    raise ContextLengthError(len(split.input_ids), needed, window, _remedy(count, needed, drops_chunks))
+    raise ContextLengthError(len(split.input_ids), needed, window, remedy_for_length(count, needed, drops_chunks))
 
 
-def _remedy(chunks: int, needed: int, drops_chunks: bool) -> str:
+def remedy_for_length(chunks: int, needed: int, drops_chunks: bool) -> str:
+    """Ways to make a prompt of so many chunks, with so many tokens of its answer, fit the window."""
     ways = ["ask for fewer new tokens"] if needed > 1 else []
     if not chunks:
         ways.append("shorten the prompt")
@@ -423,27 +421,11 @@ def _remedy(chunks: int, needed: int, drops_chunks: bool) -> str:
     return ", ".join([*ways, "or take a model with a longer window"])
 
 
-def check_all_fit(
-    tokenizer: PromptTokenizer, prompts: Sequence[Prompt], window: int | None, needed: int, drops_chunks: bool
-) -> None:
-    """Refuse several prompts if one of them does not fit, before any is answered.
-
-    Raises
-    ------
-    ContextLengthError
-        It names the first that does not fit.
-    """
+def check_fits(tokenizer: PromptTokenizer, prompt: Prompt, window: int | None, needed: int, drops_chunks: bool) -> None:
+    """Refuse a prompt that does not fit. Parameters as for `fitted`; a short one is not tokenised for it."""
     if window is None:
         return
-    for number, prompt in enumerate(prompts):
-        # No tokenizer makes more tokens than there are bytes.
-        size = len(prompt.written(tokenizer.separator).text.encode(errors="surrogatepass")) + len(tokenizer.start_ids)
-        if size + needed <= window and not isinstance(prompt, ImagePrompt):
-            continue
-        try:
-            fitted(tokenizer, prompt, window, needed, drops_chunks=drops_chunks)
-        except ContextLengthError as error:
-            what = f"prompt {number + 1} of {len(prompts)}"
-            raise ContextLengthError(error.tokens, needed, window, error.remedy, what) from None
-        except PromptError:  # an error of its own, which shows when its turn comes
-            continue
+    # No tokenizer makes more tokens than there are bytes.
+    size = len(prompt.written(tokenizer.separator).text.encode(errors="surrogatepass")) + len(tokenizer.start_ids)
+    if size + needed > window:
+        fitted(tokenizer, prompt, window, needed, drops_chunks=drops_chunks)

@@ -1,7 +1,8 @@
 """Text of Word documents that stands in elements which mammoth does not read.
 
 The document is written anew with that text in plain runs: simple fields, ruby, equations, shapes, text of another
-direction, chosen entries of forms. Comments, headers and footers are left out.
+direction, chosen entries of forms. Comments, headers and footers are left out. So is what stands in the instructions of
+a field, such as the result of another field.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _ELSEWHERE = {
     "chart": "a chart",
     "relIds": "a diagram",
 }
+# Texts of their own, which fields do not cross.
+_STORIES = frozenset(("txbxContent", "footnote", "endnote"))
+_TAKEN_OUT = frozenset(("del", "moveFrom"))  # by tracked changes
+_KEPT_OF_INSTRUCTIONS = frozenset(("rPr", "fldChar", "instrText"))
 _PARTS = ("document", "footnotes", "endnotes")
 
 
@@ -55,6 +60,7 @@ def with_all_text(data: bytes) -> tuple[bytes, list[str]]:
 
 def _rewritten(tree: Any) -> Iterator[str]:
     """Put all text into elements that mammoth reads; gives the names of what is not read."""
+    _drop_instructions(tree)
     for element in list(tree.iter("{*}*")):
         local = _local(element)
         if element.getparent() is None or not any(up is tree for up in element.iterancestors()):
@@ -78,6 +84,31 @@ def _rewritten(tree: Any) -> Iterator[str]:
     for element in list(tree.iter("{*}*")):
         if _local(element) in _AROUND and element.getparent() is not None:
             _replace(element, list(element))
+
+
+def _drop_instructions(tree: Any) -> None:
+    """Take out what stands in the instructions of fields. What follows the mark of a field that is not ended stays."""
+    stories: dict[Any, list[list[Any] | None]] = {}
+    for run in list(tree.iter("{*}r")):
+        around = list(run.iterancestors())
+        if any(_local(one) in _TAKEN_OUT for one in around):
+            continue
+        story = next((one for one in around if _local(one) in _STORIES), tree)
+        # The fields under way, from the outermost: what stands in the instructions of each, None behind them.
+        fields = stories.setdefault(story, [])
+        for element in list(run):
+            kind = _values(element, "fldCharType")
+            if kind == ["begin"]:
+                fields.append([])
+            elif kind and fields:
+                for dropped in fields.pop() or ():
+                    dropped.getparent().remove(dropped)
+                if kind == ["separate"]:
+                    fields.append(None)
+            elif _local(element) not in _KEPT_OF_INSTRUCTIONS:
+                open_fields = [one for one in fields if one is not None]
+                if open_fields:
+                    open_fields[-1].append(element)
 
 
 def _shapes(tree: Any, element: Any) -> None:
@@ -113,8 +144,8 @@ def _choose(tree: Any, element: Any) -> None:
         run.addnext(_run(tree, entries[int(chosen)]))
 
 
-def _values(element: Any) -> list[str]:
-    return [value for name, value in element.attrib.items() if name.endswith("}val")]
+def _values(element: Any, attribute: str = "val") -> list[str]:
+    return [value for name, value in element.attrib.items() if name.endswith("}" + attribute)]
 
 
 def _formula(element: Any) -> str:
@@ -122,7 +153,7 @@ def _formula(element: Any) -> str:
     if _local(element) == "t":
         return element.text or ""
     text = "".join(map(_formula, element.iterchildren("{*}*")))
-    if _local(element) in ("num", "den") and len(text) > 1:
+    if _local(element) in ("num", "den", "sup", "sub") and len(text) > 1:
         text = f"({text})"
     return _BEFORE.get(_local(element), "") + text if text else ""
 

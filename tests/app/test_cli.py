@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
 from tests import tiny
 from tests.integrations.retrieval.office import make_docx
+from tests.programs import run_program
 from tests.toy import EMBEDDER_PATH
 
 
@@ -225,3 +227,19 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "ask" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ("--help", 0, "usage: cacheblend-rag "),
+        ("ask --help", 0, "usage: cacheblend-rag ask "),
+        ("--version", 0, __version__),
+        ("", 2, "required: COMMAND"),
+        ("answer", 2, "invalid choice: 'answer'"),
+    ],
+)
+def test_the_package_runs_as_its_command_does(given: str, status: int, said: str, tmp_path: Path) -> None:
+    done = run_program(["-m", "cacheblend_rag", *given.split()], tmp_path)
+    assert done.returncode == status
+    assert said in (done.stderr if status else done.stdout)

@@ -169,7 +169,7 @@ def test_an_engine_computes_chunks_behind_it(model: Any, adapted: AdaptResult, t
 def test_recomputing_everything_is_full_prefill(model: Any, adapted: AdaptResult) -> None:
     for prompt in (prompts(60, 1)[0], Prompt("", prompts(61, 1)[0].chunks, "What fell?")):
         with engine_of(model, selection="boundary", recompute_ratio=1.0) as engine:
-            engine.use_learned(adapted.context)
+            engine = engine.with_learned(adapted.context)
             engine.warm(prompt.chunks)
             fused = engine.fuse(prompt)
             assert fused.report.hits == len(prompt.chunks)
@@ -180,7 +180,7 @@ def test_recomputing_everything_is_full_prefill(model: Any, adapted: AdaptResult
 def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted: AdaptResult) -> None:
     prompt = Prompt("", [tiny.text(20, 3)], "What fell?")
     with engine_of(model, selection="none") as engine:
-        engine.use_learned(adapted.context)
+        engine = engine.with_learned(adapted.context)
         engine.warm(prompt.chunks)
         fused = engine.fuse(prompt)
         full = prefill_layerwise(engine.adapter, fused.input_ids)
@@ -191,11 +191,11 @@ def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted:
 def test_another_context_is_another_record(model: Any, adapted: AdaptResult) -> None:
     chunks = prompts(70, 1)[0].chunks
     with engine_of(model) as engine:
-        engine.use_learned(adapted.context)
+        engine = engine.with_learned(adapted.context)
         assert engine.warm(chunks).computed == len(chunks)
-        engine.use_learned(other_context(adapted.context))
+        engine = engine.with_learned(other_context(adapted.context))
         assert engine.warm(chunks).computed == len(chunks)
-        engine.use_learned(adapted.context)
+        engine = engine.with_learned(adapted.context)
         assert engine.warm(chunks).present == len(chunks)
 
 
@@ -203,9 +203,9 @@ def test_forgetting_a_chunk_erases_what_was_computed_behind_it_before(model: Any
     chunks = [tiny.text(40, seed) for seed in range(4)]
     with engine_of(model, contexts=2) as engine:
         engine.warm(chunks)
-        behind = len(engine.records_of(chunks[:1]))
+        behind = len(engine.chunks.records_of(chunks[:1]))
         assert behind > 2, "its own, and those of others that were computed behind it"
-        engine.use_learned(adapted.context)
+        engine = engine.with_learned(adapted.context)
         alone = engine.with_config(contexts=0)
         assert alone.warm(chunks).computed == len(chunks)
         assert alone.forget(chunks[:1]) == behind, "its own record here, and what depends on it there"
@@ -216,7 +216,7 @@ def test_without_neighbours_it_is_computed_behind_the_context_alone(model: Any, 
     with pytest.raises(ConfigError, match="contexts=0"):
         engine_of(model, contexts=0)
     with engine_of(model, selection="none") as engine:
-        engine.use_learned(adapted.context)
+        engine = engine.with_learned(adapted.context)
         alone = engine.with_config(contexts=0)
         alone.warm(PROMPT.chunks)
         fused = alone.fuse(PROMPT)

@@ -163,7 +163,7 @@ def test_chunks_may_be_computed_behind_what_was_learned_as_well() -> None:
         methods = ["context/none", "learned/none", "learned1/none", "learned0/none"]
         with pytest.raises(ConfigError, match="adapt"):
             Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")
-        engine.use_learned(LearnedContext(SegmentKV(keys, values, rotated=False)))
+        engine = engine.with_learned(LearnedContext(SegmentKV(keys, values, rotated=False)))
         found = Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")["methods"]
         assert len({tuple(found[name]["kl"]) for name in methods}) == len(methods)
 

@@ -259,11 +259,11 @@ def test_retrieved_chunks_rise_before_the_prompt_comes(order: tuple[int, ...], t
         assert isinstance(store, TieredStore)
         memory = store.tiers[0]
         assert isinstance(memory, MemoryStore)
-        engine.prefetch([*(CHUNKS[n] for n in order), "never stored"])
+        engine.chunks.prefetch([*(CHUNKS[n] for n in order), "never stored"])
         until(lambda: memory.stats().records == len(order))
         fused = engine.fuse(Prompt("Read this:", [CHUNKS[n] for n in order], "What fell?"))
         assert fused.report.hits == memory.stats().hits == len(order)
-    engine.prefetch(CHUNKS)  # closed: nothing happens
+    engine.chunks.prefetch(CHUNKS)  # closed: nothing happens
 
 
 def test_prefetching_never_fails_and_never_waits(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,8 @@ READ = {
     "without an end": (f"<tool_call>{CALL}", [LEAF], ""),
     "an end that was cut": (f"<tool_call>{CALL}</tool_c", [LEAF], ""),
     "a brace too many": (f"<tool_call>{CALL}}}</tool_call>", [LEAF], ""),
+    "an end too many": (f"{TAGGED}</tool_call>", [LEAF], "</tool_call>"),
+    "a token of an end": (f"{TAGGED}<|im_end|>", [LEAF], "<|im_end|>"),
     "text around": (f"One.\n{TAGGED}\nTwo.\n{TAGGED}\n", [LEAF, LEAF], "One.\n\nTwo."),
     "two in one pair": (f"<tool_call>{CALL}\n{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
     "a list in one pair": (f"<tool_call>[{CALL}, {OTHER}]</tool_call>", [LEAF, ("lose", {})], ""),
@@ -60,17 +62,34 @@ READ = {
         "",
     ),
     "a line end in a text": (f"<tool_call>{CALL.replace('leaf', chr(10))}</tool_call>", [("find", {"what": "\n"})], ""),
-    "behind a mention": (f"I use <tool_call> here: {TAGGED}", [LEAF], "I use <tool_call> here:"),
-    "behind one that is none": (f"<tool_call>{{}}</tool_call>{TAGGED}", [LEAF], "<tool_call>{}</tool_call>"),
+    "behind a mention": (f"I use <tool_call> here:\n{TAGGED}", [LEAF], "I use <tool_call> here:"),
+    "behind one that is none": (f"<tool_call>{{}}</tool_call>\n{TAGGED}", [LEAF], "<tool_call>{}</tool_call>"),
+    "behind a quoted one": (f"As in {TAGGED}:\n{TAGGED}", [LEAF], f"As in {TAGGED}:"),
+    "two on one line": (f"<tool_call>{CALL}</tool_call> <tool_call>{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
+    "two, the second cut": (f'<tool_call>{CALL}</tool_call><tool_call>{{"na', [LEAF], '<tool_call>{"na'),
+    "two, the second mark cut": (f"<tool_call>{CALL}</tool_call><tool_", [LEAF], "<tool_"),
+    "behind a sentence": (f"Let me look.{TAGGED}", [LEAF], "Let me look."),
+    "behind a sentence and a space": (f"Let me look! {TAGGED}", [LEAF], "Let me look!"),
+    "behind a sentence in Chinese": (f"让我看看。{TAGGED}", [LEAF], "让我看看。"),
+    "indented a little": (f"So.\n  {TAGGED}", [LEAF], "So."),
+    "line ends of Windows": (f"So.\r\n{TAGGED}\r\nThen.", [LEAF], "So.\r\n\r\nThen."),
+    "behind a closed fence": (f"```\nls\n```\n{TAGGED}", [LEAF], "```\nls\n```"),
+    "behind code in a line": (f"```ls``` lists.\n{TAGGED}", [LEAF], "```ls``` lists."),
+    "behind a thought with a fence": (f"<think>\n```\n</think>{TAGGED}", [LEAF], "<think>\n```\n</think>"),
+    "a fence in an argument": (
+        f"<tool_call>{json.dumps({'name': 'find', 'arguments': {'what': '```'}})}</tool_call>\n{TAGGED}",
+        [("find", {"what": "```"}), LEAF],
+        "",
+    ),
     "behind a thought": (f"<think>{TAGGED}</think>\n{TAGGED}", [LEAF], f"<think>{TAGGED}</think>"),
     "bare": (f" {CALL}", [LEAF], ""),
     "bare behind a thought": (f"<think>So.</think>\n\n{CALL}", [LEAF], "<think>So.</think>"),
-    "bare and text": (f"{CALL} and so on", [LEAF], "and so on"),
+    "bare and text": (f"{CALL}\nand so on", [LEAF], "and so on"),
     "several bare": (f"{CALL}; {OTHER}", [LEAF, ("lose", {})], ""),
     "Mistral's mark": (f"[TOOL_CALLS] [{CALL}, {OTHER}]", [LEAF, ("lose", {})], ""),
     "Qwen3-Coder": (f"So.\n<tool_call>\n{WRITTEN}\n</tool_call>", [LEAF], "So."),
     "Qwen3-Coder, two": (f"<tool_call>\n{WRITTEN}\n{WRITTEN}\n</tool_call>", [LEAF, LEAF], ""),
-    "Qwen3-Coder, no mark before": (f"{WRITTEN}\n</tool_call> So.", [LEAF], " So."),
+    "Qwen3-Coder, no mark before": (f"{WRITTEN}\n</tool_call>\nSo.", [LEAF], "\nSo."),
     "Qwen3-Coder, nothing given": ("<tool_call>\n<function=lose>\n</function>\n</tool_call>", [("lose", {})], ""),
     "Llama's function": ('<function=find>{"what": "leaf"}</function>', [LEAF], ""),
 }
@@ -83,7 +102,43 @@ def test_calls_are_read(text: str, calls: list[Any], content: str) -> None:
     assert parse_calls(text, None).content == text
 
 
+FENCED = f"```xml\n{TAGGED}\n```"
 TEXTS = {
+    "quoted in a sentence": f"Calls look like {TAGGED}, with a name.",
+    "quoted at a sentence's end": f"Calls look like this: {TAGGED}",
+    "quoted at its beginning": f"{TAGGED} is how a call looks.",
+    "quoted in marks": f'They say "{TAGGED}".',
+    "in backticks": f"Write `{TAGGED}` to find it.",
+    "in backticks at a line's beginning": f"It is:\n`{TAGGED}`",
+    "in a list": f"1. {TAGGED}",
+    "in a quotation": f"> {TAGGED}",
+    "in a fence": f"Like this:\n{FENCED}\nYou see?",
+    "in a fence of waves": f"~~~\n{TAGGED}\n~~~",
+    "in a longer fence": f"````\n```\n{TAGGED}\n```\n````",
+    "in a fence within a list": f"1. ```\n   {TAGGED}\n   ```",
+    "in a fence that was cut": f"Like this:\n```xml\n{TAGGED}\n",
+    "in a fence with a thought's mark": f"```\n<think>\n{TAGGED}\n```\n",
+    "as indented code": f"Like this:\n\n    <tool_call>{CALL}</tool_call>\n",
+    "indented by a tab": f"Like this:\n\n\t<tool_call>{CALL}</tool_call>\n",
+    "two, quoted": f"<tool_call>{CALL}</tool_call> <tool_call>{OTHER}</tool_call> are two.",
+    "Qwen3-Coder, quoted": f"Write this: <tool_call>\n{WRITTEN}\n</tool_call>",
+    "Qwen3-Coder, in backticks": f"Write `<tool_call>\n{WRITTEN}\n</tool_call>` to find it.",
+    "Qwen3-Coder, a function quoted": f"Write {WRITTEN}\n",
+    "bare and quoted": f"{CALL} is how a call looks.",
+    "bare in a fence": f"```json\n{CALL}\n```",
+    "a quoted call in a quoted one": "So: <tool_call>" + CALL.replace("leaf", f"\n{WRITTEN}\n") + "</tool_call>",
+    "more than a number holds": '<tool_call>{"name": "find", "arguments": {"many": 1e999}}</tool_call>',
+    "less than a number holds": '<tool_call>{"name": "find", "arguments": {"of": {"a": [-1e999]}}}</tool_call>',
+    "infinity": '<tool_call>{"name": "find", "arguments": {"many": -Infinity}}</tool_call>',
+    "half a character": '<tool_call>{"name": "find", "arguments": {"what": "\\ud800"}}</tool_call>',
+    "half a character in a name": '<tool_call>{"name": "find", "arguments": {"of": {"\\udc00": 1}}}</tool_call>',
+    "half a character as the tool": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    "half a character in arguments as text": json.dumps({"name": "find", "arguments": '{"what": "\\ud800"}'}),
+    "infinity in arguments as text": json.dumps({"name": "find", "arguments": '{"many": 1e999}'}),
+    "half a character for Llama's function": '<function=find>{"what": "\\ud800"}</function>',
+    "half a character for Qwen3-Coder": (
+        '<tool_call><function=find><parameter=of>{"a": "\\ud800"}</parameter></function></tool_call>'
+    ),
     "a mention": "Write <tool_call> and then JSON, and </tool_call> behind it.",
     "a mention at the end": "It begins with <tool_call>",
     "a name alone": "<tool_call>find</tool_call>",
@@ -124,7 +179,7 @@ def test_text_that_is_no_call_stays_text(text: str) -> None:
 def test_a_thought_may_have_begun_in_the_prompt() -> None:
     assert begins_in_thought("[assistant] <think>\n")
     assert not begins_in_thought("[assistant] <think>\n\n</think>\n\n")
-    text = f"I could write {TAGGED}.</think>{TAGGED}"
+    text = f"I could write\n{TAGGED}\n</think>{TAGGED}"
     assert len(calls_of(text)) == 2
     assert calls_of(text, in_thought=True) == [LEAF]
 
@@ -141,6 +196,9 @@ def test_a_thought_may_have_begun_in_the_prompt() -> None:
         ("dry", "True", True),
         ("of", '{"a": [1]}', {"a": [1]}),
         ("kind", "1", "1"),
+        ("many", "1e999", "1e999"),
+        ("many", "NaN", "NaN"),
+        ("of", '{"a": "\\ud83c\\udf42"}', {"a": "\U0001f342"}),
         ("unknown", "12", "12"),
     ],
 )
@@ -180,6 +238,7 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
     """However the answer is cut into pieces, nothing is handed out that the whole does not have."""
     chance = random.Random(seed)
     parts = [TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";"]
+    parts += ["```", "```\n", "\n```\n", "~~~\n", "    ", "`", "So ", f"\n{TAGGED}\n", f"\n{WRITTEN}\n", "<|", "</s>"]
     parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
     for _ in range(60):
         text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
@@ -193,12 +252,21 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
         assert held.sent == len(sent)
 
 
+def test_an_answer_begun_as_a_call_is_one_whatever_follows() -> None:
+    text = f"{CALL} and so on"
+    assert calls_of(text, begun=True) == [LEAF]
+    assert parse_calls(text, TOOLS, begun=True).content == "and so on"
+    assert calls_of(f"{TAGGED} and {TAGGED}", begun=True) == [LEAF]
+
+
 def test_a_call_can_be_read_while_it_is_written() -> None:
     grown = [begun_call(TAGGED[:end]) for end in range(len(TAGGED) - len("</tool_call>"))]
     seen = [call.arguments for call in grown if call is not None]
     assert seen[0] == {}
     assert {"what": "le"} in seen
     assert seen[-1] == {"what": "leaf"}
+    for value in ("1e999", "NaN", '"\\ud800"'):
+        assert begun_call(f'{{"name": "find", "arguments": {{"many": {value}, "what": "') is None
 
 
 _ASKED = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"

@@ -139,7 +139,13 @@ def test_chunks_that_follow_one_another_share_contexts() -> None:
 
 def test_a_context_is_as_long_as_what_will_stand_before_a_chunk() -> None:
     assert context_tokens([150, 250], 8192) == context_tokens([200], None) == 600, "as three chunks"
-    assert [context_tokens(sizes, 8192) for sizes in ([], [20], [480])] == [350, 350, 700]
+    assert [context_tokens(sizes, 8192) for sizes in ([10], [25, 25], [60], [150], [480])] == [
+        100,
+        150,
+        350,
+        450,
+        700,
+    ]
     assert context_tokens([480], 1024) == 256, "a quarter of the window at most"
 
 
@@ -238,7 +244,7 @@ def test_forgetting_leaves_another_tenants_records_alone(model: Any) -> None:
 
 def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
     with engine_with(model, store=tmp_path) as engine:
-        expected = engine.estimate_bytes(TEXTS)
+        expected = engine.chunks.estimate_bytes(TEXTS)
         assert engine.warm(TEXTS).bytes == expected
 
 

@@ -181,7 +181,7 @@ def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
         for call in (engine.fuse, engine.generate):
             with pytest.raises(PromptError, match="give a Prompt or a text"):
                 call(prompt)
-        for call in (engine.warm, engine.forget, engine.estimate_bytes):
+        for call in (engine.warm, engine.forget, engine.chunks.estimate_bytes):
             with pytest.raises(PromptError, match="list of texts"):
                 call("one text")
 
@@ -272,7 +272,7 @@ def test_warm_report(on_disk: bool, tmp_path: Path) -> None:
         first = engine.warm([CHUNKS[0], CHUNKS[1], CHUNKS[0]], progress=False)
         assert (first.computed, first.present, first.skipped) == (2, 1, 0)
         assert first.tokens == sum(map(len, engine.tokenize(PROMPT).chunks[:2]))
-        assert first.bytes == engine.estimate_bytes(CHUNKS[:2])
+        assert first.bytes == engine.chunks.estimate_bytes(CHUNKS[:2])
         assert first.seconds > 0
         second = engine.warm(CHUNKS, progress=False)
         assert (second.computed, second.present, second.skipped) == (1, 2, 0)
@@ -284,7 +284,7 @@ def test_warm_report(on_disk: bool, tmp_path: Path) -> None:
 def test_estimated_bytes_are_those_of_the_files(tokens: int, tmp_path: Path) -> None:
     texts = [tiny.text(tokens, seed) for seed in range(3)]
     with engine_of(store=tmp_path) as engine:
-        estimate = engine.estimate_bytes([*texts, texts[0]])
+        estimate = engine.chunks.estimate_bytes([*texts, texts[0]])
         assert record_files(tmp_path) == []
         engine.warm(texts, progress=False)
     assert sum(path.stat().st_size for path in record_files(tmp_path)) == estimate
@@ -294,7 +294,7 @@ def test_estimated_bytes_are_those_of_the_files(tokens: int, tmp_path: Path) -> 
 def test_warming_stops_before_it_would_evict_its_own_work(on_disk: bool, tmp_path: Path) -> None:
     texts = [tiny.text(300, seed) for seed in range(12)]
     with engine_of() as sizer:
-        size = sizer.estimate_bytes(texts[:1])
+        size = sizer.chunks.estimate_bytes(texts[:1])
     limit = 6 * size
     with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts, progress=False)
@@ -351,12 +351,12 @@ def test_what_storing_costs_is_told_apart() -> None:
     with engine_of(write_back="background") as engine:
         report = engine.generate(PROMPT, max_new_tokens=2).report
         engine.flush()
-        stored = engine.storing_seconds
+        stored = engine.turns.write_back.seconds
         assert stored > 0
         assert report.misses == len(PROMPT.chunks)
         engine.generate(PROMPT, max_new_tokens=2)
         engine.flush()
-        assert engine.storing_seconds == stored, "nothing was missing"
+        assert engine.turns.write_back.seconds == stored, "nothing was missing"
 
 
 def test_close_stores_what_waits_and_twice_is_harmless(tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def test_an_evicting_store_only_costs_hits(tmp_path: Path) -> None:
     """Far more chunks than fit: every answer is that of an engine whose store is large."""
     prompts = [Prompt("Read:", [tiny.text(60, 3 * n), tiny.text(60, 3 * n + 1)], "Why?") for n in range(5)]
     with engine_of() as sizer:
-        size = sizer.estimate_bytes(prompts[0].chunks)
+        size = sizer.chunks.estimate_bytes(prompts[0].chunks)
     store, hits = DiskStore(tmp_path, 2 * size + 70_000), []
     with engine_of(store=store, recompute_ratio=0.2) as small, engine_of(recompute_ratio=0.2) as large:
         for prompt in prompts:

@@ -16,6 +16,7 @@ from cacheblend_rag.errors import CacheBlendError, ContextLengthError, PromptErr
 from cacheblend_rag.models.shape import context_window
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
+from tests.probes import answers_of
 
 WINDOW = 200
 PREFIX, QUESTION = "answer briefly", "who fell into the river"
@@ -100,10 +101,8 @@ async def test_it_is_refused_in_asynchronous_forms() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError):
             await engine.agenerate(prompt_of(8))
-        with pytest.raises(ContextLengthError):
-            await engine.afuse(prompt_of(8))
         with pytest.raises(ContextLengthError, match="prompt 2 of 2"):
-            await engine.agenerate_batch([prompt_of(1), prompt_of(8)])
+            await answers_of(engine, [prompt_of(1), prompt_of(8)])
 
 
 def test_tokens_that_are_asked_for_must_fit_and_others_are_as_many_as_fit() -> None:

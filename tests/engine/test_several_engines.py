@@ -246,7 +246,7 @@ def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:
         for engine in (first, other):
             engine.warm(CHUNKS, progress=False)
         alone = [engine.generate(PROMPT, max_new_tokens=8).text for engine in (first, other)]
-        with first.in_background():
+        with first.turns.in_background():
             waiting = pool.submit(other.generate, PROMPT, max_new_tokens=8)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=0.2)

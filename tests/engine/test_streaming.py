@@ -17,7 +17,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import answers_of, engine_of
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 OTHER = Prompt("Read this:", [tiny.text(31, 2)], "And then?")
@@ -102,11 +102,11 @@ def test_every_form_gives_the_same_answer(engine: BlendEngine, prompt: Any, opti
     pieces = list(stream)
 
     async def gather() -> tuple[Any, str, list[Any]]:
-        made = [piece async for piece in engine.astream(prompt, **options)]
+        made = [piece async for piece in engine.stream(prompt, **options)]
         return (
             await engine.agenerate(prompt, **options),
             "".join(made),
-            await engine.agenerate_batch([OTHER, prompt], **options),
+            await answers_of(engine, [OTHER, prompt], **options),
         )
 
     alone, streamed, batch = asyncio.run(gather())
@@ -268,7 +268,7 @@ def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, a
 
 def test_an_error_reaches_the_async_reader(engine: BlendEngine) -> None:
     async def read() -> None:
-        async for _ in engine.astream(PROMPT, max_new_tokens=12, logits_processor=[Broken(4)]):
+        async for _ in engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(4)]):
             pass
 
     with pytest.raises(ZeroDivisionError):
@@ -307,7 +307,7 @@ async def beats_during(work: Any) -> int:
 
 def test_async_forms_do_not_block_the_loop(engine: BlendEngine) -> None:
     async def read(slow: Slow) -> None:
-        async for _ in engine.astream(PROMPT, max_new_tokens=8, logits_processor=[slow]):
+        async for _ in engine.stream(PROMPT, max_new_tokens=8, logits_processor=[slow]):
             pass
 
     async def main() -> list[int]:
@@ -315,7 +315,7 @@ def test_async_forms_do_not_block_the_loop(engine: BlendEngine) -> None:
         arguments: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": [slow]}
         return [
             await beats_during(engine.agenerate(PROMPT, **arguments)),
-            await beats_during(engine.agenerate_batch([PROMPT], **arguments)),
+            await beats_during(answers_of(engine, [PROMPT], **arguments)),
             await beats_during(read(slow)),
         ]
 
@@ -328,9 +328,9 @@ def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) ->
     slow = Slow(0.8)
 
     async def main() -> float:
-        pieces = engine.astream(PROMPT, max_new_tokens=50, logits_processor=[slow])
+        pieces = engine.stream(PROMPT, max_new_tokens=50, logits_processor=[slow])
         await anext(pieces)
-        slowest, closing = 0.0, asyncio.ensure_future(pieces.aclose())  # type: ignore[attr-defined]
+        slowest, closing = 0.0, asyncio.ensure_future(asyncio.to_thread(pieces.close))
         while not closing.done():
             before = time.monotonic()
             await asyncio.sleep(0.005)
@@ -347,7 +347,7 @@ def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
 
     async def main() -> None:
         async def read() -> None:
-            async for _ in engine.astream(PROMPT, max_new_tokens=1000, logits_processor=[slow]):
+            async for _ in engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow]):
                 pass
 
         task = asyncio.ensure_future(read())
@@ -359,16 +359,6 @@ def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
 
     asyncio.run(main())
     assert slow.made < 200
-
-
-def test_afuse_and_awarm(engine: BlendEngine) -> None:
-    async def main() -> None:
-        report = await engine.awarm(["something new", PROMPT.chunks[0]], progress=False)
-        assert (report.computed, report.present) == (1, 1)
-        fused = await engine.afuse(PROMPT)
-        assert torch.equal(fused.logits, engine.fuse(PROMPT).logits)
-
-    asyncio.run(main())
 
 
 def test_the_callers_context_reaches_the_generating_thread(engine: BlendEngine) -> None:

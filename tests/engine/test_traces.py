@@ -21,7 +21,7 @@ from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.traces import CAPTURE
 from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+from tests.probes import CHUNKS, PROMPT, Hooked, answers_of, engine_of
 from tests.telemetry import STEPS, Told, telling
 
 SECRET = "xyzzy"
@@ -150,9 +150,9 @@ def test_answers_stand_below_the_span_that_is_current(told: Told, form: str, con
         if form == "agenerate":
             await engine.agenerate(PROMPT, max_new_tokens=3)
         elif form == "astream":
-            _ = [piece async for piece in engine.astream(PROMPT, max_new_tokens=3)]
+            _ = [piece async for piece in engine.stream(PROMPT, max_new_tokens=3)]
         else:
-            await engine.agenerate_batch(prompts, max_new_tokens=3)
+            await answers_of(engine, prompts, max_new_tokens=3)
 
     with engine_of(max_concurrent=concurrent) as engine, told.tracer.start_as_current_span("chain") as chain:
         if form == "generate":

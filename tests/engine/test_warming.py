@@ -13,8 +13,8 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine import warm_up as warming
-from cacheblend_rag.engine.pipeline import Segment
 from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -178,7 +178,7 @@ def test_progress_counts_chunks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_comes_first_is_stored_as_far_as_there_is_room(on_disk: bool, tmp_path: Path) -> None:
     texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
     with engine_of() as sizer:
-        limit = sizer.estimate_bytes(texts[:6])
+        limit = sizer.chunks.estimate_bytes(texts[:6])
     with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts)
         assert 3 <= report.computed <= 6
@@ -260,7 +260,7 @@ def test_a_batch_that_is_too_large_is_computed_one_by_one(
         texts = [tiny.text(40, seed) for seed in range(3)]
         report = engine.warm(texts)
         assert (report.computed, report.present, report.skipped) == (3, 0, 0)
-        assert report.bytes == engine.estimate_bytes(texts)
+        assert report.bytes == engine.chunks.estimate_bytes(texts)
     assert sizes.count(1) >= 2
     assert max(sizes) > 1
     assert "one by one" in caplog.text
@@ -332,11 +332,3 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
         threads[0].join(20)
     assert report.computed == len(TEXTS)
     assert 1 <= answered[0] < len(TEXTS)
-
-
-def test_warming_can_be_awaited() -> None:
-    import asyncio
-
-    with engine_of() as engine:
-        report = asyncio.run(engine.awarm([*TEXTS, TEXTS[0]], progress=False))
-    assert (report.computed, report.present, report.skipped) == (len(TEXTS), 1, 0)

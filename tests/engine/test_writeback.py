@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,9 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.scheduler import Scheduler, scheduler_of
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
-from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.engine.write_back import Job, WriteBack, in_passes, run_pass
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import MemoryStore
@@ -164,6 +166,71 @@ def test_forgetting_waits_for_nothing_that_others_store(condition: str) -> None:
         assert engine.fuse(PROMPT).report.hits == (2 if condition == "sink" else 0)
 
 
+@pytest.mark.parametrize("mode", ["inline", "background"])
+@pytest.mark.parametrize("condition", ["sink", "context", "prefix"])
+def test_small_chunks_of_a_prompt_are_computed_in_one_pass(
+    condition: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [tiny.text(12, seed) for seed in range(20, 30)]
+    passes: list[int] = []
+    compute = ModelAdapter.segments_kv
+
+    def counted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        passes.append(len(segments))
+        return compute(self, context, segments, *others)
+
+    monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
+    with engine_of(write_back=mode, condition=condition) as engine:
+        engine.fuse(Prompt("Read this:", chunks, "What fell in the end?"))
+        engine.flush()
+        assert max(passes) > 1
+        assert len(passes) <= (3 if condition != "context" else 8), "of each context some passes, and its own"
+        assert engine.fuse(Prompt("Read this:", chunks, "What fell in the end?")).report.hits == 10
+        assert engine.forget(chunks[:1], prefix="Read this:") >= 1
+
+
+def test_small_chunks_go_together_though_long_ones_stand_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [tiny.text(size, seed) for seed, size in enumerate([12, 40, 13, 80, 12, 42, 14, 78, 13, 41], 20)]
+    passes: list[int] = []
+    compute = ModelAdapter.segments_kv
+
+    def counted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        passes.append(len(segments))
+        return compute(self, context, segments, *others)
+
+    monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
+    with engine_of(write_back="inline", condition="sink", check_model=False) as engine:
+        engine.fuse(Prompt("Read this:", chunks, "What fell in the end?"))
+    assert sorted(passes) == [2, 3, 5]
+
+
+def test_forgetting_a_chunk_of_a_pass_leaves_the_others_of_it() -> None:
+    chunks = [tiny.text(12, seed) for seed in range(20, 26)]
+    prompt = Prompt("Read this:", chunks, "What fell in the end?")
+    with engine_of(write_back="background", condition="sink") as engine:
+        with scheduler_of(engine.model), ThreadPoolExecutor(1) as pool:  # nothing can be stored
+            engine.fuse(prompt)
+            pool.submit(engine.forget, chunks[2:3]).result(20)
+        engine.flush()
+        assert engine.fuse(prompt).report.hits == 5
+
+
+def test_a_chunk_that_cannot_be_stored_does_not_cost_those_of_its_pass(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Hooked):
+        def put(self, key: str, record: Any) -> None:
+            if record.info.kind == "chunk" and not any(info.kind == "chunk" for _, info in self.infos("")):
+                self.failed = getattr(self, "failed", 0) + 1
+                if self.failed == 1:
+                    raise StoreError("no room for this one")
+            super().put(key, record)
+
+    with engine_of(store=Failing(), write_back="background") as engine:
+        engine.fuse(PROMPT)
+        engine.flush()
+        assert engine.fuse(PROMPT).report.hits == 2
+    assert "and 1 more: no room for this one" in caplog.text
+
+
 # The queue ----------------------------------------------------------------------------------
 
 
@@ -211,6 +278,29 @@ def test_jobs_are_dropped_without_waiting_for_others_but_for_what_is_being_done(
         dropping.result(20)
     assert done == ["b", "c", "long"]
     queue.close()
+
+
+def test_jobs_go_together_while_one_pass_holds_them() -> None:
+    done: list[list[str]] = []
+
+    def first(segments: Sequence[Segment]) -> None:
+        done.append([segment.key for segment in segments])
+
+    def second(segments: Sequence[Segment]) -> None:
+        done.append([segment.key for segment in segments])
+
+    def job(key: str, tokens: int, compute: Any) -> tuple[str, Job]:
+        return key, Job(partial(done.append, [key]), 0, None, Segment("chunk", (), (1,) * tokens, key), compute)
+
+    jobs = [job("a", 25, first), job("b", 25, first), job("c", 240, first), job("d", 20, second), job("e", 20, second)]
+    jobs += [
+        ("f", Job(partial(done.append, ["f"]))),
+        job("g", 20, second),
+        *(job(f"h{at}", 120, first) for at in range(3)),
+    ]
+    for some in in_passes(jobs):
+        run_pass(some)
+    assert done == [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"], ["h0", "h1"], ["h2"]]
 
 
 def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,18 +29,19 @@ class Asked:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.last: tuple[BlendEngine, Prompt] | None = None
-        stream, stream_batch = BlendEngine.stream, BlendEngine.stream_batch
 
-        def noted(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
-            self.last = engine, prompt
-            return stream(engine, prompt, **options)
+        def note(name: str, prompt_of: Callable[[Any], Prompt]) -> None:
+            plain = getattr(BlendEngine, name)
 
-        def noted_batch(engine: BlendEngine, prompts: Any, **options: Any) -> Any:
-            ((self.last),) = [(engine, prompt) for prompt in prompts]
-            return stream_batch(engine, prompts, **options)
+            def noted(engine: BlendEngine, given: Any, **options: Any) -> Any:
+                self.last = engine, prompt_of(given)
+                return plain(engine, given, **options)
 
-        patch.setattr(BlendEngine, "stream", noted)
-        patch.setattr(BlendEngine, "stream_batch", noted_batch)
+            patch.setattr(BlendEngine, name, noted)
+
+        note("generate", lambda prompt: prompt)
+        note("stream", lambda prompt: prompt)
+        note("stream_batch", lambda prompts: prompts[0])
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
-from tests.probes import engine_of, until
+from tests.probes import answers_of, engine_of, until
 from tests.tolerance import assert_layers_close, assert_logits_close
 
 PROMPTS = [
@@ -416,7 +416,7 @@ def test_the_prompts_of_a_batch_are_under_way_at_once(engine: BlendEngine, passe
     if form == "sync":
         found = engine.generate_batch(prompts, max_new_tokens=20)
     else:
-        found = asyncio.run(engine.agenerate_batch(prompts, max_new_tokens=20))
+        found = asyncio.run(answers_of(engine, prompts, max_new_tokens=20))
     assert [one.token_ids for one in found] == [*alone, *alone]
     assert max(passes) == 4
     assert sum(passes) == 8 * 19

@@ -181,7 +181,7 @@ def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> I
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        engine.use_learned(kept_context(kept, engine.fingerprint, engine.adapter))
+        engine = engine.with_learned(kept_context(kept, engine.fingerprint, engine.adapter))
         ranker = _ranker(parsed.retrieve, cases, max(options.chunks))
         yield EvalSetup(engine, cases, options, ranker, _calibrated(kept, engine))
 

@@ -14,7 +14,7 @@ from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
 from cacheblend_rag.config import check_choice, check_whole
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import STUFF, PromptFormat, written_by_template
+from cacheblend_rag.prompt.chat import STUFF, PromptFormat, render_turns
 
 ORDERS = ("retrieved", "random")
 _WORD = re.compile(r"\w+")
@@ -185,13 +185,15 @@ class ChatFrame:
     ------
     ConfigError
         If it has no chat template, or one that does not give the text back.
+    PromptError
+        If that template refuses a single question.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("chat", True, "leave it out; this tokenizer has no chat template")
         said = [{"role": "user", "content": _MARK}]
-        text = written_by_template(tokenizer, said, add_generation_prompt=True)
+        text = render_turns(tokenizer, said)
         if text.count(_MARK) != 1:
             raise ConfigError("chat", True, "leave it out; this tokenizer's chat template does not repeat the text")
         self.before, self.after = text.split(_MARK)

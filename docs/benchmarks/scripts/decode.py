@@ -92,7 +92,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         report = engine.fuse(prompt).report
         ways = _ways(engine, prompt, options.new_tokens)
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
-        storing = engine.storing_seconds
+        storing = engine.turns.write_back.seconds
     a_token = medians(seconds)
     reading = _weight_bytes(model) / _bandwidth(model.device)
     return {

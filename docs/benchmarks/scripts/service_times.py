@@ -139,7 +139,7 @@ def measure(
         storing = first.with_config(write_back="background")
         stored = statistics.median(_storing(storing, unknown[n : n + 4]) for n in range(0, 4 * min(rounds, 3), 4))
         cores = _cores(first, _prompt([*known[:2], *unknown[-2:]], 0), 2 * rounds)
-        token_bytes = first.estimate_bytes(known) / sum(map(len, first.tokenizer(list(known)).input_ids))
+        token_bytes = first.chunks.estimate_bytes(known) / sum(map(len, first.tokenizer(list(known)).input_ids))
         found = {"prefills": rows, "steps": steps, "stored": stored, "bytes": token_bytes}
         return {
             "options": {
@@ -202,10 +202,10 @@ def _step(engine: BlendEngine, chunks: Sequence[str], size: int) -> float:
 
 def _storing(engine: BlendEngine, chunks: Sequence[str]) -> float:
     """Seconds a token of storing what a prompt lacked."""
-    before = engine.storing_seconds
+    before = engine.turns.write_back.seconds
     report = engine.fuse(_prompt(chunks, 0)).report
     engine.flush()
-    return (engine.storing_seconds - before) / report.chunk_tokens
+    return (engine.turns.write_back.seconds - before) / report.chunk_tokens
 
 
 def _cores(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:

@@ -180,7 +180,7 @@ def _engine(model: Any, tokenizer: Any, options: ThroughputOptions, texts: Seque
     if not options.capacity:
         return engine
     with engine:
-        size = options.capacity * engine.estimate_bytes(texts) // len(texts) + _PREFIX_ROOM
+        size = options.capacity * engine.chunks.estimate_bytes(texts) // len(texts) + _PREFIX_ROOM
         return BlendEngine(model, tokenizer, config=config, store=MemoryStore(size), fingerprint=engine.fingerprint)
 
 

@@ -441,7 +441,7 @@ def run(options: argparse.Namespace) -> None:
         if learned is None:
             remedy = f"adapt this model there first: cacheblend-rag adapt --dtype {options.dtype}"
             raise ConfigError("data_dir", options.data_dir, remedy)
-        engine.use_learned(learned)
+        engine = engine.with_learned(learned)
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
     corpus = None
     if options.corpus:

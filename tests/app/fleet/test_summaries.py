@@ -83,7 +83,7 @@ def test_what_is_evicted_is_not_held(tmp_path: Path, opened: Opened) -> None:
     engine.flush()
     memory, kept = held(store)
     assert memory == []
-    assert kept == [at for at, chunk in enumerate(CHUNKS) if any(map(disk.contains, engine.records_of([chunk])))]
+    assert kept == [at for at, chunk in enumerate(CHUNKS) if any(map(disk.contains, engine.chunks.records_of([chunk])))]
     assert 0 < len(kept) < len(CHUNKS)
 
 

@@ -27,11 +27,15 @@ from tests import tiny
 from tests.toy import EMBEDDER_PATH
 
 BASE = "http://localhost"
+_CALL = '<tool_call>\n{"name": "look_up", "arguments": {"leaf": "red"}}\n</tool_call>'
 # Answers to a model that offers the tool ``look_up``, which are no calls of it.
 NO_CALLS = {
     "a mention": "Models write <tool_call> before a call, and </tool_call> behind it.",
     "a thought": '<think>Or <tool_call>{"name": "look_up", "arguments": {}}</tool_call>?</think>No.',
     "cannot be read": 'So: <tool_call>{"name": </tool_call> it is.',
+    "quoted in a sentence": f"Models write {_CALL} for that.",
+    "in a block of code": f"So:\n```xml\n{_CALL}\n```\nThat is all.",
+    "half a character": _CALL.replace("red", "\\ud800"),
 }
 
 

@@ -175,7 +175,9 @@ def test_what_is_deleted_is_gone_for_every_model(
         kept = 0 if whole else 1
         assert [hits(server, client, name, 711) for name in ("flat", "deep")] == [kept, kept]
         engines = [one.engine for one in server.service.models.values()]
-        left = [key for engine in engines for key in engine.records_of([passage(710)]) if engine.store.contains(key)]
+        left = [
+            key for engine in engines for key in engine.chunks.records_of([passage(710)]) if engine.store.contains(key)
+        ]
         assert left == []
     with running(settings) as server, client_of(server) as client:
         names = ["flat", "deep"]

@@ -59,7 +59,7 @@ def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_store
             upload(client, id, {f"{seed}.txt": texts[seed] for seed in range(beginning, told)})
             found = client.get(f"/api/collections/{id}/estimate").json()
             assert found["passages"] == told
-            assert found["kv_bytes"] == pytest.approx(service.engine.estimate_bytes(texts[:told]), rel=0.15)
+            assert found["kv_bytes"] == pytest.approx(service.engine.chunks.estimate_bytes(texts[:told]), rel=0.15)
         assert service.engine.store.volume() < found["kv_bytes"] / 10
         used = client.get("/api/state").json()["disk"]["bytes"]
         assert used == service.sessions["local"].library.catalogue.bytes_used() > sum(map(len, texts))

@@ -130,7 +130,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
         store, library = service_of(one).tombstones, service_of(one).sessions["local"].library
         until(lambda library=library: not library.catalogue.deletions.tombstones())
         records = [key for key, _ in store.inner.infos("")]
-        keys = service_of(one).sessions["local"].engines()[0].records_of([passage(910).strip()], dependent=True)
+        keys = service_of(one).sessions["local"].engines()[0].chunks.records_of([passage(910).strip()], dependent=True)
         assert not keys & set(records)
     # A file that comes again is read again, on both.
     upload(b, id, {"a.txt": passage(910)})
@@ -161,7 +161,7 @@ def test_a_deletion_reaches_every_model_of_every_server(
             until(lambda library=library: not library.catalogue.deletions.tombstones())
             records = {key for key, _ in service_of(one).tombstones.inner.infos("")}
             for engine in service_of(one).sessions["local"].engines():
-                assert not engine.records_of([passage(915).strip()]) & records
+                assert not engine.chunks.records_of([passage(915).strip()]) & records
 
 
 def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
@@ -427,7 +427,7 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
         library = service_of(a).sessions["local"].library
         until(lambda: not library.catalogue.texts_of(document))
         for one in two:
-            keys = service_of(one).sessions["local"].engines()[0].records_of([passage(970).strip()])
+            keys = service_of(one).sessions["local"].engines()[0].chunks.records_of([passage(970).strip()])
             assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
 
 
@@ -460,5 +460,5 @@ def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
     library = service_of(a).sessions["local"].library
     until(lambda: not library.following.peers.leaving(0.0))
     until(lambda: not library.catalogue.deletions.tombstones())
-    keys = service_of(a).sessions["local"].engines()[0].records_of([passage(980).strip()])
+    keys = service_of(a).sessions["local"].engines()[0].chunks.records_of([passage(980).strip()])
     assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}

@@ -42,7 +42,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*"} for n in range
 
 
 class Insisting:
-    """Writes a text token by token, as far as it may: what is forbidden there is passed over.
+    """Writes a text token by token, as far as it may, and ends behind a call: what is forbidden there is passed over.
 
     Parameters
     ----------
@@ -62,7 +62,8 @@ class Insisting:
         self._seen = input_ids.shape[1]
         ids = [*self._tokenizer.encode(self._text(), add_special_tokens=False), 2]
         scores[:, ids[min(self._seen - self._prompt, len(ids) - 1)]] += 1_000.0
-        scores[:, 2] += 100.0
+        written = self._tokenizer.decode(input_ids[0, self._prompt :])
+        scores[:, 2] += 2_000.0 if written.endswith("</tool_call>") else 100.0
         return scores
 
 
@@ -147,7 +148,7 @@ def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(
 ) -> None:
     """As OpenAI's agents ask: the model decides whether it calls; what it wants to write breaks the schema."""
     wrong = '<tool_call>\n{"name": "measure", "arguments": {"kind": "elm", "length": "long"}}\n</tool_call>'
-    said = {"text": "The leaf: " + wrong}
+    said = {"text": "The leaf:\n" + wrong}
     process_logits(monkeypatch, Insisting(chatty.service.engine.tokenizer, lambda: said["text"]))
     tools = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
     request = asked(client, tools=tools, stream=stream, max_tokens=200)

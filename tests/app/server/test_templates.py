@@ -18,6 +18,7 @@ from tests.app.server.common import Running, client_of, running, settings_for
 
 # Reads an argument, and turns in a loop for as long as it is told to.
 TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user speaks first') }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ mood }}"
     "{% if rounds %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}"
     "{% if add_generation_prompt %}{% generation %}[assistant] {% endgeneration %}{% endif %}"
@@ -76,6 +77,21 @@ def test_an_argument_that_the_template_reads_is_handed_to_it(templated: Running)
         assert moody.json()["usage"]["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"]
         assert chat(client, mood="x" * 201).status_code == 400
         assert chat(client, **{f"a{n}": 1 for n in range(17)}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_an_order_of_messages_that_the_template_refuses_is_named(templated: Running, path: str, stream: bool) -> None:
+    said = [{"role": "assistant", "content": "A leaf fell."}, *SAID]
+    with client_of(templated) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        given: dict[str, Any] = {"input": said} if path == "responses" else {"messages": said}
+        answer = client.post(f"/v1/{path}", json={"model": model, "stream": stream, **given})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "bad_prompt"
+    message = answer.json()["error"]["message"]
+    assert message.startswith("messages with the roles assistant, user")
+    assert "The user speaks first" in message
 
 
 def test_a_template_that_does_not_end_is_ended_and_nobody_is_kept(templated: Running) -> None:

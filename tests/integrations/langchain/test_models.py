@@ -15,15 +15,16 @@ import pytest
 import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import HumanMessage, SystemMessage
 from transformers import GenerationConfig, pipeline
 from transformers.generation import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
+from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.store import DiskStore
 from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.probes import CountingStore
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
@@ -98,6 +99,48 @@ async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any
     stopped = kind.from_engine(engine, max_new_tokens=12, stop=[whole[4:6]])
     assert await say(stopped, mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
     assert await say(model.bind(stop=[whole[4:6]]), mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_empty_list_of_a_call_switches_off_what_ends_answers(engine: Any, kind: Any, mode: str) -> None:
+    asked = "What fell in the end?"
+    whole = await say(kind.from_engine(engine, max_new_tokens=12), mode, asked)
+    word, cut = whole[4:6], whole[: whole.index(whole[4:6])]
+    settings = GenerationConfig(max_new_tokens=12, stop_strings=[word])
+    made = pipeline("text-generation", engine.model, tokenizer=engine.tokenizer, generation_config=settings)
+    for stopped in (
+        kind.from_engine(engine, max_new_tokens=12, stop=word),
+        kind.from_engine(engine, generation_config=settings),
+        kind.from_pipeline(made, config=engine.config),
+        kind.from_pipeline(made, config=engine.config, stop=["zzz"]),
+    ):
+        assert await say(stopped, mode, asked) == cut
+        assert await say(stopped.bind(stop=None), mode, asked) == cut
+        assert await say(stopped.bind(stop=["zzz"]), mode, asked) == cut
+        for off in ({"stop": []}, {"stop": ()}, {"pipeline_kwargs": {"stop": []}}):
+            assert await say(stopped.bind(**off), mode, asked) == whole
+        assert await say(stopped.bind(stop=[]).bind(stop=[word]), mode, asked) == cut
+    assert settings.stop_strings == [word]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_order_of_messages_that_the_template_refuses_is_named(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_engine() as engine:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", ALTERNATING)
+        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=2)
+        said: Any = [SystemMessage("Be kind."), HumanMessage("What fell?")]
+        for asked in (said, [("human", "What?"), ("human", "What fell?")]):
+            with pytest.raises(PromptError, match=r"^messages .*user.* must alternate.*give"):
+                await say(chat, mode, asked)
+        assert await say(chat, mode, said[1:])
+        whole = chat.bind(chat_template_kwargs={"chat_template": "{{ messages[0].content + 7 }}"})
+        with pytest.raises(PromptError, match=r"roles user .*TypeError"):
+            await say(whole, mode, said[1:])
+        with pytest.raises(ConfigError, match=r"^chat_template=.*Jinja"):
+            await say(chat.bind(chat_template_kwargs={"chat_template": "{% if"}), mode, said[1:])
 
 
 def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
@@ -274,6 +317,8 @@ def test_a_response_cache_never_mixes_settings_up(engine: Any, kind: Any) -> Non
         assert len(cache._cache) == number
     made[0].invoke("What fell?")
     assert len(cache._cache) == len(made)
+    made[7].invoke("What fell?", stop=[])
+    assert len(cache._cache) == len(made) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,6 +328,8 @@ def test_traces_name_model_and_settings(engine: Any, kind: Any) -> None:
     assert params["ls_provider"] == "cacheblend"
     assert params["ls_model_name"] == "tiny"
     assert (params["ls_temperature"], params["ls_max_tokens"], params["ls_stop"]) == (0.5, 7, ["a", "b"])
+    assert "ls_stop" not in model._get_ls_params(stop=[])
+    assert model._get_ls_params()["ls_stop"] == ["a"]
     given = model._get_ls_params(temperature=0, max_tokens=2, model="other")
     assert (given["ls_temperature"], given["ls_max_tokens"], given["ls_model_name"]) == (0, 2, "other")
 

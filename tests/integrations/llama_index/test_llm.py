@@ -16,6 +16,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field
+from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
@@ -23,6 +24,7 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.messages import answer_message, turns_of
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
+from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.integrations.llama_index.common import listening, make_llm
 
 FORMS = ("complete", "acomplete", "stream_complete", "astream_complete")
@@ -126,6 +128,21 @@ async def test_stop_strings_end_every_form(form: str) -> None:
         got = await responses(llm, form, asked, stop=stop)
         assert [text_of(got[-1]), got[-1].raw["finish_reason"]] == ["one ", "stop"]
         assert "two" not in "".join(one.delta or "" for one in got)
+    settings = GenerationConfig(max_new_tokens=60, stop_strings="two")
+    for stopped in (llm, llm.model_copy(update={"generation_config": settings})):
+        for off in ({"stop": []}, {"generate_kwargs": {"stop": []}}):
+            assert text_of((await responses(stopped, form, asked, **off))[-1]) == "one two three four"
+        assert text_of((await responses(stopped, form, asked, stop=None))[-1]) != "one two three four"
+
+
+@pytest.mark.parametrize("form", CHAT_FORMS)
+async def test_an_order_of_messages_that_the_template_refuses_is_named(
+    llm: CacheBlendLLM, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", ALTERNATING)
+    with pytest.raises(PromptError, match=r"^messages .*system, user .*must alternate.*give"):
+        await responses(llm, form, HELLO)
+    assert text_of((await responses(llm, form, HELLO[1:]))[-1])
 
 
 async def test_options_of_a_call_win() -> None:
@@ -409,6 +426,11 @@ NO_CALLS = {
     "a mention": "Models write <tool_call> before a call.",
     "a thought": f"<think>I could say {CALL} now.</think>No.",
     "cut": 'Let me look.<tool_call>{"name": "fi',
+    "quoted in a sentence": f"Models write “{CALL}” for that.",
+    "in backticks": f"It is\n`{CALL}` here.",
+    "in a block of code": f"So:\n```xml\n{CALL}\n```\nThat is all.",
+    "a number that JSON does not hold": CALL.replace('"leaf"', "1e999"),
+    "half a character": CALL.replace("leaf", "\\ud800"),
 }
 
 

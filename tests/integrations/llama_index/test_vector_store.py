@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -127,10 +128,29 @@ def test_saved_and_read_again(store: FaissVectorStore, tmp_path: Path) -> None:
     FaissVectorStore().persist(str(tmp_path / "empty.json"))
     assert FaissVectorStore.from_persist_path(str(tmp_path / "empty.json")).get_nodes() == []
     saved = json.loads(path.read_text())
-    for damage in ({**saved, "version": 9}, {**saved, "vectors": "AAAA"}, {**saved, "nodes": [{}]}, {}):
+    for damage in ({**saved, "vectors": "AAAA"}, {**saved, "nodes": [{}]}, {**saved, "nodes": 7}):
         path.write_text(json.dumps(damage))
-        with pytest.raises(DocumentError, match="make it anew"):
+        with pytest.raises(DocumentError, match=r"is damaged: .*bring back a copy"):
             FaissVectorStore.from_persist_path(str(path))
+    path.write_text(json.dumps({**saved, "version": 9}))
+    with pytest.raises(DocumentError, match=r"version 9.*read it by the release that saved it"):
+        FaissVectorStore.from_persist_path(str(path))
+    path.write_text(json.dumps(saved)[:-9])
+    with pytest.raises(DocumentError, match=r"no JSON.*bring back a copy"):
+        FaissVectorStore.from_persist_path(str(path))
+
+
+def test_a_file_of_another_kind_is_named_and_not_given_up(tmp_path: Path) -> None:
+    """The remedy is the file that is expected: the one that was given may be all that a user has."""
+    saved_index(tmp_path)
+    others = {"docstore": None, "index_store": None, "graph_store": None, "list": "[1]", "text": "A leaf.", "odd": "{}"}
+    for name, text in others.items():
+        path = tmp_path / f"{name}.json"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(DocumentError, match=rf"{name}\.json .*default__vector_store\.json") as caught:
+            FaissVectorStore.from_persist_path(str(path))
+        assert "anew" not in str(caught.value)
 
 
 def saved_index(folder: Path) -> VectorStoreIndex:
@@ -207,8 +227,34 @@ def test_wrong_names_and_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match="SimpleVectorStore"):  # LlamaIndex saves one for images beside ours
         FaissVectorStore.from_persist_dir(str(tmp_path), namespace="image")
     (tmp_path / "binary__vector_store.json").write_bytes(b"IxF2\xff\x00")  # of LlamaIndex's own faiss store
-    with pytest.raises(DocumentError, match="make it anew"):
+    with pytest.raises(DocumentError, match=r"of faiss itself.*llama-index-vector-stores-faiss"):
         FaissVectorStore.from_persist_dir(str(tmp_path), namespace="binary")
+
+
+async def test_a_new_store_given_for_a_saved_one_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    index = saved_index(tmp_path)
+    expected = found(index)
+    assert expected
+    for _ in range(2):
+        context = StorageContext.from_defaults(persist_dir=str(tmp_path), vector_store=FaissVectorStore())
+        again: Any = load_index_from_storage(context, embed_model=embedding())
+        caplog.clear()
+        assert found(again) == []
+        assert await again.as_retriever().aretrieve(QUESTION) == []
+        told = [record for record in caplog.records if "from_persist_dir" in record.getMessage()]
+        assert [record.levelname for record in told] == ["WARNING"], "said once for each store"
+    caplog.clear()
+    context = StorageContext.from_defaults(
+        persist_dir=str(tmp_path), vector_store=FaissVectorStore.from_persist_dir(str(tmp_path))
+    )
+    again = load_index_from_storage(context, embed_model=embedding())
+    assert found(again) == expected
+    again.delete_nodes([node.node_id for node in make_nodes(6, seed=71)])
+    assert found(again) == []
+    again.storage_context.persist(str(tmp_path))
+    emptied = FaissVectorStore.from_persist_dir(str(tmp_path))
+    assert emptied.query(VectorStoreQuery(query_embedding=[0.3] * 4, similarity_top_k=4)).ids == []
+    assert caplog.text == "", "they are empty on purpose"
 
 
 def test_a_store_that_cannot_be_written_leaves_what_was_saved(store: FaissVectorStore, tmp_path: Path) -> None:

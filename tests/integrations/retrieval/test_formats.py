@@ -142,6 +142,15 @@ def test_what_a_browser_does_not_show_is_no_text() -> None:
     [
         ("<p>opened in 1912<sup>3</sup> at 5<sup>−2</sup>", "opened in 1912³ at 5⁻²"),
         ("<p>H<sub>2</sub>O, 12 m<sup>2</sup>, 1<sup>st</sup>, built<sup>[4]</sup>", "H₂O, 12 m², 1st, built[4]"),
+        ("<p>x<sup>n+1</sup>, 2<sup>2n</sup>, a<sub>n+1</sub>, b<sub>10</sub>", "x^(n+1), 2^(2n), a_(n+1), b₁₀"),
+        ("<p>10<sup>2.5</sup>, seen<sup>1,2</sup>, SO<sub>4</sub><sup>2−</sup>", "10^(2.5), seen^(1,2), SO₄²⁻"),
+        ("<p>2<sup>n</sup>, x<sup>-n</sup>, x<sup>n</sup>y, Na<sup>+</sup>", "2^n, x^(-n), x^(n)y, Na⁺"),
+        ("<p>x<sup><i>n</i>+<b>1</b></sup>, x<sup>1<b>0</b></sup>", "x^(n+1), x¹⁰"),
+        ("<p>x<sup>2<sup>3</sup></sup>, x<sup>n<sub>1</sub></sup>", "x^(2³), x^(n₁)"),
+        ("<p>x<sup> 2 </sup>y, x<sup>2<!-- 7 --></sup>, x<sup></sup>", "x ² y, x², x"),
+        ("<p>4<sup>e</sup>, n<sup>o</sup>, M<sup>me</sup>, oil<sup>™</sup>, CO<sub>x</sub>", "4e, no, Mme, oil™, COx"),
+        ("<p>m<span style='Vertical-Align : super'>2</span>, H<span style='vertical-align:sub'>2</span>O", "m², H₂O"),
+        ("<p>m<span style='font-size:9px;vertical-align:super'>n+1</span>", "m^(n+1)"),
         ("<header>Boats</header><main>One</main><footer>Two</footer>", "Boats\n\nOne\n\nTwo"),
         ("<nav>a</nav><aside>b</aside><form>c<fieldset><legend>d</legend>e</fieldset></form>", "a\n\nb\n\nc\n\nd\n\ne"),
         ("<details><summary>More</summary>Text</details><address>Street 1</address>x", "More\n\nText\n\nStreet 1\n\nx"),
@@ -234,8 +243,29 @@ EITHER = f"<mc:AlternateContent {COMPATIBLE}><mc:Choice>"
 TEXT_BOX = f"<wps:txbx {SHAPE}>"
 
 
+def raised(text: str, way: str = "superscript") -> str:
+    return f"<w:r><w:rPr><w:vertAlign w:val='{way}'/></w:rPr><w:t>{text}</w:t></w:r>"
+
+
+def mark(kind: str) -> str:
+    return f"<w:r><w:fldChar w:fldCharType='{kind}'/></w:r>"
+
+
+def instruction(text: str) -> str:
+    return f"<w:r><w:instrText>{text}</w:instrText></w:r>"
+
+
+def field(told: str, result: str) -> str:
+    """A field: the instructions, which may hold others, and what is seen of it."""
+    return mark("begin") + told + mark("separate") + result + mark("end")
+
+
 def run(text: str) -> str:
     return f'<w:r><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+MERGED = field(instruction(" MERGEFIELD state "), run("paid"))
+CHOSEN = instruction(" IF ") + MERGED + instruction(' = "paid" "Thanks." "Please pay." ')
 
 
 def box(text: str) -> str:
@@ -294,7 +324,55 @@ def box(text: str) -> str:
             "<w:r><w:instrText> FORMDROPDOWN </w:instrText></w:r><w:r><w:fldChar w:fldCharType='end'/></w:r>",
             "Colour: blue",
         ),
-        ("<w:r><w:rPr><w:vertAlign w:val='superscript'/></w:rPr><w:t>3</w:t></w:r>" + run(" m"), "³ m"),
+        (raised("3") + run(" m"), "³ m"),
+        (
+            run("x") + raised("n") + raised("+1") + run(" a") + raised("i", "subscript") + raised("1", "subscript"),
+            "x^(n+1) a_(i1)",
+        ),
+        (
+            f"<m:oMath {MATH}><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>n+1</m:t></m:r></m:sup>"
+            "</m:sSup>"
+            "<m:sSub><m:e><m:r><m:t>a</m:t></m:r></m:e><m:sub><m:r><m:t>ij</m:t></m:r></m:sub></m:sSub>"
+            "<m:sSup><m:e><m:r><m:t>y</m:t></m:r></m:e><m:sup><m:r><m:t>10</m:t></m:r></m:sup></m:sSup></m:oMath>",
+            "x^(n+1)a_(ij)y^(10)",
+        ),
+        (run("So: ") + field(CHOSEN, run("Thanks.")) + run(" Bye."), "So: Thanks. Bye."),
+        (run("So: ") + mark("begin") + CHOSEN + mark("end") + run(" Bye."), "So: Bye."),
+        (field(instruction(" IF ") + field(CHOSEN, run("no")), run("Thanks.") + MERGED), "Thanks.paid"),
+        (
+            "<w:r><w:fldChar w:fldCharType='begin'/><w:instrText>IF</w:instrText><w:fldChar w:fldCharType='begin'/>"
+            "<w:fldChar w:fldCharType='separate'/><w:t>no</w:t><w:tab/><w:fldChar w:fldCharType='end'/>"
+            "<w:fldChar w:fldCharType='separate'/><w:t>yes</w:t><w:fldChar w:fldCharType='end'/></w:r>",
+            "yes",
+        ),
+        (
+            field(
+                f"<w:fldSimple w:instr='x'>{run('no')}</w:fldSimple><w:r><w:ruby><w:rt>{run('no')}</w:rt><w:rubyBase>"
+                f"{run('no')}</w:rubyBase></w:ruby></w:r><m:oMath {MATH}><m:r><m:t>no</m:t></m:r></m:oMath>"
+                f"<w:r><w:drawing>{TEXT_BOX}{box('no')}</wps:txbx></w:drawing></w:r>",
+                run("yes"),
+            ),
+            "yes",
+        ),
+        (
+            field(run("no") + "</w:p><w:p>" + run("no"), run("yes") + "</w:p><w:p>" + run("yes too")),
+            "yes\n\nyes too",
+        ),
+        (run("It ") + mark("begin") + run("is not lost"), "It is not lost"),
+        (mark("end") + mark("separate") + run("kept"), "kept"),
+        (
+            run("In ")
+            + f"<w:r><w:drawing>{TEXT_BOX}<w:txbxContent><w:p>{mark('begin')}{run('a box')}</w:p></w:txbxContent>"
+            + "</wps:txbx></w:drawing></w:r>"
+            + run("it ")
+            + field(run("no"), run("stays")),
+            "In it stays\n\na box",
+        ),
+        (
+            f"<w:del w:id='1'><w:r><w:fldChar w:fldCharType='begin'/></w:r></w:del>{run('kept')}"
+            + field(run("no"), run(" too")),
+            "kept too",
+        ),
     ],
 )
 def test_text_in_any_element_of_word_is_read(inner: str, text: str) -> None:

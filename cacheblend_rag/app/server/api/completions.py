@@ -23,7 +23,7 @@ from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logi
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.messages import call_chunks
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.report import BlendReport, Generation
@@ -93,7 +93,7 @@ class AnswerRequest:
         seed = None if body.seed is None else body.seed + number
         return DecodeArguments(seed=seed, logits_processor=processors), noted
 
-    def charge(self, prompts: Sequence[Prompt]) -> None:
+    def charge(self, prompts: Sequence[AnyPrompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
         fits = [self.model.check_length(prompt, self.most) for prompt in prompts]
         self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
@@ -206,7 +206,7 @@ class Completion(AnswerRequest):
     def __init__(self, here: Session, body: CompletionBody) -> None:
         super().__init__(here, body, body.max_tokens)
         self._texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self._prompts: list[Prompt] = []
+        self._prompts: list[AnyPrompt] = []
 
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
@@ -100,9 +99,8 @@ class ServedChat(ChatCacheBlend):
             raise Problem(400, "bad_image", f"{place}: {error.why}", field=place) from error
         except CacheBlendError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            kind = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
-            raise PromptError(f"the model's chat template refuses this conversation: {kind}") from error
+        except (TypeError, ValueError, KeyError) as error:
+            raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
 
     def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
         """One answer to a request.

@@ -186,7 +186,7 @@ def _estimated(here: Session, model: ServedModel, collection: Collection) -> KVE
     if not texts:
         return KVEstimate(passages=passages, kv_bytes=0)
     engine = here.engine(model)
-    sampled = sum(engine.estimate_bytes([text]) for text in texts)
+    sampled = sum(engine.chunks.estimate_bytes([text]) for text in texts)
     return KVEstimate(passages=passages, kv_bytes=round(sampled * passages / len(texts)))
 
 

@@ -76,14 +76,14 @@ class Erasing:
         alone = [text for text in texts if text not in held and text not in self._shared]
         written, keys = [*alone, *written_forms(alone)], set[str]()
         for engine in self._engines():
-            engine.drop_waiting(written)  # the records of others are stored as they would have been
-            keys |= engine.records_of(written)
+            engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been
+            keys |= engine.chunks.records_of(written)
         return alone, keys
 
     def allowed(self, texts: Sequence[str]) -> set[str]:
         """Keys of records that are not to be erased any more, now that texts come again."""
         engines = self._engines() if self.store.tombstones else ()
-        return {key for engine in engines for key in engine.records_of(texts, dependent=False)}
+        return {key for engine in engines for key in engine.chunks.records_of(texts, dependent=False)}
 
     def forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         """Look for texts in no prompt any more, and read none of these records."""

@@ -484,7 +484,7 @@ class Ingestion:
             self._read_for = name
         source = self._reader.read(library.incoming.fetched(file), file.name)
         self._jobs.say(name, file.job, "splitting", file.name, 0, 1)
-        with self._base.engine.in_background():
+        with self._base.engine.turns.in_background():
             chunks = split([source])
         if not chunks:
             raise DocumentError("the file holds no text")
@@ -544,7 +544,8 @@ class Ingestion:
                 if number % (max(1, total // _EMBEDDED // _TOLD) * _EMBEDDED) == 0:
                     self._jobs.say(name, file.job, "embedding", file.name, number, total)
             some = texts[start : start + _EMBEDDED]
-            with self._base.engine.in_background():  # beside the model's passes both would take several times as long
+            # Beside the model's passes both would take several times as long.
+            with self._base.engine.turns.in_background():
                 vectors += embed_in_parts(self._embeddings, some)
             if self._stopping.is_set():
                 return []

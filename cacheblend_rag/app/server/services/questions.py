@@ -186,7 +186,7 @@ def report_of(
         {
             "hit": bool(tier),
             "device": tier or None,
-            "bytes": engine.estimate_bytes([text]),
+            "bytes": engine.chunks.estimate_bytes([text]),
             "tokens": len(span),
         }
         for tier, text, span in zip(report.chunk_tiers, prompt.chunks, split.chunks, strict=True)

@@ -10,7 +10,7 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.tokenizer import FittedPrompt
 
 # For models without a chat template.
@@ -73,7 +73,7 @@ class ServedModel:
                     self._engines.popitem(last=False)
             return self._engines[key]
 
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> FittedPrompt:
+    def check_length(self, prompt: AnyPrompt, answer_tokens: int) -> FittedPrompt:
         """Refuse what the model cannot take; see `BlendEngine.fitted`.
 
         Returns

@@ -79,7 +79,7 @@ class Service:
             raise
         self.engine = self.model_of().engine
         self.rag.update()
-        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
+        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         name = "Bundled articles" if self.bundled else Path(settings.rag.docs).name
         self.base = BaseCollection(_BASE_ID, name, self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]

@@ -1,0 +1,95 @@
+"""The report of an answer, made at its end from what the steps handed on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from cacheblend_rag.engine.decode import DecodedAnswer
+from cacheblend_rag.engine.pipeline import Blend
+from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
+from cacheblend_rag.report import BlendReport, DocumentUse, Seconds
+
+# Characters by which a report names a document.
+_BEGINS = 80
+
+
+def report_of(blend: Blend, decoded: DecodedAnswer | None = None, first_token: float = 0.0) -> BlendReport:
+    """How a prompt was answered.
+
+    Parameters
+    ----------
+    blend : Blend
+        Its fused KV.
+    decoded : DecodedAnswer, optional
+        Its answer, if it was answered.
+    first_token : float
+        Seconds from the logits to the first token.
+    """
+    lookup, layers = blend.lookup, len(blend.computed)
+    whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
+    plain = blend.choice is None
+    hits = lookup.hits or (False,) * len(split.chunks)
+    tiers = tuple(lookup.records[one.key].tier if one.key in lookup.records else "" for one in lookup.chunks)
+    tiers = tiers or ("",) * len(split.chunks)
+    resumed = len(whole.chunks) - len(split.chunks)  # chunks of a kept prompt that this one goes on from
+    if kept is not None:
+        tiers = (kept.record.tier,) * resumed + tiers
+    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
+    return BlendReport(
+        input_ids=whole.input_ids,
+        prefix_tokens=len(whole.prefix),
+        chunk_tokens=whole.chunk_tokens,
+        suffix_tokens=len(whole.suffix),
+        hits=sum(hits) + resumed,
+        misses=hits.count(False),
+        chunk_tiers=tiers,
+        left_out=lookup.fit.left_out,
+        prefix_hit=lookup.prefix_hit,
+        reused_tokens=reused + len(split.prefix) * lookup.prefix_hit,
+        resumed_tokens=0 if kept is None else kept.tokens,
+        recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,
+        computed_tokens=tuple(map(len, blend.computed)),
+        work=blend.work,
+        plain=plain,
+        lost=blend.lost,
+        recompute_ratio=0.0 if blend.choice is None else blend.choice.ratio,
+        expected=None if blend.choice is None else blend.choice.expected,
+        seconds=dataclasses.replace(
+            blend.seconds, split=lookup.fit.seconds, look_up=lookup.seconds, first_token=first_token
+        ),
+        generated_tokens=0 if decoded is None else len(decoded.token_ids),
+        finish_reason="" if decoded is None else decoded.finish_reason,
+        documents=_uses(lookup.fit.prompt.documents, tiers),
+    )
+
+
+def report_of_images(prompt: ImagePrompt, layers: int, decoded: DecodedAnswer, seconds: Seconds) -> BlendReport:
+    """How a prompt that holds images was answered: by the model's own prefill."""
+    ids = prompt.input_ids
+    return BlendReport(
+        input_ids=ids,
+        suffix_tokens=len(ids),
+        recomputed_tokens=(0,) * layers,
+        computed_tokens=(len(ids),) * layers,
+        work=1.0,
+        plain=True,
+        plain_reason="the prompt holds an image",
+        seconds=seconds,
+        generated_tokens=len(decoded.token_ids),
+        finish_reason=decoded.finish_reason,
+    )
+
+
+def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:
+    """The use of each document, by the tier from which its chunk was read."""
+    uses = []
+    for one in documents:
+        begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
+        if one.chunk is None:
+            uses.append(DocumentUse(begins, "left out" if one.left_out else "not found", one.change))
+        elif one.chunk >= len(tiers):  # left out of a prompt that was too long
+            uses.append(DocumentUse(begins, "left out", one.change))
+        else:
+            uses.append(DocumentUse(begins, "hit" if tiers[one.chunk] else "miss", one.change))
+    return tuple(uses)

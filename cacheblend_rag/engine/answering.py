@@ -1,0 +1,211 @@
+"""One answer: split, look up, load, fuse, decode; then keep what is worth storing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cacheblend_rag.engine.answer_report import report_of, report_of_images
+from cacheblend_rag.engine.batch import by_common_chunks
+from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, decode, generate
+from cacheblend_rag.engine.guard import QualityGuard
+from cacheblend_rag.engine.pipeline import Blend, Pipeline
+from cacheblend_rag.engine.scheduler import ModelTime
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
+from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
+from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
+from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
+from cacheblend_rag.loading.shared import SharedKV
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
+from cacheblend_rag.prompt.images import fitted_images
+from cacheblend_rag.report import FusedKV, Generation, Seconds
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Answers prompts one by one, on the thread that asks.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    pipeline : Pipeline
+        The first four verbs.
+    turns : Turns
+        Lets requests have the model in turn.
+    guard : QualityGuard
+    names : SpanNames
+        Names of the answers in traces.
+    """
+
+    tokenizer: Any
+    pipeline: Pipeline
+    turns: Turns
+    guard: QualityGuard
+    names: SpanNames
+
+    def to(
+        self, prompt: AnyPrompt, options: DecodeOptions, shared: SharedKV | None = None
+    ) -> Callable[[Cancelled | None], Generation]:
+        """Function that answers a prompt, handing text to the sink that it is given."""
+        if isinstance(prompt, ImagePrompt):
+            return partial(self.answer_images, prompt, options)
+        return partial(self.answer, prompt, options, shared=shared)
+
+    def streams(self, prompts: Sequence[AnyPrompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
+        """The answers to several prompts, those with chunks in common together; see `BlendEngine.stream_batch`."""
+        if len(prompts) == 1:
+            yield 0, TextStream(self.to(prompts[0], options), timeout)
+            return
+        texts = [(prompt.prefix, *prompt.chunks) for prompt in prompts if isinstance(prompt, Prompt)]
+        with contextlib.closing(SharedKV(texts)) as shared:
+            streams = (
+                (number, TextStream(self.to(prompts[number], options, shared), timeout))
+                for number in by_common_chunks([prompt.chunks for prompt in prompts])
+            )
+            yield from begun_ahead(streams, self.pipeline.config.max_concurrent if self.turns.several else 1)
+
+    def answer(
+        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None = None, shared: SharedKV | None = None
+    ) -> Generation:
+        """Split, look up, load, fuse, decode; keep.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        options : DecodeOptions
+        sink : Cancelled, optional
+            Takes each piece of text, and tells whether its reader has gone.
+        shared : SharedKV, optional
+            Layers that other prompts of a batch read, too.
+        """
+        cancelled, pipeline = _cancelled_by(sink), self.pipeline
+        read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
+        held = self.turns.beside_others(prompt, options.max_new_tokens)
+        with read, self._begun(prompt, options, sink, held) as trace:
+            fit = pipeline.split(prompt, *answer_room(options))
+            with pipeline.look_up(fit) as lookup:
+                loading = pipeline.load(lookup, cancelled, shared)
+                blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
+            answer = self._decode(blend, options, sink)
+            trace.answered(answer)
+            self._keep(pipeline.keep(blend, answer.token_ids))
+        self.guard.watch(fit.prompt, answer, pipeline, self.turns.scheduler, self.turns.write_back)
+        return answer
+
+    def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
+        """The answer to a prompt that holds images: the model's own, from its own prefill.
+
+        Nobody is let in beside it, and nothing of it is blended or stored.
+        """
+        adapter = self.pipeline.segments.model.adapter
+        with self._begun(prompt, options, sink, self.turns.alone()) as trace:
+            fit = fitted_images(prompt, adapter.context_window, answer_room(options)[0])
+            started = time.perf_counter()
+            with self.pipeline.segments.model.products():
+                decoded = generate(
+                    adapter.model,
+                    self.tokenizer,
+                    inputs=copy.copy(prompt.inputs).to(adapter.device, adapter.dtype),
+                    options=options,
+                    on_text=sink.put if sink else None,
+                    cancelled=_cancelled_by(sink),
+                    window=adapter.context_window,
+                )
+            seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
+            report = report_of_images(prompt, adapter.num_layers, decoded, seconds)
+            answer = Generation(decoded.text, decoded.token_ids, report)
+            trace.answered(answer)
+        return answer
+
+    def check_all_fit(self, prompts: Sequence[AnyPrompt], options: DecodeOptions) -> None:
+        """Refuse several prompts if one of them does not fit, before any is answered.
+
+        Raises
+        ------
+        ContextLengthError
+            It names the first that does not fit.
+        """
+        window, needed = self.pipeline.segments.model.adapter.context_window, answer_room(options)[0]
+        for number, prompt in enumerate(prompts):
+            try:
+                if isinstance(prompt, ImagePrompt):
+                    fitted_images(prompt, window, needed)
+                else:
+                    self.pipeline.check_fits(prompt, needed)
+            except ContextLengthError as error:
+                which = f"prompt {number + 1} of {len(prompts)}"
+                raise ContextLengthError(error.tokens, needed, error.window, error.remedy, which) from None
+            except PromptError:  # an error of its own, which shows when its turn comes
+                continue
+
+    def fuse(self, prompt: Prompt) -> FusedKV:
+        """The KV of a prompt and the logits of its last position, without an answer."""
+        with self.turns.alone():
+            blend = self.pipeline.blend(prompt)
+            self._keep(blend.jobs)
+        ids, report = list(blend.input_ids), report_of(blend)
+        return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
+
+    @contextmanager
+    def _begun(
+        self,
+        prompt: AnyPrompt,
+        options: DecodeOptions,
+        sink: Cancelled | None,
+        held: AbstractContextManager[ModelTime],
+    ) -> Iterator[Untraced]:
+        """Trace an answer, and wait for its turn."""
+        with traced(self.names, prompt, options, self.pipeline.config, sink) as trace, held as spent:
+            trace.begins()
+            if sink:
+                sink.model_time = spent
+            if _cancelled_by(sink)():
+                raise GenerationError("the answer was given up before its turn came")
+            yield trace
+
+    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
+        """The answer to a fused prompt, token by token."""
+        fused_at, model = time.perf_counter(), self.pipeline.segments.model
+        with model.products(), self.turns.steps(blend) as step:
+            decoded: DecodedAnswer = decode(
+                model.adapter.model,
+                self.tokenizer,
+                input_ids=blend.input_ids,
+                cache=blend.cache,
+                logits=blend.logits,
+                options=options,
+                on_text=sink.put if sink else None,
+                cancelled=_cancelled_by(sink),
+                step=step,
+                window=model.adapter.context_window,
+            )
+        report = report_of(blend, decoded, decoded.first_token_at - fused_at)
+        return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation)
+
+    def _keep(self, jobs: Mapping[str, Job]) -> None:
+        """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
+        if self.pipeline.store.read_only:
+            return
+        if self.pipeline.config.write_back == "background":
+            for key, job in jobs.items():
+                self.turns.write_back.submit(key, job)
+            return
+        for one_pass in in_passes(jobs.items()):
+            run_pass(one_pass)
+
+
+def answer_room(options: DecodeOptions) -> tuple[int, int]:
+    """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
+    requested = options.requested_tokens
+    return requested or 1, requested or DEFAULT_NEW_TOKENS
+
+
+def _cancelled_by(sink: Cancelled | None) -> Callable[[], bool]:
+    return sink.cancelled if sink else interpreter_ends

@@ -1,0 +1,229 @@
+"""The stored KV of chunks: compute it ahead of time, estimate its size, fetch it, erase it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.segments import OTHER_FORM, Segment
+from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
+from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.warm_up import WarmUp
+from cacheblend_rag.engine.write_back import Job
+from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
+from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.prompt.contexts import finder
+from cacheblend_rag.report import WarmReport
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The stored KV of chunks under the options of an engine: ``engine.chunks``.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+    turns : Turns
+        Lets requests have the model in turn.
+    prefetcher : Prefetcher
+        Brings records closer on a thread of its own.
+    """
+
+    pipeline: Pipeline
+    turns: Turns
+    prefetcher: Prefetcher
+
+    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of chunks ahead of time, several in one pass.
+
+        Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
+        the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
+
+        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
+        takes is left out, and a warning names it.
+
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts, those of a document one after another: chunks are computed behind stretches of those next
+            to them (``condition="context"``).
+        prefix : str
+            The prefix they will stand behind; needed with ``condition="prefix"`` only.
+        progress : bool, optional
+            Show a progress bar; by default if standard error is a terminal.
+
+        Raises
+        ------
+        ContextLengthError
+            If a chunk alone is longer than the model's context window; the message gives its first words.
+        """
+        self.turns.check_open()
+        texts = list_of_texts(chunks)
+        self.pipeline.segments.model.look()
+        pairs = [(text, found) for text in texts if (found := self._fitting(text, prefix)) is not None]
+        texts, fitting = [text for text, _ in pairs], [segment for _, segment in pairs]
+        segments = self.pipeline.segments.behind_each_other(texts, fitting)
+        return WarmUp(self.pipeline, self.turns.in_background).run(segments, progress)
+
+    def estimate_bytes(self, chunks: Iterable[str]) -> int:
+        """Bytes the KV of chunks will take in the store; nothing is computed."""
+        own, store = self.pipeline.segments, self.pipeline.store
+        own.model.look()
+        pairs = [(text, found) for text in list_of_texts(chunks) if (found := own.chunk(text)) is not None]
+        segments = own.behind_each_other([text for text, _ in pairs], [segment for _, segment in pairs])
+        return sum(store.record_bytes(own.info(one)) for one in {one.key: one for one in segments}.values())
+
+    def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
+        """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.
+
+        With tiers, records rise to the nearest; of a single folder, the system is asked to read
+        their files. Chunks that are not stored are left alone. Never waits and never fails.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        """
+        segments = self.pipeline.segments
+        segments.model.look()
+        found = (segments.chunk(text, prefix) for text in list_of_texts(chunks))
+        self.prefetcher.submit(segment.key for segment in found if segment is not None)
+
+    def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
+        """Erase the stored KV of chunks, and that of other chunks that was computed behind them.
+
+        Returns
+        -------
+        int
+            Records that were erased. Records that waited to be stored never were, and are not counted.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for; all that could be erased are.
+        """
+        texts = list_of_texts(chunks)
+        self.drop_waiting(texts, prefix=prefix)
+        failed: list[StoreError] = []
+        keys = self._records_of(texts, prefix, failed, dependent=True)
+        erased = 0
+        for key in keys:
+            with _noted(failed):
+                erased += self.pipeline.store.delete(key)
+        if failed:
+            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
+        return erased
+
+    def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
+        """Let no record be stored that waits to be and that `forget` would erase.
+
+        A record of them that is being stored at this moment is waited for. Other records are stored as they
+        would have been.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        """
+        self.turns.check_open()
+        segments = self.pipeline.segments
+        segments.model.look()
+        forms = self._forms(list_of_texts(chunks), prefix)
+        keys = {form.key for forms_of_one in forms for form in forms_of_one}
+        ids = [forms_of_one[0].token_ids for forms_of_one in forms]
+        begins, kept = finder(ids), keys_begin(segments.config.salt)
+
+        def holds_chunk(key: str, job: Job) -> bool:
+            if job.info is None or key.split(OTHER_FORM)[0] in keys:
+                return job.info is not None
+            info = job.info()
+            if key.startswith(KEY_PREFIX):
+                return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            return begins(info.behind) and segments.owns(key, info)
+
+        if ids:
+            self.turns.write_back.drop(holds_chunk)
+
+    def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
+        """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        dependent : bool
+            Those of other chunks that were computed behind them, too. All records of the store are looked at for it.
+
+        Raises
+        ------
+        StoreError
+            If some could not be looked for.
+        """
+        self.turns.check_open()
+        failed: list[StoreError] = []
+        keys = self._records_of(list_of_texts(chunks), prefix, failed, dependent)
+        if failed:
+            raise StoreError(f"not all records could be looked for: {failed[0]}") from failed[0]
+        return keys
+
+    def _records_of(self, texts: list[str], prefix: str, failed: list[StoreError], dependent: bool) -> set[str]:
+        """See `records_of`; what went wrong on the way is added to ``failed``."""
+        segments, store = self.pipeline.segments, self.pipeline.store
+        segments.model.look()
+        forms = self._forms(texts, prefix)
+        keys = {form.key for forms_of_one in forms for form in forms_of_one}
+        for key in [*keys]:
+            with _noted(failed):
+                keys.update(other for other, _ in store.infos(key + OTHER_FORM))
+        ids = [forms_of_one[0].token_ids for forms_of_one in forms]
+        if dependent and ids:  # whatever chunks are computed behind now
+            begins = finder(ids)
+            with _noted(failed):
+                found = ((key, info) for key, info in store.infos("") if begins(info.behind))
+                keys.update(key for key, info in found if segments.owns(key, info))
+        # Prompts that were kept whole have their chunks in them.
+        with _noted(failed):
+            kept = store.infos(keys_begin(segments.config.salt)) if ids else ()
+            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        # No text of theirs stays in memory either.
+        segments.tokenizer.forget()
+        return keys
+
+    def _forms(self, texts: Iterable[str], prefix: str) -> list[list[Segment]]:
+        """Of each chunk all segments under which it may be stored; of one that is too short none."""
+        return [forms for text in texts if (forms := self.pipeline.segments.forms(text, prefix))]
+
+    def _fitting(self, text: str, prefix: str) -> Segment | None:
+        """The stored segment of a chunk, if it is not too long for the model."""
+        segments = self.pipeline.segments
+        segment, window = segments.chunk(text, prefix), segments.model.adapter.context_window
+        tokens = len(segment.context_ids) + len(segment.token_ids) if segment else 0
+        if window is not None and tokens > window:
+            first = " ".join(text.split()[:8])
+            remedy = "split its document into smaller chunks, or take a model with a longer window"
+            raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
+        return segment
+
+
+@contextlib.contextmanager
+def _noted(failed: list[StoreError]) -> Iterator[None]:
+    """Go on after an error of the store, and remember it."""
+    try:
+        yield
+    except StoreError as error:
+        failed.append(error)
+
+
+def list_of_texts(chunks: Iterable[str]) -> list[str]:
+    """The texts of chunks.
+
+    Raises
+    ------
+    PromptError
+        If they are one text.
+    """
+    if isinstance(chunks, str):
+        raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
+    return list(chunks)

@@ -1,0 +1,302 @@
+"""Segments: pieces of text whose KV is stored. Their identity, their keys, and computing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.models.contexts import ContextKV, LearnedContext
+from cacheblend_rag.models.identity import fingerprint_in
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.prompt import PromptTokenizer, TokenizedChunk
+from cacheblend_rag.prompt.contexts import Contexts, context_tokens, contexts_beside
+from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
+
+_log = logging.getLogger(__name__)
+# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
+OTHER_FORM = "-as-"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text whose KV is stored.
+
+    Parameters
+    ----------
+    kind : str
+        ``"chunk"``, ``"prefix"``, or ``"session"`` for a kept prompt.
+    context_ids : tuple of int
+        Ids it is computed behind.
+    token_ids : tuple of int
+        Its ids.
+    key : str
+        Key of its record.
+    regime : int
+        Frequency regime it is computed in; see `ModelAdapter.regime`.
+    head : int
+        How many of the context's last ids belong to this segment alone; see `ChunkTokens`.
+    model : str
+        Identity of the model, and of its adapters, that the key is of.
+    averaged : bool
+        Whether its KV is the mean over several contexts, which stand before its context ids and are no part of its key.
+    contexts : Contexts or None
+        These contexts, where it is to be computed.
+    learned : str
+        Digest of the learned context that it is computed behind; empty for none.
+    """
+
+    kind: str
+    context_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    key: str
+    regime: int = 0
+    head: int = 0
+    model: str = ""
+    averaged: bool = False
+    contexts: Contexts | None = None
+    learned: str = ""
+
+    @property
+    def exact_in_place(self) -> bool:
+        """Whether its KV is that of a full prefill where its context ids are all that stands before it."""
+        return not self.averaged and not self.learned
+
+    @property
+    def shared_ids(self) -> tuple[int, ...]:
+        """The part of its context that other segments have in common with it."""
+        return self.context_ids[: len(self.context_ids) - self.head]
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        """Ids that are computed behind `shared_ids`: the rest of its context, then its own."""
+        return self.context_ids[len(self.context_ids) - self.head :] + self.token_ids
+
+
+@dataclass
+class LatestContexts:
+    """The contexts that chunks were computed behind last: more of their chunks may come."""
+
+    identity: tuple[str, ...] = ()  # of the model and of the contexts
+    kv: ContextKV | None = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Describes and computes the segments of one model under some options.
+
+    Parameters
+    ----------
+    model : ModelInUse
+    tokenizer : PromptTokenizer
+    config : BlendConfig
+    condition : str
+        The condition that chunks are computed behind; ``"auto"`` of the options is decided.
+    learned : LearnedContext or None
+        The context that the model was adapted to.
+    latest : LatestContexts
+        Shared by all views of an engine.
+    """
+
+    model: ModelInUse
+    tokenizer: PromptTokenizer
+    config: BlendConfig
+    condition: str
+    learned: LearnedContext | None = None
+    latest: LatestContexts = field(default_factory=LatestContexts)
+
+    # Identity ------------------------------------------------------------------------------
+
+    def describe(
+        self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
+    ) -> Segment:
+        """The segment with its key."""
+        averaged = kind == "chunk" and self.config.contexts > 0 and self.condition in ("context", "learned")
+        learned = self.learned_digest if kind == "chunk" else ""
+        model = self.model.fingerprint
+        key = record_key(
+            fingerprint=fingerprint_in(model, regime),
+            salt=self.config.salt,
+            kind=kind,
+            context_ids=context_ids,
+            token_ids=token_ids,
+            contexts=self.config.contexts * averaged,
+            learned=learned,
+        )
+        return Segment(kind, context_ids, token_ids, key, regime, head, model, averaged, learned=learned)
+
+    @property
+    def learned_digest(self) -> str:
+        """Digest of the learned context that chunks are computed behind; empty if there is none, or it is not used."""
+        return self.learned.digest if self.learned is not None and self.condition == "learned" else ""
+
+    def chunk(self, text: str, prefix: str = "") -> Segment | None:
+        """The segment of a chunk, or None if the text is too short to have one.
+
+        Parameters
+        ----------
+        text : str
+        prefix : str
+            Matters only if chunks are computed behind it.
+        """
+        forms = self.forms(text, prefix)
+        if not forms:
+            return None
+        regime = self.model.adapter.regime(len(forms[0].context_ids) + len(forms[0].token_ids)) or 0
+        return next(form for form in forms if form.regime == regime)
+
+    def forms(self, text: str, prefix: str = "") -> list[Segment]:
+        """All segments under which a chunk may be stored, one a frequency regime; none if it can be in no prompt."""
+        try:
+            chunk = self.tokenizer.chunk(text)
+        except PromptError as error:  # it can be in no prompt either
+            _log.warning("a chunk has no KV: %s", error)
+            return []
+        if not chunk.ids:
+            return []
+        context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")
+        return [self._chunk(context, chunk.head, chunk.ids, regime) for regime in self.model.adapter.regimes]
+
+    def located(
+        self, chunk: TokenizedChunk, ids: tuple[int, ...], behind: tuple[int, ...] | None, regime: int
+    ) -> Segment:
+        """The segment of a chunk as it stands in a prompt; ids that it has nowhere else are a record of their own.
+
+        Parameters
+        ----------
+        chunk : TokenizedChunk
+        ids : tuple of int
+            Its ids there.
+        behind : tuple of int or None
+            Ids of the prefix, if chunks are computed behind it.
+        regime : int
+            Of the prompt.
+        """
+        own = self.tokenizer.chunk(chunk.text)
+        behind = self.tokenizer.context_ids(chunk.text) if behind is None else behind
+        usual = self._chunk(behind, own.head, own.ids, regime)
+        if chunk.usual:
+            return usual
+        segment = self._chunk(behind, (), ids, regime)
+        return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
+
+    def _chunk(
+        self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
+    ) -> Segment:
+        # Behind contexts all that stands directly before a chunk is its own.
+        own = len(context_ids) * (self.condition in ("context", "learned")) + len(head)
+        return self.describe("chunk", context_ids + head, token_ids, regime, own)
+
+    def info(self, segment: Segment) -> RecordInfo:
+        """Info for the record of a segment."""
+        adapter, behind = self.model.adapter, segment.contexts
+        contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
+        return RecordInfo(
+            fingerprint=fingerprint_in(segment.model, segment.regime),
+            context_ids=segment.context_ids,
+            token_ids=segment.token_ids,
+            layers=adapter.num_layers,
+            kv_heads=adapter.kv_heads,
+            head_dim=adapter.head_dim,
+            dtype=str(adapter.dtype).removeprefix("torch."),
+            rotated=segment.kind == "prefix",
+            kind=segment.kind,
+            contexts=self.config.contexts * segment.averaged,
+            behind=contexts,
+            learned=segment.learned,
+        )
+
+    def record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
+        """The record of a segment."""
+        return KVRecord(self.info(segment), kv)
+
+    def owns(self, key: str, info: RecordInfo) -> bool:
+        """Whether a record is one of ours, and not another tenant's with the same text."""
+        own = record_key(
+            fingerprint=info.fingerprint,
+            salt=self.config.salt,
+            kind=info.kind,
+            context_ids=info.context_ids,
+            token_ids=info.token_ids,
+            contexts=info.contexts,
+            learned=info.learned,
+        )
+        return key.endswith(own)
+
+    # Computing -----------------------------------------------------------------------------
+
+    def contexts(self, chunks: Sequence[str]) -> Contexts:
+        """The contexts of chunks that belong together."""
+        sizes = [len(self.tokenizer.chunk(text).ids) for text in chunks]
+        tokens = context_tokens(sizes, self.model.adapter.context_window)
+        return Contexts(self.tokenizer, chunks, self.config.contexts, tokens)
+
+    def behind_each_other(self, texts: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
+        """Segments with the contexts they are computed behind, which are made of those next to them.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            Those of the segments.
+        segments : sequence of Segment
+            In the order of their documents, where they have one.
+        """
+        window, sizes = self.model.adapter.context_window, [len(segment.token_ids) for segment in segments]
+        beside = contexts_beside(self.tokenizer, texts, sizes, self.config.contexts, window)
+        return [
+            dataclasses.replace(segment, contexts=contexts) if segment.averaged else segment
+            for segment, contexts in zip(segments, beside, strict=True)
+        ]
+
+    def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
+        """Compute the KV of segments, in one pass for each context.
+
+        Parameters
+        ----------
+        segments : sequence of Segment
+            Behind the same shared context, or the same contexts, and of the same regime.
+
+        Raises
+        ------
+        StoreError
+            If adapters were switched since the segments' keys were made.
+        """
+        self._check_model(segments)
+        first, ids = segments[0], [segment.own_ids for segment in segments]
+        heads = [segment.head for segment in segments]
+        with self.model.products():
+            if first.exact_in_place:
+                computed = self.model.adapter.segments_kv(first.shared_ids, ids, first.regime, heads)
+            else:
+                context = self._context_kv(first.contexts, self.learned if first.learned else None)
+                numbers = [_numbers(segment) for segment in segments]
+                computed = context.segments_kv(ids, first.regime, heads, numbers)
+        self._check_model(segments)
+        return [self.record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
+
+    def _context_kv(self, contexts: Contexts | None, learned: LearnedContext | None) -> ContextKV:
+        """The KV of contexts, to compute chunks behind; the last one is kept."""
+        digests = [one.digest for one in (contexts, learned) if one is not None]
+        wanted, last = (self.model.fingerprint, *digests), self.latest
+        if last.kv is None or last.identity != wanted:
+            ids = () if contexts is None else contexts.ids
+            last.identity = wanted
+            last.kv = ContextKV(self.model.adapter, (*ids, learned) if learned is not None else ids)
+        return last.kv
+
+    def _check_model(self, segments: Sequence[Segment]) -> None:
+        """Let no KV be stored as that of another adapter."""
+        now = self.model.look()
+        if any(segment.model != now for segment in segments):
+            raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
+
+
+def _numbers(segment: Segment) -> tuple[int, ...]:
+    """The contexts of a segment: those of `Contexts`, then the learned one."""
+    behind = segment.contexts
+    neighbours, learned = (behind.of(segment.token_ids), len(behind.ids)) if behind is not None else ((), 0)
+    return (*neighbours, learned) if segment.learned else neighbours

@@ -1,0 +1,169 @@
+"""Turns: holding the model, and the steps that answers under way take together."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.decode import Step
+from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.pipeline import Blend, Pauses
+from cacheblend_rag.engine.prompt_lookup import PromptLookup
+from cacheblend_rag.engine.scheduler import ModelTime, Scheduler
+from cacheblend_rag.engine.write_back import WriteBack
+from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cache import all_preallocated
+from cacheblend_rag.prompt import Prompt
+
+# Tokens that an answer is thought to take if no number is given.
+_ANSWER_TOKENS = 256
+
+
+class Lifetime:
+    """Ends with the last of an engine, the views of it and the answers of theirs that are under way."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The model of an engine, held by one request at a time, or by a step of several.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        Engines over one model share it.
+    model : ModelInUse
+    batched_decode : BatchedDecode
+        Takes the steps of several answers in one pass.
+    write_back : WriteBack
+        Closed with the engine; from then on nobody gets the model.
+    config : BlendConfig
+    lifetime : Lifetime
+        All who may still use the model hold it.
+    """
+
+    scheduler: Scheduler
+    model: ModelInUse
+    batched_decode: BatchedDecode
+    write_back: WriteBack
+    config: BlendConfig
+    lifetime: Lifetime
+
+    @contextmanager
+    def alone(self) -> Iterator[ModelTime]:
+        """Hold the model and the store for one request, with no other under way."""
+        with self._held(lambda: 0) as spent:
+            yield spent
+
+    @contextmanager
+    def beside_others(self, prompt: Prompt, new_tokens: int | None) -> Iterator[ModelTime]:
+        """Hold the model and the store for a prompt, beside others that have begun.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        new_tokens : int or None
+            Most tokens of its answer.
+        """
+        if not self.several:
+            with self.alone() as spent:
+                yield spent
+            return
+        # No tokenizer makes more tokens than there are bytes.
+        size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
+        with self._held(partial(self._room_beside, size + (new_tokens or _ANSWER_TOKENS))) as spent:
+            yield spent
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
+        with self.scheduler.entered(lambda: sys.maxsize):
+            self.check_open()
+            yield
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Hold the model for a short piece of work that no request waits for.
+
+        It begins once no request wants the model. While requests never cease, such work gets a fifth of the time.
+        """
+        with self.scheduler.background():
+            self.check_open()
+            self.model.look()
+            yield
+
+    @contextmanager
+    def _held(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
+        with self.scheduler.entered(beside) as spent:
+            self.check_open()
+            self.model.look()
+            yield spent
+
+    def check_open(self) -> None:
+        """Refuse to work for an engine that was closed."""
+        if self.write_back.closed:
+            raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+    @property
+    def several(self) -> bool:
+        """Whether answers may be under way at once."""
+        return self.config.max_concurrent > 1 and self.batched_decode.possible
+
+    def _room_beside(self, tokens: int) -> int:
+        """How many others may be under way when a prompt of so many tokens at most is begun."""
+        return self.config.max_concurrent - 1 if self.batched_decode.fit(tokens) else 0
+
+    # Within a turn -------------------------------------------------------------------------
+
+    def pauses(self, cancelled: Callable[[], bool]) -> Pauses | None:
+        """Pauses of a prefill, in which others use the model; None if there are no others."""
+        if not self.several:
+            return None
+        on_cpu = self.model.adapter.device.type == "cpu"
+
+        def going_on() -> None:
+            if cancelled():
+                raise GenerationError("the answer was given up while its prompt was prefilled")
+
+        def between(seconds: float) -> None:
+            going_on()
+            self.scheduler.give_way(seconds)
+
+        def each_layer() -> None:
+            going_on()
+            if on_cpu:  # on a GPU a layer takes a millisecond
+                self.scheduler.let_step()
+
+        return Pauses(between, each_layer)
+
+    @contextmanager
+    def steps(self, blend: Blend) -> Iterator[Step]:
+        """The function that takes each step of an answer."""
+        several_tokens = self.config.prompt_lookup and self.batched_decode.takes_several
+        if not (several_tokens and all_preallocated(blend.cache)):
+            yield self._step
+            return
+        lookup = PromptLookup(
+            blend.input_ids,
+            blend.cache,
+            most=self.config.prompt_lookup,
+            window=self.model.adapter.context_window or sys.maxsize,
+            take=self._step,
+            wanted=lambda: self.scheduler.alone,
+        )
+        with contextlib.closing(lookup):
+            yield lookup
+
+    def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """A step's pass, together with those of others under way; logits ``[1, tokens, vocab]``."""
+        if not self.several:
+            return self.batched_decode([inputs])[0]
+        return self.scheduler.step(inputs, self.batched_decode)
