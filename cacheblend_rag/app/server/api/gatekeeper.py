@@ -1,4 +1,4 @@
-"""What every request passes: its id, checks of size, host, origin and key, and headers of its answer."""
+"""Layers that every request passes: its id, checks of size, host, origin and key, and headers of its answer."""
 
 from __future__ import annotations
 

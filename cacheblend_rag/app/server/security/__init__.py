@@ -1,4 +1,4 @@
-"""Who may do how much, and what strangers made within limits.
+"""Tenants with their keys and quotas, and limits for strangers' files, schemas and templates.
 
 ===============  ==========================================================
 ``tenants``      tenants, their keys and quotas

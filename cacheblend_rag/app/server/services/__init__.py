@@ -1,4 +1,4 @@
-"""What the server does, whoever asks for it.
+"""The work of the server, whoever asks for it.
 
 ===================  ============================================================================
 ``service``          objects that all requests share, and the server as one tenant sees it

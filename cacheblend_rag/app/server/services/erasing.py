@@ -19,7 +19,7 @@ _ERASED, _PURGED = 200, 2_000
 
 
 class Erasing:
-    """What is to be erased of one tenant.
+    """Records of one tenant that are to be erased.
 
     Parameters
     ----------

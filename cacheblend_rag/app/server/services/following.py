@@ -26,7 +26,7 @@ _LAST = 5.0  # seconds that a thread may take to end; one that waits for the dat
 
 
 class Following:
-    """What this server knows of one tenant, kept up with what others change.
+    """A tenant's collections and KV as this server knows them, kept up with what others change.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class Follower:
     ----------
     database : Database
     tenants : callable
-        What is followed of each.
+        The `Following` of each.
     wake : callable
         Called where there may be work in the background.
     tell : callable

@@ -221,7 +221,7 @@ class _PassageText:
 
 
 class Warming:
-    """What is still to be warmed.
+    """Documents whose KV is still to be stored.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What one tenant does with its collections: making, searching, adding to and deleting them, and its uploads."""
+"""One tenant's work with its collections: making, searching, adding to and deleting them, and its uploads."""
 
 from __future__ import annotations
 

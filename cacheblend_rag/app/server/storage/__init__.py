@@ -1,4 +1,4 @@
-"""What is kept of a tenant's documents.
+"""Documents of tenants, as they are kept.
 
 =============  ==============================================================================
 ``catalogue``  collections with documents, passages and vectors; uploads; and what is deleted

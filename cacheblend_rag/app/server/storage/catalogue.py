@@ -319,7 +319,7 @@ _PASSAGE = _PASSAGES.where(
 
 
 class Catalogue:
-    """What is kept of a tenant's collections.
+    """Collections of one tenant, with their documents, passages and vectors.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ _tenants = sa.Table(
     sa.Column("salt", sa.Text, nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
 )
-# What a tenant's schema has besides the tables of every catalogue.
+# Tables of a tenant's schema besides those of every catalogue.
 _shared = sa.MetaData()
 changes = sa.Table(
     "changes",

@@ -169,7 +169,7 @@ class Backend:
         return True
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
-        """What is this server's, of tombstones or files."""
+        """Condition for this server's own tombstones or files."""
         return sa.true()
 
     def bury(self, db: sa.Connection, gone: Sequence[str], keys: Sequence[str]) -> None:
