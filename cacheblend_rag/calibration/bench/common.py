@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import random
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -23,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend_rag.calibration.bench.plots import pyplot_for
 from cacheblend_rag.calibration.bench.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import pipeline
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
@@ -31,6 +34,13 @@ from cacheblend_rag.store import KVStore
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
+
+
+@contextmanager
+def read_plainly() -> Iterator[None]:
+    """Within this, layers are read one after another, none of them ahead of its use."""
+    with mock.patch.object(pipeline, "_WORTH_A_THREAD", math.inf):
+        yield
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.common import (
+    bench_model,
+    bench_prompt,
+    machine,
+    medians,
+    read_plainly,
+    show_result,
+    table,
+)
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
@@ -121,14 +129,16 @@ class _Bench:
         """TTFT over a store of one throughput: read ahead, read plainly, and as the controller chooses."""
         load = alone["blended"] / factor
         store = ThrottledStore(DiskStore(self._folder), alone["bytes"] / load)
-        device = Device(store.tier, store.throughput)
-        MachineProfile({self._fingerprint: self._prefill}, {store.tier: device}).save(self._folder / "profile.json")
+        device = Device(store.traits.tier, store.throughput)
+        MachineProfile({self._fingerprint: self._prefill}, {store.traits.tier: device}).save(
+            self._folder / "profile.json"
+        )
         with self._engine(store) as engine, self._memory() as memory:
             fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {
                 "blended": blended(memory, self._prompt),
-                "ahead": blended(fixed.with_config(prefetch=True), self._prompt),
-                "plain": blended(fixed.with_config(prefetch=False), self._prompt),
+                "ahead": blended(fixed, self._prompt),
+                "plain": read_plainly()(blended(fixed, self._prompt)),
                 "auto": blended(engine, self._prompt),
             }
             seconds = self._medians(methods)

@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.common import (
+    bench_model,
+    bench_prompt,
+    machine,
+    medians,
+    read_plainly,
+    show_result,
+    table,
+)
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds
@@ -31,7 +39,6 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from cacheblend_rag.store.base import reads_ahead
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
@@ -97,7 +104,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
                 stores[name].put(key, record.record)
         ways = {name: blended(one, prompt) for name, one in engines.items()}
         for name in list(stores)[1 + len(_PLACES) :]:  # those that are slow
-            ways[f"{name}, read plainly"] = blended(engines[name].with_config(prefetch=False), prompt)
+            ways[f"{name}, read plainly"] = read_plainly()(ways[name])
         timed = time_rounds(ways, options.rounds)
         reading = {name: median(_read(store, keys) for _ in range(options.rounds)) for name, store in stores.items()}
     load, middle = size / (options.link * 1e6), medians(timed.seconds)
@@ -155,8 +162,7 @@ def _read(store: KVStore, keys: Sequence[str]) -> float:
     records = store.open_all(keys)
     for layer in range(next(iter(records.values())).info.layers):
         for record in records.values():
-            if reads_ahead(record):
-                record.read_ahead(layer)
+            record.read_ahead(layer)
         for record in records.values():
             record.read_layer(layer)
     took = time.perf_counter() - started
