@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM

@@ -16,9 +16,9 @@ from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.app.fleet.calls import Call, Head
 from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
+from cacheblend_rag.app.server.api.requests import event
 from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.streams import event
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUESTION = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")

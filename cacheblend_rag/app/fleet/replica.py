@@ -27,7 +27,7 @@ from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.fleet.summaries import SummarizedStore
-    from cacheblend_rag.app.server.service import Service
+    from cacheblend_rag.app.server.services.service import Service
     from cacheblend_rag.store.base import KVStore
 
 _NAMESPACE = "cacheblend-rag"
@@ -105,7 +105,7 @@ class Replica:
 
     def __init__(self, given: Mapping[str, GivenValue], version: str) -> None:
         from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
-        from cacheblend_rag.app.server.logs import configure_logs
+        from cacheblend_rag.app.server.services.logs import configure_logs
 
         sys.setswitchinterval(SWITCH_INTERVAL)
         settings = server_settings(given)
@@ -162,7 +162,7 @@ class Replica:
 def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
     """A server in the first folder that no other replica of this machine has: one that was there before is found."""
     from cacheblend_rag.app.fleet.summaries import SummarizedStore
-    from cacheblend_rag.app.server.service import Service
+    from cacheblend_rag.app.server.services.service import Service
 
     folder, stores = settings.rag.data_path / "replicas", list[SummarizedStore]()
 

@@ -24,12 +24,13 @@ from fastapi.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
-from cacheblend_rag.app.server.gatekeeper import Gatekeeper
-from cacheblend_rag.app.server.logs import RequestIds, ServedRequest, configure_logs
-from cacheblend_rag.app.server.openai_api import router as openai_router
+from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
+from cacheblend_rag.app.server.api.openai import router as openai_router
+from cacheblend_rag.app.server.api.rag import router as rag_router
+from cacheblend_rag.app.server.api.requests import service_of
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
-from cacheblend_rag.app.server.rag_api import router as rag_router
-from cacheblend_rag.app.server.service import Service, service_of
+from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
+from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"

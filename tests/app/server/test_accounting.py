@@ -15,9 +15,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client.parser import text_string_to_metric_families
 
-from cacheblend_rag.app.server import metrics
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
-from cacheblend_rag.app.server.logs import (
+from cacheblend_rag.app.server.security.tenants import Caller
+from cacheblend_rag.app.server.services import metrics
+from cacheblend_rag.app.server.services.logs import (
     ACCESS_LOG,
     ServedRequest,
     add_to_span,
@@ -25,8 +26,7 @@ from cacheblend_rag.app.server.logs import (
     log_access,
     request_id,
 )
-from cacheblend_rag.app.server.metrics import Metrics
-from cacheblend_rag.app.server.tenants import Caller
+from cacheblend_rag.app.server.services.metrics import Metrics
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.probes import until
 from tests.telemetry import STEPS, Told, telling
@@ -221,7 +221,7 @@ def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: p
     assert attributes["cacheblend_rag.hits"] == report["hits"] > 0
     assert attributes["cacheblend_rag.tokens_out"] > 0
     assert "pineapple" not in told.text()
-    monkeypatch.setattr("cacheblend_rag.app.server.logs.trace", None)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.logs.trace", None)
     add_to_span(ServedRequest("GET"))  # without the package there is no span
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from cacheblend_rag.app.server.admission_queue import AdmissionQueue, Alone
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue, Alone
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import TextStream
 
@@ -176,7 +176,7 @@ async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> N
 
 
 async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.admission_queue._DRAIN", 0.05)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.admission_queue._DRAIN", 0.05)
     queue = AdmissionQueue(2, 10, 10.0)
     long = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))

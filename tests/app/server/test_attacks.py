@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.library import Library
+from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, keys_from_environment
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError

@@ -15,7 +15,7 @@ import cacheblend_rag
 from cacheblend_rag.app.cli import _parser, configuration, main
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
-from cacheblend_rag.app.server.logs import JsonFormatter, request_id
+from cacheblend_rag.app.server.services.logs import JsonFormatter, request_id
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings
 from cacheblend_rag.config import BlendConfig
 from tests.toy import EMBEDDER_PATH

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag.app.server.library import BaseCollection
-from cacheblend_rag.app.server.questions import compare_all
-from cacheblend_rag.app.server.streams import EventStream
+from cacheblend_rag.app.server.api.requests import EventStream
+from cacheblend_rag.app.server.services.collection import BaseCollection
+from cacheblend_rag.app.server.services.questions import compare_all
 from cacheblend_rag.calibration import comparison
 from cacheblend_rag.calibration.comparison import ROUNDS, PrefillResult, time_once
 from cacheblend_rag.prompt import Prompt

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.app.server.admission_queue import AdmissionQueue
+from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from tests.app.server.common import Running, client_of, new_collection, running, settings_for
@@ -144,7 +144,7 @@ def test_ready_is_who_answers(careful: Running, monkeypatch: pytest.MonkeyPatch)
             assert (told.status_code, told.json()["error"]["code"]) == (503, "not_ready")
             assert client.get("/livez").status_code == 200
         with monkeypatch.context() as patch:
-            patch.setattr("cacheblend_rag.app.server.service._THREAD_SECONDS", 0.2)
+            patch.setattr("cacheblend_rag.app.server.services.service._THREAD_SECONDS", 0.2)
             release = threading.Event()
 
             async def occupy() -> None:

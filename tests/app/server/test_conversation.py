@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.library import SearchHit
-from cacheblend_rag.app.server.questions import EarlierTurn, QuestionPrompt, search
+from cacheblend_rag.app.server.services.collection import SearchHit
+from cacheblend_rag.app.server.services.questions import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.errors import PromptError
 from tests import tiny
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
@@ -112,7 +112,7 @@ def following(monkeypatch: pytest.MonkeyPatch, stands_alone: bool = False) -> No
     def found(find: Any, question: str, earlier: Any, k: int) -> tuple[list[SearchHit], bool]:
         return find(question, k), stands_alone or not earlier
 
-    monkeypatch.setattr("cacheblend_rag.app.server.rag_api.search", found)
+    monkeypatch.setattr("cacheblend_rag.app.server.api.rag.search", found)
 
 
 def test_a_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

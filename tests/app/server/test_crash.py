@@ -16,11 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.exc import IntegrityError
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import Catalogue
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.storage.catalogue import Catalogue
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.store.disk import DiskStore
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
@@ -129,7 +130,7 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
 def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
     settings = settings_for(model, docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         id = new_collection(client)
@@ -144,7 +145,7 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
         def full_disk(self: Catalogue, *given: Any, **more: Any) -> None:
             try:
                 add(self, *given, **more)
-            except sqlite3.IntegrityError as error:
+            except IntegrityError as error:
                 failed.set()
                 raise Problem(507, "disk_full", "full") from error
 

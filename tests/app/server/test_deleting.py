@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from cacheblend_rag.app.server import catalogue
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import PendingFile
-from cacheblend_rag.app.server.library import Library
-from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.services.library import Incoming
+from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.storage import catalogue
+from cacheblend_rag.app.server.storage.catalogue import PendingFile
+from cacheblend_rag.app.server.storage.sqlite import SqliteBackend
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.contexts import finder
@@ -70,7 +71,7 @@ def ids_of(client: Any, collection: str) -> dict[str, str]:
 def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
     model: Path, docs: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.3)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.3)
     data = small_disk / "data"
     settings = settings_for(model, docs, data, memory_limit=0)
     with TestClient(create_app(settings), base_url=BASE) as client:
@@ -92,10 +93,10 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
         library = service_of(client).sessions["local"].library
         service_of(client).ingestion.wake()
         ends = time.monotonic() + 30
-        while library.unfinished and time.monotonic() < ends:
+        while library.erasing.unfinished and time.monotonic() < ends:
             time.sleep(0.05)
-        assert not library.unfinished
-        assert not library.catalogue.tombstones()
+        assert not library.erasing.unfinished
+        assert not library.catalogue.deletions.tombstones()
         assert records_on_disk(data) == records - 2
         assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
     for path in (data / "tenants").rglob("*"):
@@ -124,7 +125,7 @@ def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Pat
 def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
     settings = settings_for(model, docs, tmp_path, condition="sink")  # no passage is computed behind another
 
     def fails(*args: object) -> bool:
@@ -142,16 +143,16 @@ def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
                 name, identity = documents.popitem()
                 assert client.delete(f"/api/collections/{id}/documents/{identity}").status_code == 204
                 assert hits(client, {"a.txt": 910, "b.txt": 911}[name]) == 0
-                assert service_of(client).sessions["local"].library.unfinished
+                assert service_of(client).sessions["local"].library.erasing.unfinished
             settle(service_of(client))
-            assert not service_of(client).sessions["local"].library.unfinished
+            assert not service_of(client).sessions["local"].library.erasing.unfinished
         assert [hits(client, seed) for seed in (910, 911)] == [0, 0]
 
 
 def test_no_text_of_what_was_deleted_stays_in_the_files(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.library._PURGED", 3)  # in several steps
+    monkeypatch.setattr("cacheblend_rag.app.server.services.erasing._PURGED", 3)  # in several steps
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id, kept = new_collection(client), new_collection(client)
         texts = [passage(seed, 300) for seed in range(930, 940)]
@@ -159,7 +160,7 @@ def test_no_text_of_what_was_deleted_stays_in_the_files(
         upload(client, kept, {"kept.txt": passage(960)})
         assert client.delete(f"/api/collections/{id}").status_code == 204
         settle(service_of(client))
-        assert not service_of(client).sessions["local"].library.unfinished
+        assert not service_of(client).sessions["local"].library.erasing.unfinished
         held = b"".join(path.read_bytes() for path in (tmp_path / "tenants").rglob("*") if path.is_file())
         for text in (*texts, passage(950)):
             assert text.split("\n")[1][:60].encode() not in held
@@ -196,20 +197,20 @@ def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    begun, goes_on, fetched = threading.Event(), threading.Event(), Library.fetched
+    begun, goes_on, fetched = threading.Event(), threading.Event(), Incoming.fetched
 
-    def slow(self: Library, file: PendingFile) -> Path:
+    def slow(self: Incoming, file: PendingFile) -> Path:
         begun.set()
         assert goes_on.wait(30)
         return fetched(self, file)
 
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
-        monkeypatch.setattr(Library, "fetched", slow)
+        monkeypatch.setattr(Incoming, "fetched", slow)
         client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(980)))])
         assert begun.wait(30)
         path = f"/api/collections/{id}" + what.format(file=ids_of(client, id)["a.txt"])
-        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.ingestion"):
+        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.services.ingestion"):
             assert client.delete(path).status_code == 204
             goes_on.set()
             settle(service_of(client))
@@ -241,7 +242,7 @@ def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
         assert client.delete(f"/api/collections/{id}/documents/{documents['990.txt']}").status_code == 204
         goes_on.set()
         settle(service_of(client))
-        assert not service_of(client).sessions["local"].library.unfinished
+        assert not service_of(client).sessions["local"].library.erasing.unfinished
         engine, stored = service_of(client).engine, service_of(client).tombstones.inner
         begins = segments_of(engine).chunk(passage(990))
         found = finder([begins.ids])
@@ -317,10 +318,10 @@ def test_tombstones_of_a_store() -> None:
 
 
 def test_space_is_kept_back_and_kept_back_again(tmp_path: Path) -> None:
-    made = catalogue.Catalogue(tmp_path / "documents")
+    made = catalogue.Catalogue(SqliteBackend(tmp_path / "documents"))
     reserve = tmp_path / "documents" / "reserve"
     assert reserve.stat().st_size == 2**20
     reserve.unlink()
-    made.keep_reserve()
+    made.deletions.keep_reserve()
     assert reserve.exists()
     made.close()

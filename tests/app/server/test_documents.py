@@ -14,8 +14,8 @@ import pytest
 
 from cacheblend_rag.app.cli import _parser
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
+from cacheblend_rag.app.server.api.rag import suggestions_for
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
-from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import DatasetError
 from tests.app.server.common import Running, client_of, read_events, running, settle

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.app.server.file_reader import Reader
+from cacheblend_rag.app.server.security.file_reader import Reader
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits
 from cacheblend_rag.errors import DocumentError
 from tests.integrations.retrieval.office import make_docx
@@ -25,7 +25,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="system calls are fil
 # Runs within the limits of the process that parses, and says what an attack came to.
 CONFINED = """
 import ctypes, os, socket, sys
-from cacheblend_rag.app.server.sandbox import confine
+from cacheblend_rag.app.server.security.sandbox import confine
 held = confine(2_000_000_000, 10)
 print(*sorted(held))
 def attack():
@@ -50,7 +50,7 @@ def confined(attack: str) -> tuple[set[str], str]:
 def readers() -> list[int]:
     """Processes that parse for this one."""
     children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return [int(pid) for pid in children if b"server.file_reader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"security.file_reader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @LINUX

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import Catalogue
+from cacheblend_rag.app.server.storage.catalogue import Uploads
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 
@@ -145,7 +145,7 @@ def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Pa
 def test_a_job_ends_whose_document_is_deleted_before_its_kv_is_stored(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Catalogue, "to_warm", lambda self, most: [])
+    monkeypatch.setattr(Uploads, "to_warm", lambda self, most: [])
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
         path = f"/api/collections/{id}/documents"

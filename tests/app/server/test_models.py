@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from tests.app.server.common import (

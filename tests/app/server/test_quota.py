@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.security.tenants import RequestQuota, TokenQuota
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.tenants import RequestQuota, TokenQuota
 from tests.app.server.common import Running, client_of, process_logits, running, settings_for
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}

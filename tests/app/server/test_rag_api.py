@@ -47,7 +47,7 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
 def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_stored(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.rag_api._SAMPLED", 16)
+    monkeypatch.setattr("cacheblend_rag.app.server.api.rag._SAMPLED", 16)
     monkeypatch.setattr(BlendEngine, "warm", lambda *args, **more: WarmReport(0, 0, 0, 0, 0, 0.0))
     limits = Limits(disk_bytes=500_000)
     with TestClient(create_app(settings_for(model, docs, tmp_path, limits=limits)), base_url=BASE) as client:

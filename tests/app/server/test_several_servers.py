@@ -10,14 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import delete, func, update
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.app.server.storage.postgres import servers
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import (
     BASE,
@@ -125,7 +128,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
     assert sources == ["b.txt"]
     for one in two:
         store, library = service_of(one).tombstones, service_of(one).sessions["local"].library
-        until(lambda library=library: not library.catalogue.tombstones())
+        until(lambda library=library: not library.catalogue.deletions.tombstones())
         records = [key for key, _ in store.inner.infos("")]
         keys = service_of(one).sessions["local"].engines()[0].chunks.records_of([passage(910).strip()], dependent=True)
         assert not keys & set(records)
@@ -155,7 +158,7 @@ def test_a_deletion_reaches_every_model_of_every_server(
         assert [hits(one, 915, model=at) for one in two for at in (0, 1)] == [0] * 4
         for one in two:
             library = service_of(one).sessions["local"].library
-            until(lambda library=library: not library.catalogue.tombstones())
+            until(lambda library=library: not library.catalogue.deletions.tombstones())
             records = {key for key, _ in service_of(one).tombstones.inner.infos("")}
             for engine in service_of(one).sessions["local"].engines():
                 assert not engine.chunks.records_of([passage(915).strip()]) & records
@@ -175,7 +178,8 @@ def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
             assert [hits(a, seed) for seed in (920, 921)] == [0, 1]
         # Nobody tells a server that is forgotten; all that it holds is unknown to it.
         with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
-            connection.execute("UPDATE servers SET seen = now() - interval '2 h' WHERE id <> %s", (server_id(b),))
+            long_ago = update(servers).where(servers.c.id != server_id(b))
+            connection.execute(long_ago.values(seen=func.now() - timedelta(hours=2)))
         service_of(b).database.forget_servers()  # type: ignore[union-attr]
         assert b.delete(f"/api/collections/{id}").status_code == 204
         with TestClient(create_app(settings), base_url=BASE) as a:
@@ -194,7 +198,7 @@ def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -
     upload(a, id, {"a.txt": passage(930)})
     has_kv(a, 930)
     with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
-        connection.execute("DELETE FROM servers WHERE id = %s", (server_id(a),))
+        connection.execute(delete(servers).where(servers.c.id == server_id(a)))
     assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
     assert hits(a, 930) == 0
     assert names(a, id) == []
@@ -235,8 +239,8 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
 def test_a_database_that_is_silent_keeps_nobody_for_long(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.database._Connection.seconds", 1.0)
-    monkeypatch.setattr("cacheblend_rag.app.server.database.SECONDS", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres._Connection.seconds", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres.SECONDS", 1.0)
     with (
         Proxy(postgres.port) as proxy,
         TestClient(create_app(sharing(model, docs, tmp_path, proxy.port)), base_url=BASE) as client,
@@ -301,14 +305,14 @@ def test_what_a_killed_server_was_reading_another_takes_up(
         sent = [("files", (f"{n}.txt", sections(n, 6))) for n in range(40)]
         answer = served.client.post(f"/api/collections/{id}/documents", files=sent)
         assert answer.status_code == 202
-        with database.connection("cacheblend_rag_1") as connection:
-            held = "SELECT COUNT(*) FROM files WHERE collection = %s AND server <> %s"
-            (left,) = until(lambda: [n for (n,) in connection.execute(held, (id, server_id(b))) if n], pause=0)
+        with database.connection() as connection:
+            held = "SELECT COUNT(*) FROM cacheblend_rag_1.files WHERE collection = %s AND server <> %s"
+            (left,) = until(lambda: [n for (n,) in connection.exec_driver_sql(held, (id, server_id(b))) if n], pause=0)
             served.end(signal.SIGKILL)
             killed = time.monotonic()
             if not waits:  # for half a minute
-                old = "UPDATE cacheblend_rag.servers SET seen = now() - interval '1 m' WHERE id <> %s"
-                connection.execute(old, (server_id(b),))
+                old = update(servers).where(servers.c.id != server_id(b))
+                connection.execute(old.values(seen=func.now() - timedelta(minutes=1)))
         told = read_events(b.get(f"/api/jobs/{answer.json()['job']}/events").text)
         assert told[-1][1]["stage"] == "done"
         assert told[-1][1]["done"] == told[-1][1]["total"] == 40
@@ -343,10 +347,11 @@ def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) ->
         assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
     for client in two:
         assert whole_or_not_at_all(client, id) == {f"{n}.txt": 1 for n in range(count)}
-        assert not service_of(client).sessions["local"].library.catalogue.files(collection=id)
-    with service_of(a).database.connection("cacheblend_rag_1") as connection:  # type: ignore[union-attr]
-        read = connection.execute("SELECT server FROM documents WHERE collection = %s", (id,)).fetchall()
-        assert connection.execute("SELECT COUNT(*) FROM contents").fetchone() == (0,)
+        assert not service_of(client).sessions["local"].library.catalogue.uploads.files(collection=id)
+    with service_of(a).database.connection() as connection:  # type: ignore[union-attr]
+        statement = "SELECT server FROM cacheblend_rag_1.documents WHERE collection = %s"
+        read = [tuple(row) for row in connection.exec_driver_sql(statement, (id,))]
+        assert connection.exec_driver_sql("SELECT COUNT(*) FROM cacheblend_rag_1.contents").scalar() == 0
     print(f"files by the server that read them: {sorted(Counter(read).values())}")
 
 
@@ -410,7 +415,7 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
         for one in two:
             service_of(one).tombstones.lasting = 1.0
         with database.connection() as connection:  # those of other tests
-            connection.execute("DELETE FROM servers WHERE NOT id = ANY(%s)", ([server_id(a), server_id(b)],))
+            connection.execute(delete(servers).where(servers.c.id.not_in([server_id(a), server_id(b)])))
         id = new_collection(a)
         upload(a, id, {"a.txt": passage(970), "b.txt": passage(971)})
         has_kv(a, 970)
@@ -453,7 +458,7 @@ def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
         answer.join()
     service_of(a).engine.flush()  # which stores what the answer computed
     library = service_of(a).sessions["local"].library
-    until(lambda: not library.catalogue.leaving(0.0))
-    until(lambda: not library.catalogue.tombstones())
+    until(lambda: not library.following.peers.leaving(0.0))
+    until(lambda: not library.catalogue.deletions.tombstones())
     keys = service_of(a).sessions["local"].engines()[0].chunks.records_of([passage(980).strip()])
     assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}

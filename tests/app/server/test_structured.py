@@ -15,7 +15,7 @@ import pytest
 import torch
 from langchain_openai import ChatOpenAI
 
-from cacheblend_rag.app.server.grammars import SchemaCheck
+from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form
 from cacheblend_rag.errors import ConfigError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.security.templates import template_arguments, within
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.templates import template_arguments, within
 from tests import tiny
 from tests.app.server.common import Running, client_of, running, settings_for
 

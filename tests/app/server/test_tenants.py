@@ -15,10 +15,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from cacheblend_rag.app.server import ingestion
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import Catalogue
+from cacheblend_rag.app.server.services import ingestion
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.storage.catalogue import Catalogue
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVRecord
@@ -96,7 +96,7 @@ def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
 
         def noted(self: BlendEngine, texts: Any, **more: Any) -> Any:
             libraries = [session.library for session in service.sessions.values()]
-            warmed.append(any(one.catalogue.waiting(1) for one in libraries))
+            warmed.append(any(one.catalogue.uploads.waiting(1) for one in libraries))
             return warm(self, texts, **more)
 
         monkeypatch.setattr(BlendEngine, "warm", noted)
@@ -243,7 +243,7 @@ def test_starting_reads_no_document(model: Path, docs: Path, tmp_path: Path, mon
 def test_vectors_that_are_not_used_leave_memory(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.library._IN_MEMORY", 5)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.collection._IN_MEMORY", 5)
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         ids = [new_collection(client) for _ in range(3)]
         library = client.app.state.service.sessions["local"].library  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.tenants import TokenQuota
+from cacheblend_rag.app.server.security.tenants import TokenQuota
 from tests.app.server.page.driving import ask, compare_off, easy_questions, events, probe, refuse, stream
 
 ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
-from cacheblend_rag.app.server.completions import AnswerRequest, Chat, Completion
-from cacheblend_rag.app.server.logs import served
-from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
+from cacheblend_rag.app.server.api.completions import AnswerRequest, Chat, Completion
+from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
+from cacheblend_rag.app.server.api.requests import EventStream, Here, unless_gone
+from cacheblend_rag.app.server.api.responses import Response
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.responses import Response
-from cacheblend_rag.app.server.served_model import check_model
-from cacheblend_rag.app.server.service import Session, session_of
-from cacheblend_rag.app.server.streams import EventStream, unless_gone
+from cacheblend_rag.app.server.services.logs import served
+from cacheblend_rag.app.server.services.served_model import check_model
+from cacheblend_rag.app.server.services.service import Session
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
-Here = Annotated[Session, Depends(session_of)]
 _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "An answer, or its pieces."}
 }

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_rag.app.server.logs import STAGES, ServedRequest
+from cacheblend_rag.app.server.services.logs import STAGES, ServedRequest
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import StoreStats
 

@@ -1,8 +1,10 @@
-"""Checks before anything else runs: sizes, hosts, origins, keys; and headers of every answer."""
+"""Layers that every request passes: its id, checks of size, host, origin and key, and headers of its answer."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +15,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.app.server.logs import ServedRequest, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
+from cacheblend_rag.app.server.security.tenants import Keys, RequestQuota
+from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, log_access, request_id, served
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.app.server.tenants import Keys, RequestQuota
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # Paths that need a key, where there are keys.
@@ -37,8 +39,45 @@ _HEADERS = {
 }
 
 
+_HEADER = "X-Request-ID"
+"""Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestIds:
+    """Gives every answer an id: the one its request came with if that is plain, else a new one.
+
+    Parameters
+    ----------
+    app : ASGI application
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request under its id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_HEADER, "")
+        mine = given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_HEADER] = mine
+            await send(message)
+
+        token = request_id.set(mine)
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            request_id.reset(token)
+
+
 class Gatekeeper:
-    """Outermost layer of the application: every request passes it, and every answer.
+    """Layer below the ids: every request passes it, and every answer.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.questions import QuestionPrompt
+from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import AnyPrompt

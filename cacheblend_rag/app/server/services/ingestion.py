@@ -18,12 +18,12 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import PendingFile, stored_bytes
-from cacheblend_rag.app.server.file_reader import Reader
-from cacheblend_rag.app.server.library import Library
-from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem, problem_of
+from cacheblend_rag.app.server.security.file_reader import Reader
+from cacheblend_rag.app.server.services.library import Library
+from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.storage.catalogue import PendingFile, stored_bytes
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, embed_in_parts
@@ -100,6 +100,100 @@ class Job:
                 self._listeners.discard(wake)
 
 
+class Jobs:
+    """Jobs of all tenants."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+
+    def recall(self, library: Library) -> None:
+        """Know the jobs of a tenant that an earlier server has not ended."""
+        for id, _ in library.catalogue.uploads.jobs():
+            self._know(library, id)
+
+    def _know(self, library: Library, id: str) -> Job:
+        names = {one.id: one.name for one in library.catalogue.uploads.files(job=id)}
+        job = self._jobs[library.tenant.name, id] = Job(id, names)
+        return job
+
+    def accepted(self, library: Library, id: str, files: Iterable[PendingFile]) -> None:
+        """Know an upload that was taken in."""
+        self._jobs[library.tenant.name, id] = Job(id, {one.id: one.name for one in files})
+        ended = [key for key, one in self._jobs.items() if one.ended]
+        for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
+            del self._jobs[key]
+        self.end_if_done(library, id)  # the thread may have been quicker
+
+    def find(self, library: Library, id: str) -> Job:
+        """A job of a tenant.
+
+        Raises
+        ------
+        Problem
+            404 if it has none of this id.
+        """
+        job, uploads = self._jobs.get((library.tenant.name, id)), library.catalogue.uploads
+        if job is None and id in dict(uploads.jobs()):  # taken in by another server
+            job = self._know(library, id)
+        if job is None and uploads.job(id) is not None:
+            job = Job(id, {})  # one that ended before the server was started
+            self._tell_end(library, job)
+        if job is None:
+            raise Problem(404, "no_job", "there is no such job")
+        return job
+
+    def say(self, tenant: str, id: str, stage: str, file: str, done: int, total: int) -> None:
+        """Tell how far a job is, as `Job.say`."""
+        found = self._jobs.get((tenant, id))
+        if found is not None:
+            found.say(stage, file, done, total)
+
+    def follow(self, libraries: Mapping[str, Library]) -> None:
+        """Tell how far uploads are that other servers are at work on, too."""
+        for (tenant, id), job in list(self._jobs.items()):
+            library, uploads = libraries[tenant], libraries[tenant].catalogue.uploads
+            if job.ended:
+                continue
+            if id not in dict(uploads.jobs()):
+                self._tell_end(library, job)
+                continue
+            coming = [one for one in uploads.files(job=id) if not one.error]
+            total = max(len(job.names), 1)
+            if coming and len(coming) != job.reported:
+                job.reported = len(coming)
+                job.say("reading", coming[0].name, total - len(coming), total)
+
+    def stop(self) -> None:
+        """Tell that the server stops."""
+        message = "the server stops; it goes on with this when it runs again"
+        for job in list(self._jobs.values()):
+            job.say("waiting", "", 0, len(job.names), message, last=True)
+
+    def end_all_done(self, library: Library) -> None:
+        """End jobs whose last document was deleted, or whose end a killed server did not note."""
+        for id, _ in library.catalogue.uploads.jobs():
+            self.end_if_done(library, id)
+
+    def end_if_done(self, library: Library, id: str) -> None:
+        """End a job of which nothing is left to be done."""
+        uploads = library.catalogue.uploads
+        if any(not one.error for one in uploads.files(job=id)) or uploads.unwarmed(id):
+            return
+        uploads.end_job(id)
+        job = self._jobs.get((library.tenant.name, id))
+        if job is not None:
+            self._tell_end(library, job)
+
+    def _tell_end(self, library: Library, job: Job) -> None:
+        uploads = library.catalogue.uploads
+        failed = uploads.files(job=job.id)
+        total = max(len(job.names), uploads.taken(job.id) + len(failed))
+        name = failed[0].name if failed else list(job.names.values())[-1] if job.names else ""
+        problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
+        stage = "failed" if failed and len(failed) == total else "done"
+        job.say(stage, name, total - len(failed), total, problem, last=True)
+
+
 @dataclass
 class SharedTexts:
     """Texts that all tenants may read; they are warmed like documents.
@@ -124,6 +218,79 @@ class _PassageText:
     text: str
     number: int
     of: int
+
+
+class Warming:
+    """Documents whose KV is still to be stored.
+
+    Parameters
+    ----------
+    base : SharedTexts
+        Warmed like the documents of a tenant.
+    engine : callable
+        The engine of a tenant.
+    jobs : Jobs
+    """
+
+    def __init__(self, base: SharedTexts, engine: Callable[[str], BlendEngine], jobs: Jobs) -> None:
+        self._base, self._engine, self._jobs = base, engine, jobs
+        self._texts: dict[str, deque[_PassageText]] = {}  # read ahead, by tenant
+
+    def warm_shared(self) -> bool:
+        """Store the KV of some of the texts that all may read; whether any were left."""
+        some = _step(self._base.texts, len)
+        if some and self._base.engine.warm(some, progress=False).skipped:
+            self._base.texts.clear()
+        return bool(some)
+
+    def step(self, name: str, library: Library) -> bool:
+        """Store the KV of some passages of a tenant; whether any were left. A document deleted meanwhile gets none."""
+        texts = self._texts.setdefault(name, deque())
+        if not texts:
+            texts.extend(self._ahead(library))
+        if not texts:
+            return False
+        self._warm_some(name, library, texts)
+        return True
+
+    def _ahead(self, library: Library) -> Iterable[_PassageText]:
+        for id, name, job in library.catalogue.uploads.to_warm(_AHEAD):
+            found = library.catalogue.texts_of(id)
+            yield from (_PassageText(id, name, job, text, number, len(found)) for number, text in enumerate(found))
+            if len(found) > _CHUNKS:
+                return
+
+    def _warm_some(self, name: str, library: Library, texts: deque[_PassageText]) -> None:
+        some = _step(texts, lambda one: len(one.text))
+        there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}
+        for one in some:
+            if one.document in there and one.number % (max(1, one.of // _WARMED // _TOLD) * _WARMED) == 0:
+                self._jobs.say(name, one.job, "warming", one.name, one.number, one.of)
+        done = [one for one in some if one.number == one.of - 1]
+        try:
+            kept = [one.text for one in some if one.document in there]
+            skipped = self._engine(name).warm(kept, progress=False).skipped
+        except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
+            _log.warning("documents could not be warmed: %s", type(error).__name__)
+            skipped = 0
+        if gone := [one.text for one in some if one.document in there and not library.catalogue.holds(one.document)]:
+            library.forget_behind(gone)  # others were computed behind them
+        if skipped:  # the store is full; the rest is stored as it is used
+            done = [*some, *texts]
+            texts.clear()
+        library.catalogue.uploads.warmed(list(dict.fromkeys(one.document for one in done)))
+        for job in dict.fromkeys(one.job for one in done):
+            self._jobs.end_if_done(library, job)
+
+
+def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
+    """Take what is warmed in one go off the front."""
+    some: list[Any] = []
+    room = _WARMED_CHARS
+    while waiting and (not some or (room >= length(waiting[0]))):
+        some.append(waiting.popleft())
+        room -= length(some[-1])
+    return some
 
 
 class Ingestion:
@@ -152,81 +319,46 @@ class Ingestion:
         base: SharedTexts,
     ) -> None:
         self._limits, self._metrics, self._embeddings = limits, metrics, embeddings
-        self._libraries, self._engine, self._base = libraries, engine, base
+        self._libraries, self._base = libraries, base
         self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
-        self._texts: dict[str, deque[_PassageText]] = {}  # read ahead to be warmed
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before: dict[str, float] = {}
-        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+        self._jobs = Jobs()
+        self._warming_up = Warming(base, engine, self._jobs)
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._reader, self._read_for = Reader(limits), ""
-        for name, library in libraries.items():
-            self._recall(name, library)
+        for library in libraries.values():
+            self._jobs.recall(library)
         self._thread = threading.Thread(target=self._run, name="ingestion", daemon=True)
         self._thread.start()
-
-    def _recall(self, name: str, library: Library) -> None:
-        """The jobs of a tenant that an earlier server has not ended."""
-        for id, _ in library.catalogue.jobs():
-            self._jobs[name, id] = Job(id, {one.id: one.name for one in library.catalogue.files(job=id)})
 
     # For requests --------------------------------------------------------------------------
 
     def join(self, name: str, library: Library) -> None:
         """A tenant has come while the server runs."""
-        self._recall(name, library)
+        self._jobs.recall(library)
         self._libraries = {**self._libraries, name: library}  # the thread may be looking through it
         self.wake()
 
     def accepted(self, tenant: str, job: str, files: Iterable[PendingFile]) -> None:
         """An upload was taken in: get to it."""
-        self._jobs[tenant, job] = Job(job, {one.id: one.name for one in files})
-        ended = [key for key, one in self._jobs.items() if one.ended]
-        for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
-            del self._jobs[key]
-        self._end_if_done(self._libraries[tenant], job)  # the thread may have been quicker
+        self._jobs.accepted(self._libraries[tenant], job, files)
         self.wake()
 
     def job(self, id: str, tenant: str) -> Job:
-        """A job of a tenant.
-
-        Raises
-        ------
-        Problem
-            404 if it has none of this id.
-        """
-        job = self._jobs.get((tenant, id))
-        catalogue = self._libraries[tenant].catalogue
-        if job is None and id in dict(catalogue.jobs()):  # taken in by another server
-            job = self._jobs[tenant, id] = Job(id, {one.id: one.name for one in catalogue.files(job=id)})
-        if job is None and catalogue.job(id) is not None:
-            job = Job(id, {})  # one that ended before the server was started
-            self._tell_end(self._libraries[tenant], job)
-        if job is None:
-            raise Problem(404, "no_job", "there is no such job")
-        return job
+        """`Jobs.find` of a tenant."""
+        return self._jobs.find(self._libraries[tenant], id)
 
     def dismiss(self, library: Library, collection: str, file: str) -> bool:
         """Take a file that failed or waits off the list; whether there was one."""
         found = library.dismiss(collection, file)
         if found is not None:
-            self._end_if_done(library, found.job)
+            self._jobs.end_if_done(library, found.job)
         return found is not None
 
     def follow_jobs(self) -> None:
         """Tell how far uploads are that other servers are at work on, too."""
-        for (tenant, id), job in list(self._jobs.items()):
-            library = self._libraries[tenant]
-            if job.ended:
-                continue
-            if id not in dict(library.catalogue.jobs()):
-                self._tell_end(library, job)
-                continue
-            coming = [one for one in library.catalogue.files(job=id) if not one.error]
-            total = max(len(job.names), 1)
-            if coming and len(coming) != job.reported:
-                job.reported = len(coming)
-                job.say("reading", coming[0].name, total - len(coming), total)
+        self._jobs.follow(self._libraries)
 
     def wake(self) -> None:
         """There is something to be done."""
@@ -246,10 +378,7 @@ class Ingestion:
         """Stop after the step in hand; what is not done yet is done when the server runs again."""
         self._stopping.set()
         self._reader.stop()
-        for job in list(self._jobs.values()):
-            job.say(
-                "waiting", "", 0, len(job.names), "the server stops; it goes on with this when it runs again", last=True
-            )
+        self._jobs.stop()
         self.wake()
 
     def close(self) -> None:
@@ -266,7 +395,8 @@ class Ingestion:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
-                self._end_jobs()
+                for library in self._libraries.values():
+                    self._jobs.end_all_done(library)
             except Problem as problem:
                 _log.warning("background work waits: %s", problem.message)
                 self._stopping.wait(_RETRY)
@@ -277,7 +407,7 @@ class Ingestion:
                 continue
             self._reader.close()
             waits = any(time.monotonic() < until for until in self._not_before.values())
-            if not waits and any(one.unfinished for one in self._libraries.values()):
+            if not waits and any(one.erasing.unfinished for one in self._libraries.values()):
                 continue
             if not waits and not self._news.is_set():
                 self._idle.set()
@@ -305,19 +435,20 @@ class Ingestion:
     def _erase(self) -> None:
         """Try again to erase what was deleted."""
         for name, library in self._libraries.items():
-            if library.unfinished and self._not_before.get(name, 0.0) <= time.monotonic() and not library.erase():
+            waits = self._not_before.get(name, 0.0) > time.monotonic()
+            if library.erasing.unfinished and not waits and not library.erasing.erase():
                 self._not_before[name] = time.monotonic() + _RETRY
 
     def _index(self) -> bool:
         """One turn of one tenant; whether there was anything to be done."""
-        for name in [one for one in self._libraries if one not in self._texts]:  # who has come meanwhile
-            self._texts[name], self._not_before[name] = deque(), 0.0
+        for name in [one for one in self._libraries if one not in self._not_before]:  # who has come meanwhile
+            self._not_before[name] = 0.0
             self._indexing.append(name)
             self._warming.append(name)
         for name in self._next(self._indexing):
             library = self._libraries[name]
             work = self._begun.pop(name, None)
-            if work is None and (files := library.catalogue.waiting(_FILES)):
+            if work is None and (files := library.catalogue.uploads.waiting(_FILES)):
                 work = self._take_in(name, library, files)
             if work is None:
                 continue
@@ -344,15 +475,15 @@ class Ingestion:
                 self._fail(library, file, error)
         yield from self._embed_and_save(name, library, read)
         for job in dict.fromkeys(file.job for file in files):
-            self._end_if_done(library, job)
+            self._jobs.end_if_done(library, job)
 
     def _read(self, name: str, library: Library, file: PendingFile) -> list[Document]:
-        self._say(name, file.job, "reading", file.name, 0, 1)
+        self._jobs.say(name, file.job, "reading", file.name, 0, 1)
         if name != self._read_for:
             self._reader.close()  # each tenant's files are parsed in a process of their own
             self._read_for = name
-        source = self._reader.read(library.fetched(file), file.name)
-        self._say(name, file.job, "splitting", file.name, 0, 1)
+        source = self._reader.read(library.incoming.fetched(file), file.name)
+        self._jobs.say(name, file.job, "splitting", file.name, 0, 1)
         with self._base.engine.turns.in_background():
             chunks = split([source])
         if not chunks:
@@ -381,7 +512,7 @@ class Ingestion:
             for one in read if len(read) > 1 else ():  # it may be the fault of one alone
                 yield from self._embed_and_save(name, library, [one])
             return
-        library.discard([file for file, _ in read])
+        library.incoming.discard([file for file, _ in read])
         self._metrics.ingested.labels("ready").inc(len(came))
 
     def _with_room(
@@ -411,11 +542,10 @@ class Ingestion:
                 yield
             for file, number, total in places[start : start + _EMBEDDED]:
                 if number % (max(1, total // _EMBEDDED // _TOLD) * _EMBEDDED) == 0:
-                    self._say(name, file.job, "embedding", file.name, number, total)
+                    self._jobs.say(name, file.job, "embedding", file.name, number, total)
             some = texts[start : start + _EMBEDDED]
-            with (
-                self._base.engine.turns.in_background()
-            ):  # beside the model's passes both would take several times as long
+            # Beside the model's passes both would take several times as long.
+            with self._base.engine.turns.in_background():
                 vectors += embed_in_parts(self._embeddings, some)
             if self._stopping.is_set():
                 return []
@@ -427,105 +557,23 @@ class Ingestion:
 
     def _fail(self, library: Library, file: PendingFile, error: BaseException) -> None:
         """Note that a file cannot become a document; nothing failed if it was taken back or deleted meanwhile."""
-        if not library.waits(file):
+        if not library.incoming.waits(file):
             _log.info("an upload is not read: it was taken back")
             return
         if not isinstance(error, (CacheBlendError, Problem)):
             _log.error("a document could not be ingested: %s", type(error).__name__)
-        library.catalogue.fail(file.id, problem_of(error).message)
-        library.discard([file])
+        library.catalogue.uploads.fail(file.id, problem_of(error).message)
+        library.incoming.discard([file])
         self._metrics.ingested.labels("failed").inc()
 
     def _warm(self) -> bool:
         """One step for one tenant; whether there was anything to be done."""
         for name in self._next(self._warming):
             if name == "":
-                if self._warm_base():
+                if self._warming_up.warm_shared():
                     return True
                 continue
-            library, texts = self._libraries[name], self._texts[name]
-            if not texts:
-                texts.extend(self._ahead(library))
-            if texts:
-                with self._for(name):
-                    self._warm_some(name, library, texts)
-                return True
+            with self._for(name):
+                if self._warming_up.step(name, self._libraries[name]):
+                    return True
         return False
-
-    def _warm_base(self) -> bool:
-        some = _step(self._base.texts, len)
-        if some and self._base.engine.warm(some, progress=False).skipped:
-            self._base.texts.clear()
-        return bool(some)
-
-    def _ahead(self, library: Library) -> Iterable[_PassageText]:
-        for id, name, job in library.catalogue.to_warm(_AHEAD):
-            found = library.catalogue.texts_of(id)
-            yield from (_PassageText(id, name, job, text, number, len(found)) for number, text in enumerate(found))
-            if len(found) > _CHUNKS:
-                return
-
-    def _warm_some(self, name: str, library: Library, texts: deque[_PassageText]) -> None:
-        """Store the KV of some passages; a document that is deleted meanwhile gets none."""
-        some = _step(texts, lambda one: len(one.text))
-        there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}
-        for one in some:
-            if one.document in there and one.number % (max(1, one.of // _WARMED // _TOLD) * _WARMED) == 0:
-                self._say(name, one.job, "warming", one.name, one.number, one.of)
-        done = [one for one in some if one.number == one.of - 1]
-        try:
-            skipped = (
-                self._engine(name).warm([one.text for one in some if one.document in there], progress=False).skipped
-            )
-        except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
-            _log.warning("documents could not be warmed: %s", type(error).__name__)
-            skipped = 0
-        if gone := [one.text for one in some if one.document in there and not library.catalogue.holds(one.document)]:
-            library.forget_behind(gone)  # others were computed behind them
-        if skipped:  # the store is full; the rest is stored as it is used
-            done = [*some, *texts]
-            texts.clear()
-        library.catalogue.warmed(list(dict.fromkeys(one.document for one in done)))
-        for job in dict.fromkeys(one.job for one in done):
-            self._end_if_done(library, job)
-
-    # Telling -------------------------------------------------------------------------------------
-
-    def _say(self, name: str, job: str, stage: str, file: str, done: int, total: int) -> None:
-        found = self._jobs.get((name, job))
-        if found is not None:
-            found.say(stage, file, done, total)
-
-    def _end_jobs(self) -> None:
-        """End jobs whose last document was deleted, or whose end a killed server did not note."""
-        for library in self._libraries.values():
-            for id, _ in library.catalogue.jobs():
-                self._end_if_done(library, id)
-
-    def _end_if_done(self, library: Library, id: str) -> None:
-        """End a job of which nothing is left to be done."""
-        catalogue = library.catalogue
-        if any(not one.error for one in catalogue.files(job=id)) or catalogue.unwarmed(id):
-            return
-        catalogue.end_job(id)
-        job = self._jobs.get((library.tenant.name, id))
-        if job is not None:
-            self._tell_end(library, job)
-
-    def _tell_end(self, library: Library, job: Job) -> None:
-        failed = library.catalogue.files(job=job.id)
-        total = max(len(job.names), library.catalogue.taken(job.id) + len(failed))
-        name = failed[0].name if failed else list(job.names.values())[-1] if job.names else ""
-        problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
-        stage = "failed" if failed and len(failed) == total else "done"
-        job.say(stage, name, total - len(failed), total, problem, last=True)
-
-
-def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
-    """Take what is warmed in one go off the front."""
-    some: list[Any] = []
-    room = _WARMED_CHARS
-    while waiting and (not some or (room >= length(waiting[0]))):
-        some.append(waiting.popleft())
-        room -= length(some[-1])
-    return some

@@ -11,13 +11,13 @@ from typing import Any
 
 from langchain_core.messages import AIMessage
 
-from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, Sampling, document_texts
+from cacheblend_rag.app.server.api.conversations import Conversation, ServedChat
+from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, Sampling, document_texts
+from cacheblend_rag.app.server.api.requests import event
 from cacheblend_rag.app.server.problems import noted_problem
-from cacheblend_rag.app.server.served_chat import Conversation, ServedChat
-from cacheblend_rag.app.server.service import Session
-from cacheblend_rag.app.server.streams import event
-from cacheblend_rag.app.server.templates import within
+from cacheblend_rag.app.server.security.templates import within
+from cacheblend_rag.app.server.services.admission_queue import Slot
+from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
 from cacheblend_rag.engine.streaming import TextStream

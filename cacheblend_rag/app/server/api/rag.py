@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -14,16 +15,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
+from fastapi import APIRouter, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
-from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.catalogue import PendingFile
-from cacheblend_rag.app.server.file_reader import suffix_of
-from cacheblend_rag.app.server.library import Collection, OwnCollection, SearchHit
-from cacheblend_rag.app.server.problems import Problem, noted_problem
-from cacheblend_rag.app.server.questions import EarlierTurn, compare_all, report_of, rule_name, search
-from cacheblend_rag.app.server.rag_models import (
+from cacheblend_rag.app import collection as articles
+from cacheblend_rag.app.server.api.rag_bodies import (
     AskBody,
     ChunkText,
     CollectionInfo,
@@ -44,21 +40,25 @@ from cacheblend_rag.app.server.rag_models import (
     Suggestion,
     WholeAnswer,
 )
-from cacheblend_rag.app.server.served_model import ServedModel
-from cacheblend_rag.app.server.service import Session, session_of
+from cacheblend_rag.app.server.api.requests import EventStream, Here, event, unless_gone
+from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.security.file_reader import suffix_of
+from cacheblend_rag.app.server.services.admission_queue import Slot
+from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
+from cacheblend_rag.app.server.services.served_model import ServedModel
+from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
-from cacheblend_rag.app.server.suggestions import suggestions_for
+from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, ContextLengthError, DocumentError
+from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError, DocumentError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
 router = APIRouter(prefix="/api", tags=["RAG"])
-Here = Annotated[Session, Depends(session_of)]
 _COPIED_AT_ONCE = 2**20
 _SAMPLED = 64  # passages by which the KV of a collection is estimated
 _COMPARED = 4  # answers that a comparison counts as, one of each method
@@ -99,6 +99,29 @@ async def state(here: Here) -> PageState:
             answer_tokens=service.limits.answer_tokens,
         ),
     )
+
+
+def suggestions_for(documents: Path) -> list[dict[str, str]]:
+    """Suggested questions for a folder of documents; none but for the bundled articles.
+
+    Raises
+    ------
+    DatasetError
+        If the file of questions is there and cannot be read.
+    """
+    if not articles.is_bundled(documents) or not articles.QUESTIONS_PATH.exists():
+        return []
+    found = []
+    try:
+        for line in articles.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines():
+            one = json.loads(line)
+            if one["suggested"]:
+                several = len(one["files"]) > 1
+                note = {"note": "The answer needs more than one document."} if several else {}
+                found.append({"question": one["question"], **note})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{str(articles.QUESTIONS_PATH)!r} is no file of questions: {error}") from error
+    return found
 
 
 def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
@@ -169,7 +192,7 @@ def _estimated(here: Session, model: ServedModel, collection: Collection) -> KVE
 
 def _listed(here: Session, collection: Collection) -> list[DocumentInfo]:
     # Asked for first: one that arrives in between is in both rather than in neither.
-    coming = here.library.catalogue.files(collection=collection.id) if collection.writable else []
+    coming = here.library.catalogue.uploads.files(collection=collection.id) if collection.writable else []
     ready = [
         DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
         for one in collection.documents()
@@ -205,19 +228,19 @@ async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]
 def _taken_in(here: Session, collection: OwnCollection, names: list[str], files: list[UploadFile]) -> str:
     """Copy uploads to files whose names the server draws, and take them in; the id of the job."""
     library, limits, job = here.library, here.service.limits, secrets.token_hex(8)
-    library.check_room(collection, [], limits)
+    library.incoming.check_room(collection.id, [], limits)
     taken: list[PendingFile] = []
     try:
         for one, name in zip(files, names, strict=True):
             file = PendingFile(secrets.token_hex(8), name, 0, "", job, collection.id)
             taken.append(file)
-            taken[-1] = _copied(one, file, library.part_of(file.id), limits.upload_bytes)
+            taken[-1] = _copied(one, file, library.incoming.part_of(file.id), limits.upload_bytes)
         library.accept(job, collection, taken, limits)
     except OSError as error:
-        library.discard(taken)
+        library.incoming.discard(taken)
         raise Problem(507, "disk_full", "the server's disk is full, or fails; nothing was taken in") from error
     except BaseException:
-        library.discard(taken)
+        library.incoming.discard(taken)
         raise
     here.service.ingestion.accepted(here.tenant.name, job, taken)
     return job

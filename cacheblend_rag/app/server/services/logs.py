@@ -1,71 +1,31 @@
 """Each request's id, its line of JSON in the log, its span, and the counts of its tenant.
 
-The log goes to standard error, without text of documents or questions. The id is in a header of the answer, and in
-every line that is logged meanwhile.
+The log goes to standard error, without text of documents or questions. The id is in every line that is logged
+meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-import secrets
 import sys
 import traceback
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from cacheblend_rag.app.server.tenants import Caller
+from cacheblend_rag.app.server.security.tenants import Caller
 from cacheblend_rag.report import BlendReport
-
-_HEADER = "X-Request-ID"
-"""Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that is served here; empty outside of one."""
 
-_PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ACCESS_LOG = "cacheblend_rag.app.server.access"
 """Name of the logger that has a line for each request."""
 _log = logging.getLogger(ACCESS_LOG)
 STAGES = ("split", "look_up", "load", "fuse", "first_token")
 """The parts of the time to first token."""
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-
-
-class RequestIds:
-    """Gives every answer an id: the one its request came with if that is plain, else a new one.
-
-    Parameters
-    ----------
-    app : ASGI application
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request under its id."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(_HEADER, "")
-        mine = given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_HEADER] = mine
-            await send(message)
-
-        token = request_id.set(mine)
-        try:
-            await self._app(scope, receive, named)
-        finally:
-            request_id.reset(token)
 
 
 class JsonFormatter(logging.Formatter):
@@ -122,7 +82,7 @@ def configure_logs(access: str = "json") -> None:
         lines = logging.StreamHandler(sys.stderr)
         lines.setFormatter(_TextFormatter())
         requests.addHandler(lines)
-    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
+    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers", "sqlalchemy"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from cacheblend_rag.app.server.library import SearchHit
+from cacheblend_rag.app.server.services.collection import SearchHit
 from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cacheblend_rag.app.server.sandbox import confine, isolated
+from cacheblend_rag.app.server.security.sandbox import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
 from cacheblend_rag.errors import ConfigError

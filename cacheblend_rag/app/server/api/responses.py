@@ -12,9 +12,8 @@ from typing import Any
 from langchain_core.messages import AIMessage
 from langchain_core.messages.tool import ToolCallChunk
 
-from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.completions import Chat, logprob_dicts
-from cacheblend_rag.app.server.openai_models import (
+from cacheblend_rag.app.server.api.completions import Chat, logprob_dicts
+from cacheblend_rag.app.server.api.openai_bodies import (
     AnswerBody,
     CallItem,
     CallOutputItem,
@@ -32,9 +31,10 @@ from cacheblend_rag.app.server.openai_models import (
     ToolCall,
     ToolDefinition,
 )
+from cacheblend_rag.app.server.api.requests import event
 from cacheblend_rag.app.server.problems import noted_problem
-from cacheblend_rag.app.server.service import Session
-from cacheblend_rag.app.server.streams import event
+from cacheblend_rag.app.server.services.admission_queue import Slot
+from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.logits import TokenLogProb
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.messages import call_chunks

@@ -185,7 +185,7 @@ def _read_only_code(libc: ctypes.CDLL) -> bool:
 
 def _code() -> Iterable[Path]:
     """Where code is, and what it reads on its way: this package, installed ones, Python's own, the system's."""
-    own = str(Path(__file__).parents[2])
+    own = str(Path(__file__).parents[3])
     installed = [*site.getsitepackages(), *(one for one in sys.path if Path(one).name == "site-packages")]
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/dev/urandom"]

@@ -1,20 +1,41 @@
-"""Server-sent events, and work for clients that may go away."""
+"""Requests: the session of each, work for clients that may go away, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.services.admission_queue import Slot
+from cacheblend_rag.app.server.services.service import Service, Session
 
 _T = TypeVar("_T")
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    return cast(Service, request.app.state.service)
+
+
+async def session_of(request: Request) -> Session:
+    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
+    service, name = service_of(request), request.scope["caller"].tenant
+    # The key of a new tenant may have been made just now; opening its folder takes a moment.
+    found: Session | None = service.sessions.get(name)
+    session = found if found is not None else await asyncio.to_thread(service.joined, name)
+    if service.database is not None:
+        await asyncio.to_thread(session.library.follow)
+    return session
+
+
+Here = Annotated[Session, Depends(session_of)]
+"""The session of a request, for its route."""
 
 
 def event(name: str | None, data: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, cast
 
-from cacheblend_rag.app.server.sandbox import isolated
+from cacheblend_rag.app.server.security.sandbox import isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
@@ -145,7 +145,7 @@ def _close(pipe: IO[bytes] | None) -> None:
 
 def main(arguments: list[str]) -> int:
     """The process that parses: a line of JSON for each file on standard input, until that ends."""
-    from cacheblend_rag.app.server.sandbox import confine
+    from cacheblend_rag.app.server.security.sandbox import confine
 
     most, memory, seconds = int(arguments[0]), int(arguments[1]), float(arguments[2])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -10,9 +10,9 @@ from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
 
-from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
+from cacheblend_rag.app.server.api.openai_bodies import ChatBody, ChatMessage
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.templates import check_arguments
+from cacheblend_rag.app.server.security.templates import check_arguments
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream

@@ -10,24 +10,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from fastapi import Request
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.follower import Follower
-from cacheblend_rag.app.server.grammars import SchemaCheck
-from cacheblend_rag.app.server.ingestion import Ingestion, SharedTexts
-from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection, SearchHit
-from cacheblend_rag.app.server.logs import ServedRequest, served
-from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.security.grammars import SchemaCheck
+from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
+from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
+from cacheblend_rag.app.server.services.collection import BaseCollection, Collection, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.following import Follower, Following
+from cacheblend_rag.app.server.services.ingestion import Ingestion, SharedTexts
+from cacheblend_rag.app.server.services.library import Library
+from cacheblend_rag.app.server.services.logs import ServedRequest, served
+from cacheblend_rag.app.server.services.metrics import Metrics
+from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
-from cacheblend_rag.app.server.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
@@ -36,8 +35,7 @@ from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.server.database import Database
-    from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+    from cacheblend_rag.app.server.storage.postgres import Database, Peers
 
 _BASE_ID = "archive"
 _MANUAL_ID = "documentation"
@@ -82,7 +80,8 @@ class Service:
         self.engine = self.model_of().engine
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
-        self.base = BaseCollection(_BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        name = "Bundled articles" if self.bundled else Path(settings.rag.docs).name
+        self.base = BaseCollection(_BASE_ID, name, self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
@@ -106,7 +105,10 @@ class Service:
             lambda name: self.joined(name).engine(self.model_of()),
             SharedTexts(self.engine, deque(self.base.texts())),
         )
-        self.follower = None if self.database is None else Follower(self.database, self._libraries, self.ingestion)
+        self.follower: Follower | None = None
+        if self.database is not None:
+            tell = self.ingestion.follow_jobs
+            self.follower = Follower(self.database, self._followed, self.ingestion.wake, tell)
 
     def _served_models(self, concurrent: int) -> dict[str, ServedModel]:
         """All models by their names; the first is loaded already."""
@@ -120,21 +122,21 @@ class Service:
     def _shared_database(self) -> Database | None:
         if self.settings.database is None:
             return None
-        from cacheblend_rag.app.server.database import Database
+        from cacheblend_rag.app.server.storage.postgres import Database
 
         # Local KV of a server that the database does not know may be of what was deleted.
         return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
 
-    def catalogue_of(self, tenant: str) -> SharedCatalogue | None:
-        """The catalogue of a tenant that servers share."""
+    def _peers(self, tenant: str) -> Peers | None:
+        """The servers that share the catalogue of a tenant."""
         if self.database is None:
             return None
-        from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+        from cacheblend_rag.app.server.storage.postgres import Peers, PostgresBackend
 
-        return SharedCatalogue(self.database, tenant)
+        return Peers(PostgresBackend(self.database, tenant))
 
-    def _libraries(self) -> list[Library]:
-        return [session.library for session in self.sessions.values()]
+    def _followed(self) -> list[Following]:
+        return [one.library.following for one in self.sessions.values() if one.library.following is not None]
 
     def joined(self, name: str) -> Session:
         """The session of a tenant, whose key may have been made while the server runs."""
@@ -162,16 +164,13 @@ class Service:
         index.update()
         return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
 
-    def _base_name(self) -> str:
-        return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
-
     def _session(self, name: str) -> Session:
-        catalogue = self.catalogue_of(name)
-        salt = None if catalogue is None else catalogue.salt
+        peers = self._peers(name)
+        salt = None if peers is None else peers.backend.salt
         if not self.settings.guarded:
             salt = self.engine.config.salt
         tenant = Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
-        return Session(self, tenant, catalogue)
+        return Session(self, tenant, peers)
 
     @property
     def bundled(self) -> bool:
@@ -305,10 +304,10 @@ class Service:
 class Session:
     """The server as one tenant sees it."""
 
-    def __init__(self, service: Service, tenant: Tenant, catalogue: SharedCatalogue | None = None) -> None:
+    def __init__(self, service: Service, tenant: Tenant, peers: Peers | None = None) -> None:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
-        self.library = Library(tenant, service.embeddings, self.engines, service.tombstones, shared, catalogue)
+        self.library = Library(tenant, service.embeddings, self.engines, service.tombstones, shared, peers)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 
@@ -406,19 +405,3 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
-
-
-def service_of(request: Request) -> Service:
-    """The service behind a request."""
-    return cast(Service, request.app.state.service)
-
-
-async def session_of(request: Request) -> Session:
-    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
-    service, name = service_of(request), request.scope["caller"].tenant
-    # The key of a new tenant may have been made just now; opening its folder takes a moment.
-    found: Session | None = service.sessions.get(name)
-    session = found if found is not None else await asyncio.to_thread(service.joined, name)
-    if service.database is not None:
-        await asyncio.to_thread(session.library.follow)
-    return session

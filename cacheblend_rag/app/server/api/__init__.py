@@ -1,0 +1,14 @@
+"""The floor that knows HTTP.
+
+=================  ==========================================================================
+``gatekeeper``     what every request passes: its id, keys, sizes, hosts, origins and headers
+``requests``       the session of a request, clients that go away, server-sent events
+``rag``            routes of the page and of collections
+``rag_bodies``     their bodies
+``openai``         routes of OpenAI's clients
+``openai_bodies``  their bodies
+``conversations``  the LangChain chat model behind conversations
+``completions``    completions and conversations of OpenAI's API
+``responses``      responses of OpenAI's API, which are conversations as typed events
+=================  ==========================================================================
+"""
