@@ -36,7 +36,7 @@ FORBIDDEN = {"fusor": ("store",)}
 # The only homes of an outside package, at module level or within a function.
 HOMES = {
     # The fusor's check at load names transformers' version, no more.
-    "transformers": ("models", "engine", "fusor.self_check", "retrieval", "calibration"),
+    "transformers": ("models", "engine", "fusor.self_check", "retrieval", "calibration.adapt"),
     "diskcache": ("store.disk",),
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),
@@ -54,6 +54,8 @@ HOMES = {
     "llguidance": ("engine.grammar",),
     "gguf": ("models.gguf",),
     "datasets": (),
+    "matplotlib": (),
+    "rouge_score": (),
     "llama_cpp": (),
     "fastapi": ("app.server",),
     "ray": ("app.fleet",),
@@ -131,6 +133,20 @@ def test_imports_run_downward() -> None:
         if (reason := breaches(module_of(path), imported)) is not None
     ]
     assert wrong == []
+
+
+def test_the_library_does_without_its_programs() -> None:
+    """All but the room ``app`` is the library. The command, ``python -m``, is a program too."""
+    library = {path for path in FILES if room_of(module_of(path)) not in ("app", "__main__")}
+    wrong = [
+        f"{path}, line {line}"
+        for path in library
+        for line, imported in imports_of(path)
+        if f"{imported}.".startswith(f"{NAME}.app.")
+    ]
+    assert wrong == []
+    named = [path for path in library if f"{NAME}.app" in path.read_text(encoding="utf-8")]
+    assert named == [], "not by a name that is imported later either"
 
 
 def test_modules_form_no_circle() -> None:

@@ -7,18 +7,9 @@ import sys
 import pytest
 import torch
 
-from cacheblend_rag.calibration.evaluation.statistics import (
-    best_f1,
-    best_rouge_l,
-    exact_match,
-    f1,
-    first_line,
-    interval,
-    normalise,
-    paired,
-    rouge_scorer,
-)
+from cacheblend_rag.calibration.statistics import best_f1, exact_match, f1, first_line, interval, normalise, paired
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from docs.benchmarks.evaluation.rouge import best_rouge_l, rouge_scorer
 
 
 def test_normalising() -> None:
