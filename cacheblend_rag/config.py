@@ -1,18 +1,64 @@
-"""Options of the engine: frozen, validated once, each also settable by environment variable."""
+"""Options of the engine: frozen, validated once, each also settable by environment variable.
+
+An option is declared once, by its field: `option` says its values, its text, its flag and its part in caches. From that
+follow the check, the environment variable, the flag, the key in a file of options, and the row of the documentation.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cache, partial, wraps
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_rag.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that an option may have.
+
+    Parameters
+    ----------
+    words : str
+        The values in words, as an error's remedy and the documentation say it: ``"a number from 0 to 1"``.
+    check : callable
+        Takes the option's name and a value. Gives the value in the form in which it is kept, or raises `ConfigError`.
+    parse : callable
+        Reads a value from text. It raises `ValueError` for a text that is none.
+    toml : type
+        Type of its value in a file of options; ``object`` for one that has several.
+    """
+
+    words: str
+    check: Callable[[str, Any], Any]
+    parse: Callable[[str], Any] = str
+    toml: type = object
+
+
+def kind_of(
+    words: str,
+    fits: Callable[[Any], bool],
+    parse: Callable[[str], Any] = str,
+    toml: type = object,
+    keep: Callable[[Any], Any] | None = None,
+) -> Kind:
+    """A kind whose values are those that fit; `keep` makes the form in which they are kept."""
+
+    def check(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise ConfigError(name, value, f"use {words}")
+        return value if keep is None else keep(value)
+
+    return Kind(words, check, parse, toml)
 
 
 def is_whole(value: object) -> bool:
@@ -20,40 +66,99 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole(lowest: int = 0, highest: int | None = None) -> Kind:
+    """Whole numbers within bounds, both included."""
+    words = f"a whole number, {lowest} or more" if highest is None else f"a whole number from {lowest} to {highest}"
+    return kind_of(
+        words, lambda value: is_whole(value) and lowest <= value and (highest is None or value <= highest), int, int
+    )
+
+
+def number(words: str, fits: Callable[[Any], bool]) -> Kind:
+    """Numbers that fit."""
+    return kind_of(f"a number {words}", lambda value: _is_number(value) and fits(value), float, float)
+
+
+def choice(names: Sequence[str]) -> Kind:
+    """One of a few names."""
+    return kind_of("one of " + ", ".join(map(repr, names)), lambda value: value in names, str, str)
+
+
+def text(note: str = "") -> Kind:
+    """Texts."""
+    return kind_of("a text" + note, lambda value: isinstance(value, str), str, str)
+
+
+def path(words: str) -> Kind:
+    """Paths, with ``~`` for the home folder."""
+    return kind_of(
+        words,
+        lambda value: isinstance(value, (str, os.PathLike)) and value != "",
+        toml=str,
+        keep=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
+    )
+
+
+def _flag(given: str) -> bool:
+    lowered = given.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(given)
+
+
+def or_auto(kind: Kind) -> Kind:
+    """The values of a kind, and ``"auto"``."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, str) and value == "auto":
+            return value
+        try:
+            return kind.check(name, value)
+        except ConfigError as error:
+            raise ConfigError(name, value, f"use {words}") from error
+
+    words = f"{kind.words}, or 'auto'"
+    parse = kind.parse
+    return Kind(words, check, lambda given: "auto" if given.strip().lower() == "auto" else parse(given))
+
+
+SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
+ABOVE_ZERO = number("above 0", lambda value: value > 0)
+FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)
+
+
 def check_whole(name: str, value: object, lowest: int = 0) -> None:
     """A whole number of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError(name, value, f"use a whole number, {lowest} or more")
+    whole(lowest).check(name, value)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """One of a few names."""
-    if value not in allowed:
-        raise ConfigError(name, value, "use one of " + ", ".join(map(repr, allowed)))
+    choice(allowed).check(name, value)
 
 
 def check_above_zero(name: str, value: object) -> None:
     """A number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(name, value, "use a number above 0")
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+    ABOVE_ZERO.check(name, value)
 
 
 def check_share(name: str, value: object) -> None:
     """A number from 0 to 1."""
-    if not _is_share(value):
-        raise ConfigError(name, value, "use a number from 0 to 1")
+    SHARE.check(name, value)
 
 
 def check_shares(name: str, values: object) -> None:
     """A sequence of numbers from 0 to 1."""
     if not isinstance(values, (tuple, list)):
         raise ConfigError(name, values, "use a tuple of numbers, such as (0.2, 0.1)")
-    if not all(map(_is_share, values)):
-        raise ConfigError(name, values, "use numbers from 0 to 1")
+    for value in values:
+        check_share(name, value)
 
 
 def flat_or_falling(name: str, ratios: Sequence[float]) -> None:
@@ -76,10 +181,13 @@ def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
 def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> None:
     """Names of options that there are; the error gives the nearest."""
     for name, value in given:
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1)
-            remedy = f"did you mean {nearest[0]!r}?" if nearest else "use one of " + ", ".join(sorted(known))
-            raise ConfigError(name, value, f"there is no such option; {remedy}")
+        if name in known:
+            continue
+        if name in REMOVED:
+            raise ConfigError(name, value, f"there is no such option any more; {REMOVED[name]}")
+        nearest = get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]!r}?" if nearest else "use one of " + ", ".join(sorted(known))
+        raise ConfigError(name, value, f"there is no such option; {remedy}")
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -108,16 +216,19 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("auto", "context", "learned", "sink", "prefix")
 MOST_CONTEXTS = 4
-_OVERFLOWS = ("error", "drop_chunks")
-_WRITE_BACKS = ("background", "inline", "off")
 LEAST_RATIO = 0.15
 """r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
+VERIFY = ("off", "always")
+REMOVED = {
+    "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
+    "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
+    "prefetch": "leave it out; layers are read ahead wherever that is faster",
+}
+"""Options of earlier versions, and what to do instead."""
 
-_T = TypeVar("_T")
-_OPTIONS: dict[str, Option] = {}  # by name; not in the field's metadata, which pydantic would read
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -156,56 +267,51 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
     return size
 
 
-def default_data_path() -> Path:
-    """Where the command line keeps index and KV unless it is told otherwise."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "cacheblend_rag"
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(",") if part.strip())
+BYTES = Kind(
+    'a positive number of bytes or text such as "20GB" or "512MiB"',
+    lambda name, value: parse_bytes(value, name),
+    parse_bytes,
+)
 
 
 @dataclass(frozen=True)
 class Option:
-    """Description of an option, of `BlendConfig` or of the server, besides its type.
+    """Description of an option: all that is to be known of it besides its type.
 
     Parameters
     ----------
-    name : str
     default : object
-        Its value when neither the caller nor the environment says anything.
-    parse : callable
-        Reads it from text.
-    like : str
-        A value as it is written in the environment; by default the default.
-    rule : bool
-        Whether it says which tokens are recomputed, the ratio apart.
+        Its value when nobody says anything.
+    kind : Kind
+        Its values.
+    about : str
+        Text that says when to change it. Its first sentence is its line in the help of the command line.
+    name : str
+        The name of its field.
     flag : str
         Its name on the command line, without dashes; empty if it has none there.
-    metavar, help, shown : str
-        Its parts in the help of the command line: the metavar, and its default if that is shown otherwise.
+    metavar : str
+        Stands for its value in the help of the command line.
+    shown : str
+        Its default in words, where the value itself would say less.
     prefix : str
         Prefix of its name in the environment, behind ``CACHEBLEND_RAG_``.
     repeats : bool
-        Whether the command line takes it several times; ``parse`` then gets a list of texts, too.
+        Whether the command line takes it several times.
+    identity : {"", "kv", "answer"}
+        ``"kv"`` if the KV of a blended prompt depends on it, ``"answer"`` if answers or records do otherwise.
     """
 
-    name: str
     default: Any
-    parse: Callable[[str], object]
-    like: str = ""
-    rule: bool = False
+    kind: Kind
+    about: str
+    name: str = ""
     flag: str = ""
     metavar: str = ""
-    help: str = ""
     shown: str = ""
     prefix: str = ""
     repeats: bool = False
+    identity: str = ""
 
     @property
     def variable(self) -> str:
@@ -215,15 +321,17 @@ class Option:
     @property
     def help_line(self) -> str:
         """Its line in the help of the command line, with its default."""
-        return f"{self.help} (default: {self.shown or self.default})"
+        first = self.about.split(". ")[0].removesuffix(".")
+        begin = first if first[1:2].isupper() else first[0].lower() + first[1:]
+        return f"{begin} (default: {self.shown or self.default})"
 
     def from_environment(self) -> Any:
         """Its value in the environment, else its default."""
-        text = os.environ.get(self.variable)
-        return self.default if text is None else self.read(text, self.variable)
+        given = os.environ.get(self.variable)
+        return self.default if given is None else self.read(given, self.variable)
 
-    def read(self, text: str, source: str) -> Any:
-        """Its value from text.
+    def read(self, given: str | list[str], source: str) -> Any:
+        """Its value from text; from several, where it repeats.
 
         Raises
         ------
@@ -231,148 +339,120 @@ class Option:
             If the text is no such value; the message names its source.
         """
         try:
-            return self.parse(text)
-        except ConfigError as error:
-            raise ConfigError(source, text, error.remedy) from error
+            return self.kind.check(source, self.kind.parse(given) if isinstance(given, str) else given)
+        except ConfigError as error:  # a text that it shows may be without a secret
+            shown = error.value if isinstance(error.value, str) else given
+            raise ConfigError(source, shown, error.remedy) from error
         except ValueError as error:
-            raise ConfigError(source, text, f"use a value like {self.like or repr(self.default)}") from error
+            raise ConfigError(source, given, f"use {self.kind.words}") from error
 
 
-def _option(
-    name: str, default: _T, parse: Callable[[str], object], like: str = "", *, hashed: bool = True, **more: Any
+_NOT_GIVEN: Any = ...
+
+
+def option(
+    default: Any, kind: Kind, about: str, *, from_environment: bool = False, hashed: bool = True, **more: Any
 ) -> Any:
-    """A dataclass field whose default is read from its environment variable when that is set; see `Option`."""
-    option = _OPTIONS[name] = Option(name, default, parse, like, **more)
-    return field(default_factory=option.from_environment, hash=None if hashed else False)
+    """A dataclass field that is an option; see `Option`.
+
+    Parameters
+    ----------
+    from_environment : bool
+        Whether a value that is not given is read from the environment when the object is made.
+    hashed : bool
+        Whether the value can be hashed.
+    """
+    described = Option(default, kind, " ".join(about.split()), **more)
+    shown = _NOT_GIVEN if from_environment else default
+    return field(default=shown, hash=None if hashed else False, metadata={"option": described})
 
 
-class BlendOptions(TypedDict, total=False):
-    """The options of `BlendConfig`, for functions that take them one by one."""
-
-    separator: str
-    split_at_separator: bool
-    recompute_ratio: float | str
-    selection: Any
-    check_layers: tuple[int, ...]
-    recompute_ratios: tuple[float, ...]
-    selection_options: Mapping[str, Any]
-    min_tokens: int
-    overflow: str
-    condition: str
-    contexts: int
-    write_back: str
-    session_cache: bool
-    prefetch: bool
-    size_limit: int | str
-    memory_limit: int | str
-    codec: str
-    salt: str
-    like: str
-    max_concurrent: int
-    prompt_lookup: int
-    guard_share: float
-    guard_bound: float
-    prepack_weights: bool | str
-    check_model: bool
+def options_of(kind: type) -> tuple[Option, ...]:
+    """Description of each option of a dataclass, in their order."""
+    return _options_of(kind)
 
 
+@cache
+def _options_of(kind: Any) -> tuple[Option, ...]:
+    return tuple(replace(one.metadata["option"], name=one.name) for one in fields(kind) if "option" in one.metadata)
+
+
+def check_options(options: Any) -> None:
+    """Check the options of a dataclass that is being made, and keep each value in its own form.
+
+    Raises
+    ------
+    ConfigError
+        If a value is none that the option may have; the message names the option, or its variable, and the remedy.
+    """
+    for one in options_of(type(options)):
+        value = getattr(options, one.name)
+        if value is _NOT_GIVEN:
+            value = one.from_environment()
+        if value is not None or one.default is not None:
+            value = one.kind.check(one.name, value)
+        object.__setattr__(options, one.name, value)
+
+
+_T = TypeVar("_T", bound=type[Any])
+
+
+def declared(kind: _T) -> _T:
+    """A dataclass of options: it refuses names that are none, and its docstring has their texts for `help`."""
+    names, made = tuple(one.name for one in fields(kind)), kind.__init__
+
+    @wraps(made)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        check_names(given.items(), names)
+        made(self, *args, **given)
+
+    kind.__init__ = init
+    about = "".join(
+        f"\n    {one.name} : {one.kind.words}\n{textwrap.indent(textwrap.fill(one.about, 112), ' ' * 8)}"
+        for one in options_of(kind)
+    )
+    kind.__doc__ = f"{(kind.__doc__ or '').rstrip()}\n\n    Parameters\n    ----------{about}\n"
+    return kind
+
+
+def default_data_path() -> Path:
+    """Where the command line keeps index and KV unless it is told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "cacheblend_rag"
+
+
+def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a rule with tuples for lists: JSON and TOML have no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+_MEMORY = Kind(
+    '0, a number of bytes or text such as "2GB"',
+    lambda name, value: 0 if value in (0, "0") and value is not False else parse_bytes(value, name),
+    lambda given: given,
+)
+_SELECTION = kind_of(
+    "the name of a rule, such as 'hkvd', or a rule",
+    lambda value: isinstance(value, str) or callable(getattr(value, "keep", None)),
+    toml=str,
+)
+_RULE_OPTIONS = kind_of(
+    'a dict of options, such as {"seed": 1}',
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+    json.loads,
+    dict,
+    plain_options,
+)
+_engine_option = partial(option, from_environment=True)
+
+
+@declared
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
     """How prompts are split, which tokens are recomputed, and where KV is kept.
 
     An option that is not given is read from the environment variable ``CACHEBLEND_RAG_<NAME>``
-    (for instance ``CACHEBLEND_RAG_RECOMPUTE_RATIO=0.2``), else it has the default shown.
-
-    Parameters
-    ----------
-    separator : str
-        Text between the segments of a `Prompt` that does not say what stands between its chunks, and around a
-        chunk whose KV is computed ahead of time. Prompts of chains are read as they were written.
-    split_at_separator : bool
-        Split a prompt that comes as one text at every separator. Leave it off where text comes from outside: a
-        question that holds the separator would be split, too.
-    recompute_ratio : float or "auto"
-        Share of the reused chunk tokens that is recomputed on every layer from the check layer
-        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there). ``"auto"`` lets the loading
-        controller choose it for each request, once ``cacheblend-rag profile`` has been run: as much as
-        loading hides, but never less than 0.15. Until then it is 0.15. Once ``cacheblend-rag calibrate`` has been
-        run, ``"auto"`` is the rule, check layers and schedule it found, as long as none of these options is given.
-    selection : str or SelectionRule
-        Which tokens are recomputed: a rule, or the name of one. ``"query"`` recomputes what the question attends to
-        most, ``"boundary"`` the first tokens of each chunk, ``"hkvd"`` those of highest KV deviation, as the paper
-        does; ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also ``"gradual"`` and ``"random"``.
-    check_layers : tuple of int
-        Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
-        layer 0 depends on the token alone and never deviates.
-    recompute_ratios : tuple of float
-        Shares that never rise, in place of ``recompute_ratio``: one for each check layer
-        (``"hkvd"``), or for the first check layer and those after it (``"gradual"``).
-    selection_options : dict
-        Options of single rules, such as ``{"score_layers": [28]}`` for ``"query"``; in the
-        environment, as JSON.
-    min_tokens : int
-        A prompt with fewer chunk tokens than this is answered by plain prefill.
-    overflow : {"error", "drop_chunks"}
-        For a prompt that the model's context window does not hold: refuse it, or leave out whole chunks from the end
-        until it fits. Change it where a shorter context is better than no answer, and
-        retrieval gives the best chunks first.
-    condition : {"auto", "context", "learned", "sink", "prefix"}
-        The tokens that a chunk is computed behind before it is stored. ``"context"``: stretches of chunks that it
-        belongs with, those beside it where chunks are warmed, those retrieved with it otherwise; they are dropped
-        afterwards, and the chunk hits wherever it stands. ``"learned"``: these, and one more context that
-        ``cacheblend-rag adapt`` learned for this model and keeps beside the store. ``"sink"``: only the fixed tokens
-        that open every text, as in the paper; chunks are stored in half of the time, and answers are further from full
-        prefill. ``"prefix"``: the actual prefix, which is exact directly behind it; another prefix is another record.
-        ``"auto"``: what ``cacheblend-rag calibrate`` found, else ``"learned"`` where the model was adapted, else
-        ``"context"``. Change it where storing takes too long, or where every prompt has one chunk behind one prefix.
-    contexts : int
-        Over how many stretches of other chunks the KV of a chunk is averaged, from 1 to 4. More are a little nearer to
-        full prefill, and storing takes as many times longer. Beside a learned context, which counts as one more, it
-        may be 0: storing is then as fast as with ``"sink"``, and no chunk depends on another.
-    write_back : {"background", "inline", "off"}
-        When chunks that were missing are stored: after the answer when nothing else waits,
-        before the call returns, or never.
-    session_cache : bool
-        Keep the KV of finished prompts and their answers, so that the next turn of a conversation,
-        or the same prompt again, continues from it. It is that of a blended pass, and so
-        approximate; questions and answers are then stored too.
-    prefetch : bool
-        Read the KV of the next layer while this one is fused, where reading is slow enough to pay
-        for it.
-    size_limit : int or str
-        Bytes the KV store may take, as a number or as text such as ``"20GB"``.
-    memory_limit : int or str
-        Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is a quarter of what is free
-        if the model is on a GPU, else none; applications such as ``ask`` and ``serve`` then choose for themselves.
-    codec : {"raw", "int8", "int4"}
-        How the KV of chunks is written to a folder or a shared store: as it is, or in fewer bits
-        (docs/reference/kv-record.md). Choose ``"raw"`` where a chunk that stands where it was computed must be exact.
-    salt : str
-        Tenants with different salts never share a record.
-    like : str
-        Treat a model of a family that is not known as one of this family; empty for no such try.
-    max_concurrent : int
-        Most answers that are under way at once. A request that comes is then let in between two tokens of the others,
-        as long as memory has room for its KV, and they take their steps together: each weight is read once for all.
-        Rounding then differs with the other requests. With 1, requests are answered one after another.
-    prompt_lookup : int
-        Most tokens of an answer that are tried at once where the prompt, or the answer so far, seems to have them
-        already; 0 for none. A way that is tried and not chosen changes nothing but the time, so answers stay the same
-        up to rounding. On a CPU, while one answer alone is under way.
-    guard_share : float
-        Share of requests that a quality guard checks: a full prefill in the background, when nothing
-        else waits, and how far the blended answer was from it. 0 checks none.
-    guard_bound : float
-        Mean KL divergence, in nats a token, past which the guard raises the recompute ratio.
-    prepack_weights : bool or "auto"
-        Keep copies of linear weights in the order in which oneDNN multiplies by them: faster for few rows, on a
-        CPU in bfloat16, for as much memory again. ``"auto"`` does where the processor has such arithmetic of its
-        own and copies take at most a quarter of the machine's memory. True refuses a model that cannot gain. In
-        float32 ``"auto"`` multiplies by oneDNN, without copies, on AMD's processors with AVX-512. With False linear
-        layers multiply as PyTorch does.
-    check_model : bool
-        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that
-        a transformers version that has moved is refused instead of answering wrongly.
+    (for instance ``CACHEBLEND_RAG_RECOMPUTE_RATIO=0.2``), else it has its default.
 
     Raises
     ------
@@ -380,88 +460,243 @@ class BlendConfig:
         If a value is out of range or unknown; the message names the option and the remedy.
     """
 
-    separator: str = _option("separator", "\n\n", str)
-    split_at_separator: bool = _option("split_at_separator", False, lambda text: _flag(text))
-    recompute_ratio: float | str = _option(
-        "recompute_ratio",
+    separator: str = _engine_option(
+        "\n\n",
+        kind_of("a text that is not empty", lambda value: isinstance(value, str) and value != "", toml=str),
+        """
+        Text between the segments of a `Prompt` that does not say what stands between its chunks, and around a chunk
+        that is stored ahead of time. Prompts of chains are read as they were written. Set it to the text that your own
+        prompts have between chunks.
+        """,
+        identity="answer",
+    )
+    split_at_separator: bool = _engine_option(
+        False,
+        FLAG,
+        """
+        Split a prompt that comes as one text at every separator. Turn it on where your program joins chunks by the
+        separator and hands over one text. Leave it off where text comes from outside: a question that holds the
+        separator would be split, too.
+        """,
+        identity="answer",
+    )
+    recompute_ratio: float | str = _engine_option(
         "auto",
-        lambda text: _ratio(text),
-        like="0.15 or auto",
+        or_auto(SHARE),
+        """
+        Share of the reused chunk tokens that is recomputed, 0 to 1. The paper takes 0.15 (section 4.3). 'auto' is 0.15,
+        until `cacheblend-rag profile` has measured this machine: the loading controller then raises it for each request
+        by as much as loading hides. After `cacheblend-rag calibrate` it is the rule and the share that were found, as
+        long as no rule is named here. Raise it where answers must be nearer to full prefill; lower it where the first
+        token must come sooner. See docs/explanation/loading.md.
+        """,
         flag="ratio",
         metavar="R",
-        help="recompute ratio, 0 to 1",
+        identity="kv",
     )
-    selection: Any = _option("selection", "query", str, rule=True)  # noqa: RUF009
-    check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
-    recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
-    selection_options: Mapping[str, Any] = _option(
-        "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False, rule=True
+    selection: Any = _engine_option(  # noqa: RUF009
+        "query",
+        _SELECTION,
+        """
+        Which tokens are recomputed: the name of a rule, or a rule. 'query' takes those that the question attends to
+        most, 'boundary' the first tokens of each chunk, 'hkvd' those of highest KV deviation, as the paper does. 'none'
+        is full KV reuse, 'all' is full KV recompute. Change it where you reproduce the paper, or where looking at the
+        question takes too long. See docs/reference/selection.md.
+        """,
+        identity="kv",
     )
-    min_tokens: int = _option("min_tokens", 256, int)
-    overflow: str = _option("overflow", "error", str)
-    condition: str = _option("condition", "auto", str)
-    contexts: int = _option("contexts", 2, int)
-    write_back: str = _option("write_back", "background", str)
-    session_cache: bool = _option("session_cache", False, lambda text: _flag(text))
-    prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
-    size_limit: int | str = _option(
-        "size_limit",
+    selection_options: Mapping[str, Any] = _engine_option(
+        {},
+        _RULE_OPTIONS,
+        """
+        Options of the rule that is named, such as {"score_layers": [28]} for 'query'; JSON in the environment. Give
+        them where the rule's own defaults do not suit the model. See docs/reference/selection.md.
+        """,
+        shown="none",
+        hashed=False,
+        identity="kv",
+    )
+    min_tokens: int = _engine_option(
+        256,
+        whole(),
+        """
+        Chunk tokens that a prompt must have: with fewer it is answered by plain prefill. Lower it where prefill is
+        slow, as with a large model on a CPU; raise it where short prompts are quick anyway.
+        """,
+        identity="answer",
+    )
+    overflow: str = _engine_option(
+        "error",
+        choice(("error", "drop_chunks")),
+        """
+        The way of a prompt that the context window does not hold: it is refused, or loses whole chunks from the
+        end until it fits. Change it where a shorter context is better than no answer, and retrieval gives the best
+        chunks first. See docs/reference/options.md#the-context-window.
+        """,
+        identity="answer",
+    )
+    condition: str = _engine_option(
+        "auto",
+        choice(CONDITIONS),
+        """
+        The tokens that a chunk is computed behind before it is stored. 'context': stretches of chunks that it belongs
+        with, those beside it where chunks are warmed, those retrieved with it otherwise; the chunk hits wherever it
+        stands. 'learned': these, and one more context that `cacheblend-rag adapt` learned for this model. 'sink': only
+        the fixed tokens that open every text, as in the paper; storing takes half of the time, and answers are further
+        from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another prefix is another
+        record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was adapted, else
+        'context'. Change it where storing takes too long, or where every prompt has one chunk behind one prefix. See
+        docs/explanation/engine.md#what-is-stored.
+        """,
+        identity="kv",
+    )
+    contexts: int = _engine_option(
+        2,
+        whole(0, MOST_CONTEXTS),
+        """
+        Number of stretches of other chunks over which the KV of a chunk is averaged. Each one more brings answers a
+        little nearer to full prefill, and storing time grows in proportion. Raise it where chunks are stored once and
+        read often; lower it where storing takes too long. It may be 0 only beside a learned context, which counts as
+        one more.
+        """,
+        identity="kv",
+    )
+    write_back: str = _engine_option(
+        "background",
+        choice(("background", "inline", "off")),
+        """
+        When chunks that were missing are stored: after the answer when nothing else waits, before the call returns, or
+        never. Use 'inline' in a program that ends after its answer, and 'off' where chunks never come again.
+        """,
+    )
+    session_cache: bool = _engine_option(
+        False,
+        FLAG,
+        """
+        Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
+        again, continues from it. It is that of a blended pass, and so approximate; questions and answers are stored
+        too. Turn it on where people ask several questions about the same documents.
+        """,
+    )
+    size_limit: int | str = _engine_option(
         10 * 10**9,
-        lambda text: parse_bytes(text),
+        BYTES,
+        """
+        Bytes the KV store may take, such as "20GB". What was used least recently is evicted beyond it. Raise it where
+        your documents need more: `cacheblend-rag cache estimate` tells how much.
+        """,
         flag="size-limit",
         metavar="SIZE",
         shown="10 GB",
-        help='bytes the KV store may take, such as "20GB"',
     )
-    memory_limit: int | str = _option("memory_limit", "auto", lambda text: _memory_limit(text))
-    codec: str = _option("codec", "int8", str)
-    salt: str = _option("salt", "", str)
-    like: str = _option("like", "", str)
-    max_concurrent: int = _option("max_concurrent", 1, int)
-    prompt_lookup: int = _option("prompt_lookup", 6, int)
-    guard_share: float = _option("guard_share", 0.0, float)
-    guard_bound: float = _option("guard_bound", 0.1, float)
-    prepack_weights: bool | str = _option(
-        "prepack_weights", "auto", lambda text: _flag_or_auto(text), like="auto, on or off"
+    memory_limit: int | str = _engine_option(
+        "auto",
+        or_auto(_MEMORY),
+        """
+        Bytes of memory for copies of records above a folder or a shared store; 0 for none. 'auto' is a quarter of what
+        is free if the model is on a GPU, 256 MB above a shared store alone and in `ask` and `serve`, else none. Raise
+        it where reading is slow and memory is free; set 0 where memory is short. See docs/how-to/shared-kv.md.
+        """,
     )
-    check_model: bool = _option("check_model", True, lambda text: _flag(text))
+    codec: str = _engine_option(
+        "int8",
+        choice(CODEC_NAMES),
+        """
+        How the KV of chunks is written to a folder or a shared store: as it is, or in eight or four bits. Choose 'raw'
+        where a chunk that stands where it was computed must be exact, 'int4' where the store is too small or too slow.
+        See docs/reference/kv-record.md.
+        """,
+        identity="answer",
+    )
+    salt: str = _engine_option(
+        "",
+        text("; an empty one is shared by all who set none"),
+        """
+        Text that is part of every key: tenants with different salts never share a record. Set one for each group of
+        users, where none of them must learn what others have stored.
+        """,
+        shown="empty",
+    )
+    like: str = _engine_option(
+        "",
+        text("; a family's name"),
+        """
+        Family as which a model of an unknown family is treated. Set it where a model is refused and its layers are
+        those of a family that is known. See docs/reference/model-families.md.
+        """,
+        shown="empty",
+    )
+    max_concurrent: int = _engine_option(
+        1,
+        whole(1),
+        """
+        Most answers that are under way at once. With more than 1, a request is let in between two tokens of the others,
+        as long as memory has room for its KV, and they take their steps together; rounding then differs with the other
+        requests. Raise it where several people ask at the same time. See docs/explanation/engine.md#several-at-once.
+        """,
+    )
+    prompt_lookup: int = _engine_option(
+        6,
+        whole(),
+        """
+        Most tokens of an answer that are tried at once on a CPU, where prompt or answer seem to have them already.
+        Answers stay the same up to rounding. Raise it where answers quote long passages; set 0 where rounding must be
+        that of one token at a time. See docs/explanation/engine.md#several-tokens-at-once.
+        """,
+    )
+    verify: str = _engine_option(
+        "off",
+        choice(VERIFY),
+        """
+        Whether each answer is held against full prefill before it counts as done, and corrected where the model itself
+        goes on differently. Its first words come as soon as without; the answer is certain after about as long as
+        plain prefill takes. Set it to 'always' where an answer must be the full model's. See
+        docs/explanation/verification.md.
+        """,
+    )
+    guard_share: float = _engine_option(
+        0.0,
+        SHARE,
+        """
+        Share of requests that the quality guard checks by a full prefill in the background, when nothing else waits.
+        Set it, for instance to 0.01, where you want to notice in operation that answers drift from full prefill. See
+        docs/how-to/evaluation.md#the-quality-guard.
+        """,
+    )
+    guard_bound: float = _engine_option(
+        0.1,
+        ABOVE_ZERO,
+        """
+        Mean KL divergence, in nats a token, past which the guard raises the recompute ratio. Lower it where answers
+        must stay nearer to full prefill; raise it where the guard raises the ratio and answers are good all the same.
+        """,
+    )
+    prepack_weights: bool | str = _engine_option(
+        "auto",
+        or_auto(FLAG),
+        """
+        Multiply by oneDNN on a CPU. In bfloat16 it keeps copies of linear weights in oneDNN's order: faster for few
+        rows, for as much memory again. 'auto' does where the processor has such arithmetic of its own and copies take
+        at most a quarter of the machine's memory; in float32 it goes without copies, on AMD's processors with AVX-512.
+        True refuses a model that cannot gain. Turn it off where memory is short. See
+        docs/explanation/engine.md#weight-prepacking.
+        """,
+    )
+    check_model: bool = _engine_option(
+        True,
+        FLAG,
+        """
+        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that a transformers version
+        that has moved is refused instead of answering wrongly. Turn it off where starts must be quick and this model
+        has passed with this version.
+        """,
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
-        object.__setattr__(self, "memory_limit", _memory_limit(self.memory_limit))
-        if not isinstance(self.separator, str) or not self.separator:
-            raise ConfigError("separator", self.separator, "use a text that is not empty")
-        if self.recompute_ratio != "auto":
-            check_share("recompute_ratio", self.recompute_ratio)
-        if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
-            raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
-        check_choice("overflow", self.overflow, _OVERFLOWS)
-        check_choice("condition", self.condition, CONDITIONS)
-        check_choice("write_back", self.write_back, _WRITE_BACKS)
-        check_choice("codec", self.codec, CODEC_NAMES)
-        check_whole("min_tokens", self.min_tokens)
-        check_whole("max_concurrent", self.max_concurrent, 1)
-        check_whole("prompt_lookup", self.prompt_lookup)
-        if not is_whole(self.contexts) or not 0 <= self.contexts <= MOST_CONTEXTS:
-            raise ConfigError("contexts", self.contexts, f"use a whole number from 0 to {MOST_CONTEXTS}")
-        check_share("guard_share", self.guard_share)
-        check_above_zero("guard_bound", self.guard_bound)
-        for name in ("split_at_separator", "session_cache", "prefetch", "check_model"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "use True or False")
-        if self.prepack_weights != "auto" and not isinstance(self.prepack_weights, bool):
-            raise ConfigError("prepack_weights", self.prepack_weights, "use True, False or 'auto'")
-        for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
-        check_layer_list("check_layers", self.check_layers)
-        object.__setattr__(self, "check_layers", tuple(self.check_layers))
-        check_shares("recompute_ratios", self.recompute_ratios)
-        object.__setattr__(self, "recompute_ratios", tuple(self.recompute_ratios))
-        options = self.selection_options
-        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise ConfigError("selection_options", options, 'use a dict of options, such as {"seed": 1}')
-        object.__setattr__(self, "selection_options", dict(options))
+        for name, remedy in REMOVED.items():
+            if (given := os.environ.get(ENV_PREFIX + name.upper())) is not None:
+                raise ConfigError(ENV_PREFIX + name.upper(), given, f"there is no such option any more; {remedy}")
+        check_options(self)
 
     @property
     def text_separator(self) -> str:
@@ -486,45 +721,30 @@ class BlendConfig:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of all options."""
-        return tuple(f.name for f in fields(cls))
-
-    @classmethod
-    def options(cls) -> tuple[Option, ...]:
-        """Description of each option, in their order."""
-        return tuple(_OPTIONS[name] for name in cls.names())
+        return tuple(one.name for one in options_of(cls))
 
     @classmethod
     def default(cls, name: str) -> Any:
         """Value of an option that neither the caller nor the environment sets."""
-        return _OPTIONS[name].default
+        return next(one.default for one in options_of(cls) if one.name == name)
 
     def asdict(self) -> dict[str, Any]:
         """All options by name, as JSON would have them; ``BlendConfig(**config.asdict())`` is the same again."""
-        values = {name: getattr(self, name) for name in self.names()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _as_json(getattr(self, name)) for name in self.names()}
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        return {name: value for name in self.names() if (value := getattr(self, name)) != self.default(name)}
+        return {one.name: value for one in options_of(type(self)) if (value := getattr(self, one.name)) != one.default}
 
 
-RULE_OPTIONS = tuple(option.name for option in BlendConfig.options() if option.rule)
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_json(one) for name, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+RULE_OPTIONS = ("selection", "selection_options")
 """Options that say which tokens are recomputed, the ratio apart."""
-
-
-def _ratio(text: str) -> float | str:
-    return "auto" if text.strip().lower() == "auto" else float(text)
-
-
-def _memory_limit(value: int | str) -> int | str:
-    """A size in bytes, 0, or "auto"."""
-    if str(value).strip().lower() == "auto":
-        return "auto"
-    return 0 if str(value) == "0" else parse_bytes(value, "memory_limit")
-
-
-def _flag_or_auto(text: str) -> bool | str:
-    return "auto" if text.strip().lower() == "auto" else _flag(text)
 
 
 def flag_from_environment(name: str, default: bool) -> bool:
@@ -541,12 +761,3 @@ def flag_from_environment(name: str, default: bool) -> bool:
         return default if text is None else _flag(text)
     except ValueError as error:
         raise ConfigError(variable, text, "use on or off") from error
-
-
-def _flag(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(text)

@@ -92,6 +92,43 @@ class DocumentUse:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """How an answer was held against full prefill.
+
+    Parameters
+    ----------
+    status : str
+        ``"off"``: it was not. ``"verified"``: the model itself gives this very answer. ``"corrected"``: it gave another
+        one, which is the answer now. ``"given up"``: it could not be, so the answer is that from blended KV.
+    kept_tokens : int
+        Tokens of the first answer that stay.
+    position : int
+        Characters of the first answer that stay.
+    before, after : str
+        Its text from there on, and the text that stands there now.
+    reason : str
+        Why it was given up, or why there was nothing to do.
+    ties : int
+        Tokens that were kept although full prefill scores another one higher, by no more than rounding explains.
+    seconds : float
+        Time it took.
+    """
+
+    status: Literal["off", "verified", "corrected", "given up"] = "off"
+    kept_tokens: int = 0
+    position: int = 0
+    before: str = ""
+    after: str = ""
+    reason: str = ""
+    ties: int = 0
+    seconds: float = 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class BlendReport:
     """How one prompt was answered.
 
@@ -140,6 +177,8 @@ class BlendReport:
         ``"stop"``, ``"length"``, or ``""`` before generation.
     documents : tuple of DocumentUse
         The use of each document that was retrieved for the prompt; empty where that is not known.
+    verification : Verification
+        How the answer was held against full prefill.
     """
 
     input_ids: tuple[int, ...]
@@ -165,6 +204,7 @@ class BlendReport:
     generated_tokens: int = 0
     finish_reason: str = ""
     documents: tuple[DocumentUse, ...] = ()
+    verification: Verification = field(default_factory=Verification)
 
     @property
     def prompt_tokens(self) -> int:
@@ -237,6 +277,11 @@ class Generation:
     report: BlendReport
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def verification(self) -> Verification:
+        """How it was held against full prefill."""
+        return self.report.verification
 
 
 @dataclass(frozen=True)

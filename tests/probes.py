@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV, Generation
-from cacheblend_rag.store import BaseRecord, KVRecord, KVStore, MemoryStore, StoredKV
-from cacheblend_rag.store.base import copy_layer
+from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
@@ -45,6 +45,11 @@ async def answers_of(engine: BlendEngine, prompts: Sequence[Prompt | str], **opt
     with closing(engine.stream_batch(prompts, **options)) as streams:
         answers = {number: await stream.acomplete() for number, stream in streams}
     return [answers[number] for number in range(len(answers))]
+
+
+def reading(ahead: bool) -> AbstractContextManager[None]:
+    """Within this, layers are read ahead of their use or one after another."""
+    return nullcontext() if ahead else read_plainly()
 
 
 def key_of(engine: BlendEngine, text: str) -> str:
@@ -124,7 +129,7 @@ class Hooked(WrappedStore):
         return [record.info.token_ids for record in self.kept.values()]
 
 
-class _HookedRecord(BaseRecord):
+class _HookedRecord(StoredKV):
     def __init__(self, store: Hooked, key: str, inner: StoredKV) -> None:
         self._store, self._key, self._inner = store, key, inner
         self.info, self.tier = inner.info, inner.tier
@@ -168,10 +173,6 @@ class CountingStore(WrappedStore):
         """All that was noted."""
         return self.calls, self.read_bytes, self.most_held, self.most_open
 
-    def open(self, key: str) -> StoredKV | None:
-        self.calls.append(("open", key))
-        return super().open(key)
-
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         self.calls.append(("open_all", *keys))
         return super().open_all(keys)
@@ -193,7 +194,7 @@ class CountingStore(WrappedStore):
         self.most_held = max(self.most_held, self._held)
 
 
-class _CountedRecord(BaseRecord):
+class _CountedRecord(StoredKV):
     def __init__(self, store: CountingStore, key: str, inner: StoredKV) -> None:
         self._store, self._key, self._inner = store, key, inner
         self.info, self.tier = inner.info, inner.tier
@@ -207,7 +208,7 @@ class _CountedRecord(BaseRecord):
         return keys, values
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        copy_layer(self._inner, layer, keys, values)
+        self._inner.read_into(layer, keys, values)
         self._note("read_into", layer, keys, values)
 
     def _note(self, name: str, layer: int, *read: torch.Tensor) -> None:

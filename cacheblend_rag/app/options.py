@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.config import (
@@ -15,43 +16,41 @@ from cacheblend_rag.config import (
     DEFAULT_MODEL,
     DTYPES,
     BlendConfig,
-    check_choice,
-    check_whole,
+    Kind,
+    check_options,
+    choice,
+    declared,
     default_data_path,
+    kind_of,
+    option,
+    path,
+    whole,
 )
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.retrieval.documents import SUFFIXES
 
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
 _DEVICE = re.compile(r"(auto|cpu|cuda|mps|xpu|hpu|xla)(:\d+)?")
 # How alike a name must be to a starter's to be taken for a slip of the pen.
 _ALIKE = 0.7
+_FOLDER, _MODEL = path("the name of a folder"), path("a folder of a saved model, a file, a hub id or a starter's name")
+_ADDRESS = "the address of a store that machines share"
 
 
+def _check_shared(name: str, value: Any) -> Any:
+    from cacheblend_rag.store.factory import check_remote
+
+    if not isinstance(value, str):
+        raise ConfigError(name, value, f"use {_ADDRESS}")
+    check_remote(value, name)
+    return value
+
+
+@declared
 @dataclass(frozen=True, kw_only=True)
 class FolderRAGOptions:
-    """Documents to answer from, and models to answer with.
-
-    Parameters
-    ----------
-    docs : path
-        Folder of documents; by default the bundled articles.
-    model, embedder : str or path
-        Id or path of the model and of the sentence-transformers model; by default the starter models
-        `DEFAULT_MODEL` and `DEFAULT_EMBEDDER` of `cacheblend_rag.config`.
-    top_k : int
-        Chunks retrieved for a question, by L2 distance.
-    max_new_tokens : int
-        Most tokens of an answer.
-    data_dir : path, optional
-        Where index and KV store are kept; by default a folder in the user's cache.
-    shared_store : str, optional
-        Address of a KV store that machines share, below the one in the data folder: ``"s3://bucket/kv"`` or
-        ``"valkey://host:6379/0"``.
-    device, dtype : str
-        See `BlendEngine.from_pretrained`.
-    config : BlendConfig
-        Options of the engine.
+    """Documents to answer from, and models to answer with; `config` holds the options of the engine.
 
     Raises
     ------
@@ -59,30 +58,63 @@ class FolderRAGOptions:
         If a value is none that can be used.
     """
 
-    docs: str | os.PathLike[str] = ARTICLES_PATH
-    model: str | os.PathLike[str] = DEFAULT_MODEL
-    embedder: str | os.PathLike[str] = DEFAULT_EMBEDDER
-    top_k: int = 6
-    max_new_tokens: int = 64
-    data_dir: str | os.PathLike[str] | None = None
-    shared_store: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
+    docs: str | os.PathLike[str] = option(
+        None,
+        _FOLDER,
+        f"{', '.join(SUFFIXES)} files. The folder that questions are answered from.",
+        flag="docs",
+        metavar="FOLDER",
+        shown="the bundled articles",
+    )
+    model: str | os.PathLike[str] = option(
+        DEFAULT_MODEL,
+        _MODEL,
+        "A folder, hub id or GGUF file. The model that answers.",
+        flag="model",
+        metavar="PATH_OR_ID",
+    )
+    embedder: str | os.PathLike[str] = option(
+        DEFAULT_EMBEDDER,
+        _MODEL,
+        "A sentence-transformers model. It finds the passages of a question.",
+        flag="embedder",
+        metavar="PATH_OR_ID",
+    )
+    data_dir: str | os.PathLike[str] | None = option(
+        None,
+        _FOLDER,
+        "Where index and KV are kept.",
+        flag="data-dir",
+        metavar="FOLDER",
+        shown="user's cache",
+    )
+    shared_store: str | None = option(
+        None,
+        Kind(_ADDRESS, _check_shared, toml=str),
+        "KV that machines share: s3://bucket/kv, valkey://host:6379/0. It lies below the store in the data folder.",
+        flag="shared-store",
+        metavar="ADDRESS",
+        shown="none",
+    )
+    device: str = option(
+        "auto",
+        kind_of(
+            '"auto", "cpu", "cuda" or "cuda:0"',
+            lambda value: isinstance(value, str) and _DEVICE.fullmatch(value) is not None,
+            toml=str,
+        ),
+        '"auto", "cpu", "cuda", …',
+        flag="device",
+    )
+    dtype: str = option("auto", choice(DTYPES), '"auto", "float32", "bfloat16" or "float16"', flag="dtype")
+    top_k: int = option(6, whole(1), "Chunks in the prompt.", flag="top-k", metavar="N")
+    max_new_tokens: int = option(64, whole(1), "Longest answer, in tokens.", flag="max-new-tokens", metavar="N")
     config: BlendConfig
 
     def __post_init__(self) -> None:
-        check_whole("top_k", self.top_k, 1)
-        check_whole("max_new_tokens", self.max_new_tokens, 1)
-        check_choice("dtype", self.dtype, DTYPES)
-        for name in ("docs", "data_dir"):
-            if getattr(self, name) == "":  # not the folder the program happens to run in
-                raise ConfigError(name, "", "name a folder")
-        if self.shared_store is not None:
-            from cacheblend_rag.store.factory import check_remote
-
-            check_remote(self.shared_store, "shared_store")
-        if not _DEVICE.fullmatch(self.device):
-            raise ConfigError("device", self.device, 'use "auto", "cpu", "cuda" or "cuda:0"')
+        check_options(self)
+        if self.docs is None:
+            object.__setattr__(self, "docs", ARTICLES_PATH)
 
     def check_paths(self) -> None:
         """Look whether folders and models are where they are said to be, without loading any.

@@ -20,7 +20,7 @@ from cacheblend_rag.calibration.trials import ComputeKV, FullAnswers, TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
+from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
@@ -192,8 +192,8 @@ def settings_of(found: Finding, tolerance: float) -> BlendSettings:
     return BlendSettings(
         selection=_name(rule),
         condition=found.condition,
-        **{name: _plain(values[name]) for name in SHARED_OPTIONS if name in values},
-        selection_options={name: _plain(value) for name, value in values.items() if name not in SHARED_OPTIONS},
+        recompute_ratio=values.pop("recompute_ratio", BlendSettings.recompute_ratio),
+        selection_options={name: _plain(value) for name, value in values.items()},
         tolerance=tolerance,
         divergence=seen.divergence.mean,
         highest=seen.divergence.high,
@@ -261,7 +261,7 @@ def _described(settings: BlendSettings) -> str:
         return "nothing recomputed"
     share = f"{settings.recompute_ratio:.1%} of their tokens recomputed"
     if settings.selection == "hkvd":
-        return f"{share}, those of highest KV deviation at layer {settings.check_layers[0]}"
+        return f"{share}, those of highest KV deviation at layer {settings.selection_options['check_layers'][0]}"
     if settings.selection == "query":
         return f"{share}, those that the question attends to most"
     return f"{share}, the first of each chunk"

@@ -27,7 +27,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
-from cacheblend_rag.store.base import copy_layer
 
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
@@ -309,13 +308,13 @@ def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:
     def opened() -> StoredKV:
         found = store.open(key)
         if found is None:
-            raise StoreError(f"cannot measure {store.tier}: what was written there cannot be read")
+            raise StoreError(f"cannot measure {store.traits.tier}: what was written there cannot be read")
         return found
 
     def read() -> None:
         with contextlib.closing(opened()) as found:
             for layer in range(_LAYERS):
-                copy_layer(found, layer, target[0], target[1])
+                found.read_into(layer, target[0], target[1])
 
     try:
         store.put(key, record)
@@ -324,7 +323,7 @@ def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:
     finally:
         with contextlib.suppress(StoreError):
             store.delete(key)
-    return Device(store.tier, throughput=_LAYERS * target.nbytes / max(seconds, 1e-9), latency=latency)
+    return Device(store.traits.tier, throughput=_LAYERS * target.nbytes / max(seconds, 1e-9), latency=latency)
 
 
 def profile_machine(
@@ -346,7 +345,8 @@ def profile_machine(
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
-    devices |= {tier.tier: measure_remote(tier, size) for tier in engine.store.tiers if tier.remote}
+    remote = [tier for tier in engine.store.traits.tiers if tier.traits.remote]
+    devices |= {tier.traits.tier: measure_remote(tier, size) for tier in remote}
     with engine.products():  # as requests are computed
         prefill = fit_prefill(_measure_prefill(engine.adapter, lengths))
     prefill = _measure_blend(engine, prefill, lengths)

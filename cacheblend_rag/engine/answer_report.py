@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from cacheblend_rag.engine.decode import DecodedAnswer
 from cacheblend_rag.engine.pipeline import Blend
 from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
-from cacheblend_rag.report import BlendReport, DocumentUse, Seconds
+from cacheblend_rag.report import BlendReport, DocumentUse, Seconds, Verification
 
 # Characters by which a report names a document.
 _BEGINS = 80
 
 
-def report_of(blend: Blend, decoded: DecodedAnswer | None = None, first_token: float = 0.0) -> BlendReport:
+def report_of(
+    blend: Blend,
+    decoded: DecodedAnswer | None = None,
+    first_token: float = 0.0,
+    verification: Verification | None = None,
+) -> BlendReport:
     """How a prompt was answered.
 
     Parameters
@@ -25,6 +30,8 @@ def report_of(blend: Blend, decoded: DecodedAnswer | None = None, first_token: f
         Its answer, if it was answered.
     first_token : float
         Seconds from the logits to the first token.
+    verification : Verification, optional
+        How the answer was held against full prefill.
     """
     lookup, layers = blend.lookup, len(blend.computed)
     whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
@@ -61,6 +68,7 @@ def report_of(blend: Blend, decoded: DecodedAnswer | None = None, first_token: f
         generated_tokens=0 if decoded is None else len(decoded.token_ids),
         finish_reason="" if decoded is None else decoded.finish_reason,
         documents=_uses(lookup.fit.prompt.documents, tiers),
+        verification=verification or Verification(),
     )
 
 

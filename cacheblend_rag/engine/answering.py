@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
@@ -20,12 +24,15 @@ from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
-from cacheblend_rag.report import FusedKV, Generation, Seconds
+from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,12 @@ class Answering:
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
-            answer = self._decode(blend, options, sink)
+            options = self._repeatable(options)
+            draft = self._decode(blend, options, sink)
+            checked = self._verify(blend, draft, options, cancelled)
+            report = report_of(blend, checked.decoded, draft.first_token_at - blend.ready_at, checked.verification)
+            decoded, blend = checked.decoded, dataclasses.replace(blend, cache=checked.cache)
+            answer = Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation)
             trace.answered(answer)
             self._keep(pipeline.keep(blend, answer.token_ids))
         self.guard.watch(fit.prompt, answer, pipeline, self.turns.scheduler, self.turns.write_back)
@@ -170,11 +182,11 @@ class Answering:
                 raise GenerationError("the answer was given up before its turn came")
             yield trace
 
-    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
+    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
-        fused_at, model = time.perf_counter(), self.pipeline.segments.model
+        model = self.pipeline.segments.model
         with model.products(), self.turns.steps(blend) as step:
-            decoded: DecodedAnswer = decode(
+            return decode(
                 model.adapter.model,
                 self.tokenizer,
                 input_ids=blend.input_ids,
@@ -186,12 +198,46 @@ class Answering:
                 step=step,
                 window=model.adapter.context_window,
             )
-        report = report_of(blend, decoded, decoded.first_token_at - fused_at)
-        return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation)
+
+    def _verifies(self, options: DecodeOptions) -> bool:
+        return (options.verify or self.pipeline.config.verify) == "always"
+
+    def _repeatable(self, options: DecodeOptions) -> DecodeOptions:
+        """The options, with a seed where an answer that is drawn will be drawn again."""
+        model = self.pipeline.segments.model.adapter.model
+        if not self._verifies(options) or options.seed is not None or not options.samples(model, self.tokenizer):
+            return options
+        return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
+
+    def _verify(
+        self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, cancelled: Callable[[], bool]
+    ) -> CheckedAnswer:
+        """The answer that full prefill gives, if it is to be verified."""
+        if not self._verifies(options):
+            return CheckedAnswer(draft, Verification(), blend.cache)
+        if blend.exact:
+            found = Verification("verified", len(draft.token_ids), reason="the prompt was prefilled in full")
+            return CheckedAnswer(draft, found, blend.cache)
+        model, turns = self.pipeline.segments.model, self.turns
+        try:
+            with model.products():
+                return check(
+                    model.adapter,
+                    self.tokenizer,
+                    blend.input_ids,
+                    draft,
+                    options,
+                    step=turns.step,
+                    pauses=turns.pauses(cancelled),
+                    cancelled=cancelled,
+                )
+        except torch.OutOfMemoryError as error:
+            _log.warning("an answer could not be verified: %s", error)
+            return CheckedAnswer(draft, Verification("given up", reason="memory ran out"), blend.cache)
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
-        if self.pipeline.store.read_only:
+        if self.pipeline.store.traits.read_only:
             return
         if self.pipeline.config.write_back == "background":
             for key, job in jobs.items():

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, is_whole, kind_of, number, whole
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import TokenMask
-from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
 
 DEFAULT_NEW_TOKENS = 256
 LEAST_PENALTY = 0.01
 """Repetition penalty from which scores divided by it stay finite."""
+_PENALTY = number(f"from {LEAST_PENALTY}", lambda value: value >= LEAST_PENALTY)
+_GRAMMAR = kind_of("what engine.grammar(schema) gives", lambda value: isinstance(value, Grammar))
 
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
@@ -30,7 +32,7 @@ Step = Callable[[Mapping[str, Any]], torch.Tensor]
 
 
 class DecodeArguments(TypedDict, total=False):
-    """The options of `DecodeOptions`, for functions that take them one by one."""
+    """The fields of `DecodeOptions` as arguments of functions, for type checkers alone."""
 
     max_new_tokens: int | None
     stop: str | Sequence[str]
@@ -40,6 +42,7 @@ class DecodeArguments(TypedDict, total=False):
     top_k: int | None
     repetition_penalty: float | None
     seed: int | None
+    verify: str | None
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
     grammar: Grammar | None
@@ -59,37 +62,49 @@ def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
     return list(texts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-    """How an answer is generated.
+def _checked(kind: Kind) -> BeforeValidator:
+    """The check of a field, None apart; an error names the field."""
 
-    Parameters
-    ----------
-    max_new_tokens : int or None
-        Most tokens of the answer; None takes the generation config's, else 256, or what the context window has room
-        for if that is less.
-    stop : str or sequence of str
-        Texts that end the answer; they are not part of it.
-    temperature : float or None
-        0 decodes greedily; None takes the generation config's choice when one is given, else 0.
-    do_sample : bool or None
-        False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the
-        choice to ``temperature``.
-    top_p : float or None
-        Nucleus sampling, above 0 to 1.
-    top_k : int or None
-        Sample among so many of the likeliest tokens; 0 for all.
-    repetition_penalty : float or None
-        Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing.
-        At least 0.01.
-    seed : int or None
-        Makes sampling repeatable.
-    generation_config : GenerationConfig or None
-        Anything else transformers offers; the options above win over it.
-    logits_processor : sequence of callable
-        transformers logits processors applied to each step.
-    grammar : Grammar or None
-        The grammar of the answer, such as a JSON schema; see `BlendEngine.grammar`.
+    def check(value: Any, info: ValidationInfo) -> Any:
+        return None if value is None else kind.check(info.field_name or "", value)
+
+    return BeforeValidator(check)
+
+
+class DecodeFields(BaseModel):
+    """Options of decoding: the fields of `DecodeOptions`, and of the models of every adapter."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    max_new_tokens: Annotated[int | None, _checked(whole(1))] = None
+    """Most tokens of the answer. None takes the generation config's, else 256, or what the context window has room for
+    if that is less."""
+    temperature: Annotated[float | None, _checked(number("of 0 or more; 0 decodes greedily", lambda t: t >= 0))] = None
+    """0 decodes greedily. None takes the generation config's choice when one is given, else 0."""
+    do_sample: Annotated[bool | None, _checked(FLAG)] = None
+    """False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the choice to
+    ``temperature``."""
+    top_p: Annotated[float | None, _checked(number("above 0, up to 1", lambda p: 0 < p <= 1))] = None
+    """Nucleus sampling: the share of probability that the likeliest tokens have together."""
+    top_k: Annotated[int | None, _checked(whole())] = None
+    """Number of the likeliest tokens that are sampled from; 0 for all."""
+    repetition_penalty: Annotated[float | None, _checked(_PENALTY)] = None
+    """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
+    seed: Annotated[int | None, _checked(kind_of("a whole number", is_whole))] = None
+    """Makes sampling repeatable."""
+    verify: Annotated[str | None, _checked(choice(VERIFY))] = None
+    """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
+    stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
+    """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
+    an empty list of a call means that none ends it."""
+    generation_config: Any = Field(default=None, exclude=True, repr=False)
+    """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
+    logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)
+    """Logits processors of transformers, applied to each step."""
+
+
+class DecodeOptions(DecodeFields):
+    """How an answer is generated.
 
     Raises
     ------
@@ -97,37 +112,25 @@ class DecodeOptions:
         If a value is out of range, or would be without effect.
     """
 
-    max_new_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    temperature: float | None = None
-    do_sample: bool | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    generation_config: GenerationConfig | None = None
-    logits_processor: Sequence[Any] = ()
-    grammar: Grammar | None = None
+    model_config = ConfigDict(frozen=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", tuple(stop_texts(self.stop)))
-        _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
-        _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
-        _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
-        _check("top_k", self.top_k, int, lambda k: k >= 0, "use a whole number, 0 for no limit")
-        remedy = f"use a number from {LEAST_PENALTY}"
-        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p >= LEAST_PENALTY, remedy)
+    grammar: Annotated[Grammar | None, _checked(_GRAMMAR)] = None
+    """The grammar of the answer, such as a JSON schema; see `BlendEngine.grammar`."""
+
+    def __init__(self, **options: Unpack[DecodeArguments]) -> None:
+        given: dict[str, Any] = dict(options)
+        check_names(given.items(), tuple(DecodeOptions.model_fields))
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise field_error(error) from None
         self._check_sampling()
-        _check("seed", self.seed, int, lambda n: True, "use a whole number")
-        _check("grammar", self.grammar, Grammar, lambda g: True, "use what engine.grammar(schema) gives")
         for name in ("num_beams", "num_return_sequences"):
-            count = getattr(self.generation_config, name, None) or 1
-            _check(name, count, int, lambda n: n == 1, "use 1; a prompt has one answer here")
+            if (count := getattr(self.generation_config, name, None) or 1) != 1:
+                raise ConfigError(name, count, "use 1; a prompt has one answer here")
 
     def _check_sampling(self) -> None:
         """Refuse options that contradict one another, or that greedy decoding would leave without effect."""
-        if self.do_sample not in (None, True, False):
-            raise ConfigError("do_sample", self.do_sample, "use True, False or None")
         if self.do_sample and self.temperature == 0:
             raise ConfigError("do_sample", True, "use a temperature above 0 with it; temperature=0 decodes greedily")
         if self.do_sample is False and self.temperature:
@@ -145,6 +148,10 @@ class DecodeOptions:
         if self.do_sample is not None:
             return not self.do_sample
         return self.temperature == 0 or (self.temperature is None and self.generation_config is None)
+
+    def samples(self, model: Any, tokenizer: Any) -> bool:
+        """Whether tokens are drawn by chance."""
+        return bool(self.resolve(model, tokenizer).do_sample)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -182,9 +189,13 @@ class DecodeOptions:
         return config
 
 
-def _check(name: str, value: Any, kind: type, fits: Callable[[Any], bool], remedy: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
-        raise ConfigError(name, value, remedy)
+def field_error(error: ValidationError) -> CacheBlendError:
+    """The error of ours that pydantic has wrapped, or one that says the same of the first field."""
+    first, *_ = error.errors()
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, CacheBlendError):
+        return own
+    return ConfigError(".".join(map(str, first["loc"])), first["input"], first["msg"])
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,7 @@ def decode(
             model,
             tokenizer,
             inputs=inputs,
-            options=dataclasses.replace(options, seed=None),
+            options=options.model_copy(update={"seed": None}),
             on_text=on_text,
             cancelled=cancelled,
             window=window,

@@ -242,8 +242,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         Parameters
         ----------
         **changes
-            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` and
-            ``recompute_ratios`` unless they are given with it: those of this engine are for its own rule.
+            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` unless they are given
+            with it: those of this engine are for its own rule.
 
         Raises
         ------
@@ -251,7 +251,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             If an option is out of range or does not fit the rule or the model.
         """
         if changes.get("selection", self.config.selection) != self.config.selection:
-            changes = {"selection_options": {}, "recompute_ratios": (), **changes}
+            changes = {"selection_options": {}, **changes}
         config = dataclasses.replace(self.config, **changes)
         pipeline = self._parts.pipeline.with_config(config)
         return self._changed(pipeline=pipeline, turns=dataclasses.replace(self.turns, config=config))

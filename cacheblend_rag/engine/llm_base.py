@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, Self, TypedDict, cast
+from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, stop_texts
+from cacheblend_rag.config import BlendConfig, check_names
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
-from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
@@ -87,59 +87,11 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
 # Both names of the length of an answer.
 _LENGTHS = ("max_tokens", "max_new_tokens")
-_DECODING = tuple(name for name in DecodeArguments.__annotations__ if name not in ("stop", "grammar"))
+_DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 
-class AnswerFields(TypedDict, total=False):
-    """Fields that the models of every adapter take, whoever made their engine; `LLMBase` explains each."""
-
-    model_name: str
-    max_new_tokens: int | None
-    max_tokens: int | None
-    temperature: float | None
-    do_sample: bool | None
-    top_p: float | None
-    top_k: int | None
-    repetition_penalty: float | None
-    seed: int | None
-    stop: str | list[str]
-    generation_config: Any
-    logits_processor: list[Any]
-    timeout: float | None
-    max_retries: int
-    track: bool
-    report_input_ids: bool
-    pipeline_kwargs: dict[str, Any]
-    generate_kwargs: dict[str, Any]
-
-
-class LoadFields(TypedDict, total=False):
-    """How a model is loaded; `LLMBase` explains each."""
-
-    device: str
-    dtype: str
-    model_kwargs: dict[str, Any]
-
-
-class MadeFields(BlendOptions, total=False):
-    """Arguments of classmethods that make an engine: options of `BlendConfig` one by one, and those of `LLMBase`."""
-
-    config: BlendConfig | None
-    store: StoreLocations | None
-
-
-class EngineFields(LoadFields, BlendOptions, total=False):
-    """Parts of an engine; `LLMBase` explains each."""
-
-    config: BlendConfig | None
-    engine: BlendEngine
-    model_id: str | None
-    store: str | list[str] | None
-    blend: dict[str, Any]
-
-
-class LLMBase(BaseModel):
-    """Fields of a framework's model over a `BlendEngine`.
+class LLMBase(DecodeFields):
+    """Fields of a framework's model over a `BlendEngine`; those of `DecodeFields` say how answers are decoded.
 
     Parameters
     ----------
@@ -162,28 +114,6 @@ class LLMBase(BaseModel):
         The same as a plain dict; afterwards what the engine uses, whoever made it.
     model_name : str
         Name shown in traces; by default the model's id or path.
-    max_new_tokens : int, optional
-        Most tokens of an answer, also taken as ``max_tokens``; by default the generation
-        config's, else 256.
-    temperature : float, optional
-        0 decodes greedily; by default the generation config decides if there is one, else 0.
-    do_sample : bool, optional
-        False decodes greedily; True samples, at ``temperature`` or at the generation config's.
-    top_p : float, optional
-        Nucleus sampling.
-    top_k : int, optional
-        Sample among so many of the likeliest tokens.
-    repetition_penalty : float, optional
-        Above 1, tokens that were there already become less likely.
-    seed : int, optional
-        Makes sampling repeatable.
-    stop : str or list of str
-        Text or texts that end an answer. Those of a call come beside them, and an empty list of a call means that
-        none does.
-    generation_config : transformers GenerationConfig, optional
-        Anything else transformers offers.
-    logits_processor : list of callable
-        transformers logits processors applied to each step.
     timeout : float, optional
         Seconds an answer may take; then the call raises `GenerationTimeoutError` and the
         generation stops at its next token.
@@ -204,12 +134,12 @@ class LLMBase(BaseModel):
 
     Notes
     -----
-    A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options from
-    ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. An unknown argument is
-    refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has one.
+    A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options of decoding and
+    ``timeout``, too; those of a call win. Texts of a call that end its answer come beside those of the model, and an
+    empty list of a call means that none does. The length of an answer may be called ``max_tokens``. An unknown argument
+    is refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has
+    one.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
 
     engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     config: BlendConfig | None = Field(default=None, exclude=True, repr=False)
@@ -220,16 +150,6 @@ class LLMBase(BaseModel):
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     blend: dict[str, Any] = Field(default_factory=dict, repr=False)
     model_name: str = ""
-    max_new_tokens: int | None = Field(default=None, alias="max_tokens")
-    temperature: float | None = None
-    do_sample: bool | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] = Field(default_factory=list)
-    generation_config: Any = Field(default=None, exclude=True, repr=False)
-    logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)
     timeout: float | None = None
     max_retries: int = 0
     track: bool = True
@@ -241,7 +161,7 @@ class LLMBase(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _own_error(error) from None
+            raise field_error(error) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -251,8 +171,6 @@ class LLMBase(BaseModel):
             return given
         known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
         fields = _settle(given, (*known, *BlendConfig.names()))
-        if "stop" in fields:
-            fields["stop"] = stop_texts(fields["stop"])
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
         engine = fields.get("engine")
         if engine is None:
@@ -296,9 +214,10 @@ class LLMBase(BaseModel):
         if self.engine is None:  # while it is made
             return
         yield "model", self.model_name
-        yield "store", str(self.engine.store.folder or self.engine.store.tier or "memory")
+        traits = self.engine.store.traits
+        yield "store", str(traits.folder or traits.tier or "memory")
         yield from self.engine.config.changed().items()
-        for name in (*_DECODING, "stop", "timeout"):
+        for name in (*DecodeFields.model_fields, "timeout"):
             field = LLMBase.model_fields[name]
             if field.repr and (value := getattr(self, name)) != field.get_default(call_default_factory=True):
                 yield name, value
@@ -331,8 +250,20 @@ class LLMBase(BaseModel):
         )
 
     @classmethod
-    def _of_id(cls, model_id: str | os.PathLike[str], *, store: StoreLocations | None = None, **fields: Any) -> Self:
-        """A model made by its id or path."""
+    def from_model_id(
+        cls, model_id: str | os.PathLike[str], *, store: StoreLocations | None = None, **fields: Any
+    ) -> Self:
+        """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
+
+        Options of the engine are among the fields: ``store="kv"``, ``device="cuda"``, ``recompute_ratio=0.2``.
+
+        Raises
+        ------
+        ConfigError
+            If a field is not known or has a value it cannot take.
+        ModelLoadError
+            If the model cannot be loaded.
+        """
         if not isinstance(model_id, (str, os.PathLike)):
             remedy = "give a path or an id; use from_model for a model with its tokenizer"
             raise ConfigError("model_id", type(model_id).__name__, remedy)
@@ -347,17 +278,25 @@ class LLMBase(BaseModel):
         return cls(model_id=os.fspath(model_id), store=store, **fields)
 
     @classmethod
-    def _of_model(
+    def from_engine(cls, engine: BlendEngine, **fields: Any) -> Self:
+        """Wrap an engine the user has; its options are its own, see `BlendEngine.with_config`."""
+        return cls(engine=engine, **fields)
+
+    @classmethod
+    def from_model(
         cls,
         model: Any,
         tokenizer: Any,
         *,
+        processor: Any = None,
         store: StoreLocations | None = None,
         config: BlendConfig | None = None,
-        processor: Any = None,
         **fields: Any,
     ) -> Self:
-        """A model made of objects the user has."""
+        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
+
+        Messages with images need the model's ``processor`` too.
+        """
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
@@ -391,7 +330,7 @@ class LLMBase(BaseModel):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.size_limit
+        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.traits.size_limit
         say = say or partial(print, file=sys.stderr)
         limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
         say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
@@ -577,6 +516,7 @@ class LLMBase(BaseModel):
             "generated_tokens": report.generated_tokens,
             "plain": report.plain,
             "plain_reason": report.plain_reason,
+            "verification": report.verification.asdict(),
             "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
@@ -655,15 +595,6 @@ def _one_length(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     others = {name: value for name, value in given.items() if name not in _LENGTHS}
     return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
-
-
-def _own_error(error: ValidationError) -> CacheBlendError:
-    """The error of ours that pydantic has wrapped, or one that says the same of the first field."""
-    first, *_ = error.errors()
-    own = first.get("ctx", {}).get("error")
-    if isinstance(own, CacheBlendError):
-        return own
-    return ConfigError(".".join(map(str, first["loc"])), first["input"], first["msg"])
 
 
 def _passes(error: BaseException) -> bool:

@@ -184,6 +184,10 @@ class Blend:
         Work of these rows, as a share of a full prefill's.
     lost : int
         Records that failed on the way.
+    exact : bool
+        Whether the KV is that of a full prefill: nothing was reused but what is exact where it stands.
+    ready_at : float
+        When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
         By key of the record, what computes and stores it.
     """
@@ -199,6 +203,8 @@ class Blend:
     done: RowsDone | None = None
     work: float = 1.0
     lost: int = 0
+    exact: bool = False
+    ready_at: float = 0.0
     jobs: Mapping[str, Job] = field(default_factory=dict)
 
     @property
@@ -344,13 +350,14 @@ class Pipeline:
         if self.policy.controller is None:
             return self.policy.choose((), tokens, 0, ""), lookup
         keys = list(dict.fromkeys(segment.key for segment in lookup.chunks if segment.key in lookup.records))
-        elsewhere = {tier.tier for tier in self.store.tiers or (self.store,) if tier.remote}
+        stores = self.store.traits.tiers or (self.store,)
+        elsewhere = {one.traits.tier for one in stores if one.traits.remote}
         chunks = []
         for record in (lookup.records[key] for key in keys):
             device = record.tier if record.tier in elsewhere else ""
             chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         reused = sum(record.info.tokens for record in lookup.records.values())
-        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.tier)
+        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.traits.tier)
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             lookup = lookup.without(keys[number])
         return choice, lookup
@@ -365,7 +372,7 @@ class Pipeline:
         started: float,
     ) -> LoadingKV:
         reader = self.reader_of(lookup, clock, shared)
-        ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
+        ahead = reader.stored_layer_bytes >= _WORTH_A_THREAD
         layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
         return LoadingKV(lookup, choice, layers, clock, cancelled, shared, started)
 
@@ -414,7 +421,7 @@ class Pipeline:
         took = time.perf_counter() - loading.started
         seconds = Seconds(load=loading.waited, fuse=took - loading.waited, read=loading.clock.seconds)
         # Layers from memory say nothing of the disk.
-        if not lost and not self.store.tiers and loading.shared is None:
+        if not lost and not self.store.traits.tiers and loading.shared is None:
             self.policy.note(loading.choice, seconds.read)
         return Blend(
             lookup=loading.lookup,
@@ -428,6 +435,8 @@ class Pipeline:
             done=fusion.done,
             work=work_share(adapter.shape, len(loading.lookup.split.input_ids), fusion.done),
             lost=lost,
+            exact=loading.lookup.kept is None and not fusion.reused_tokens,
+            ready_at=time.perf_counter(),
             jobs=self._write_back(loading.lookup, fusion),
         )
 
@@ -437,7 +446,9 @@ class Pipeline:
         with self.segments.model.products():
             result = adapter.prefill(ids, *(pauses or ()))
         rows = (torch.arange(len(ids), device=adapter.device),) * adapter.num_layers
-        return Blend(lookup, result.cache, result.logits, rows, Seconds(fuse=time.perf_counter() - started))
+        ready_at = time.perf_counter()
+        seconds = Seconds(fuse=ready_at - started)
+        return Blend(lookup, result.cache, result.logits, rows, seconds, exact=True, ready_at=ready_at)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -514,7 +525,7 @@ def _pipeline(
     if condition == "context" and not config.contexts:
         raise ConfigError("contexts", 0, "use 1 or more; only a learned context does without neighbours")
     if condition == "learned" and learned is None:
-        remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.folder)!r}"
+        remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
     segments = Segments(model, tokenizer, config, condition, learned, latest or LatestContexts())
     return Pipeline(segments, policy, store)
@@ -523,7 +534,7 @@ def _pipeline(
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
     """The learned context beside this store; one that cannot be used is logged, and counts as none."""
     try:
-        return kept_context(store.folder, model.fingerprint, model.adapter)
+        return kept_context(store.traits.folder, model.fingerprint, model.adapter)
     except StoreError as error:
         _log.warning("%s", error)
         return None

@@ -114,7 +114,7 @@ class RatioPolicy:
         named = isinstance(config.selection, str) and config.selection not in ("none", "all")
         if self.settings is not None:
             return named
-        return config.recompute_ratio == "auto" and named and not config.recompute_ratios
+        return config.recompute_ratio == "auto" and named and not config.selection_options.get("recompute_ratios")
 
     @property
     def _bounds(self) -> RatioBounds:
@@ -235,7 +235,7 @@ def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
 
 def profile_path(store: KVStore) -> Path | None:
     """Where the profile of a store is kept; None for one without a folder."""
-    return store.folder / "profile.json" if store.folder is not None else None
+    return store.traits.folder / "profile.json" if store.traits.folder is not None else None
 
 
 def controller_beside(store: KVStore) -> LoadingController | None:

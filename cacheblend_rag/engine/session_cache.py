@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
+from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
-from cacheblend_rag.store.base import BaseRecord, KVRecord, KVStore, RecordInfo, StoredKV, record_key
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
 # Settings on which the KV of a blended prompt depends, apart from its ids and the model.
-_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "condition", "contexts")
+_BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class SessionCache:
         return key, Job(lambda: self._store.put(key, record), held, lambda: record.info)
 
 
-class _Beginning(BaseRecord):
+class _Beginning(StoredKV):
     """The first tokens of a record."""
 
     def __init__(self, inner: StoredKV, tokens: int) -> None:

@@ -149,20 +149,20 @@ class Turns:
         """The function that takes each step of an answer."""
         several_tokens = self.config.prompt_lookup and self.batched_decode.takes_several
         if not (several_tokens and all_preallocated(blend.cache)):
-            yield self._step
+            yield self.step
             return
         lookup = PromptLookup(
             blend.input_ids,
             blend.cache,
             most=self.config.prompt_lookup,
             window=self.model.adapter.context_window or sys.maxsize,
-            take=self._step,
+            take=self.step,
             wanted=lambda: self.scheduler.alone,
         )
         with contextlib.closing(lookup):
             yield lookup
 
-    def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """A step's pass, together with those of others under way; logits ``[1, tokens, vocab]``."""
         if not self.several:
             return self.batched_decode([inputs])[0]

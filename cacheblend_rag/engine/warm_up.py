@@ -96,7 +96,7 @@ class WarmUp:
         """
         started = time.perf_counter()
         given = list(segments)
-        writable = not self._store.read_only
+        writable = not self._store.traits.read_only
         new = {segment.key: segment for segment in given if not self._store.contains(segment.key)}
         self._sizes = {key: self._store.record_bytes(self._pipeline.segments.info(new[key])) for key in new}
         hidden = None if progress is None else not progress
@@ -131,7 +131,7 @@ class WarmUp:
 
     def _fitting(self, segments: Iterable[Segment]) -> list[Segment]:
         """The first of some segments, as far as the store has room and batches can be chosen among them."""
-        room = self._store.size_limit
+        room = self._store.traits.size_limit
         if room < UNLIMITED:
             room -= self._store.volume()
         tokens = _AHEAD * self._batch_tokens

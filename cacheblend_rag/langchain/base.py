@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Self
 
-from langchain_core.caches import BaseCache
-from langchain_core.callbacks import Callbacks
 from langchain_core.callbacks.manager import BaseRunManager
 from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
-from langchain_core.rate_limiters import BaseRateLimiter
 from langchain_core.runnables import ensure_config
 from pydantic import Field
 
-from cacheblend_rag.engine.decode import DecodeArguments, stop_texts
-from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
+from cacheblend_rag.engine.decode import DecodeFields, stop_texts
+from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
@@ -42,39 +37,6 @@ _PIPELINE: dict[str, tuple[object, ...]] = {
 _WITHOUT_EFFECT = ("tokenizer", "assistant_model", "assistant_tokenizer", "synced_gpus", "streamer")
 
 
-class LangChainFields(AnswerFields, total=False):
-    """Fields of LangChain's models beside those of every adapter. `BlendFields` explains them."""
-
-    name: str | None
-    cache: BaseCache | bool | None
-    verbose: bool
-    callbacks: Callbacks
-    tags: list[str] | None
-    metadata: dict[str, Any] | None
-    custom_get_token_ids: Callable[[str], list[int]] | None
-    # CacheBlendLLM alone:
-    prompt_prefix: str
-    # ChatCacheBlend alone:
-    rate_limiter: BaseRateLimiter | None
-    disable_streaming: bool | Literal["tool_calling"]
-    output_version: str | None
-    profile: Any
-    reuse_answers: bool
-    chat_template_kwargs: dict[str, Any]
-
-
-class _GivenFields(LangChainFields, MadeFields, total=False):
-    """Fields of a model that makes its engine of objects the user has."""
-
-
-class _LoadedFields(LangChainFields, MadeFields, LoadFields, total=False):
-    """Fields of a model that is loaded."""
-
-
-class AllFields(LangChainFields, EngineFields, total=False):
-    """All fields from which a model can be made."""
-
-
 class BlendFields(LLMBase):
     """Fields of a LangChain model over a `BlendEngine`: those of `LLMBase`, and those that LangChain's models have.
 
@@ -83,38 +45,6 @@ class BlendFields(LLMBase):
     """
 
     custom_get_token_ids: Callable[[str], list[int]] | None = Field(default=None, exclude=True)
-
-    def __init__(self, **fields: Unpack[AllFields]) -> None:
-        super().__init__(**fields)
-
-    @classmethod
-    def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
-        """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
-
-        `LLMBase` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
-        ``recompute_ratio=0.2``.
-
-        Raises
-        ------
-        ConfigError
-            If a field is not known or has a value it cannot take.
-        ModelLoadError
-            If the model cannot be loaded.
-        """
-        return cls._of_id(model_id, **fields)
-
-    @classmethod
-    def from_engine(cls, engine: BlendEngine, **fields: Unpack[LangChainFields]) -> Self:
-        """Wrap an engine the user has; its options are its own, see `BlendEngine.with_config`."""
-        return cls(engine=engine, **fields)
-
-    @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_GivenFields]) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
-
-        Messages with images need the model's ``processor`` too.
-        """
-        return cls._of_model(model, tokenizer, processor=processor, **fields)
 
     def _begin_tracking(self) -> None:
         begin_tracking()
@@ -131,7 +61,7 @@ class BlendFields(LLMBase):
         return True
 
     @classmethod
-    def from_pipeline(cls, pipeline: Any, **fields: Unpack[_GivenFields]) -> Self:
+    def from_pipeline(cls, pipeline: Any, **fields: Any) -> Self:
         """Take over the model, the tokenizer and the settings of a transformers pipeline.
 
         Parameters
@@ -172,7 +102,7 @@ class BlendFields(LLMBase):
             if settings.max_new_tokens is None and settings.max_length is not None:
                 settings.max_length += prefix_tokens  # as the pipeline counts
             fields.setdefault("generation_config", settings)
-        return cls._of_model(pipeline.model, pipeline.tokenizer, **fields)
+        return cls.from_model(pipeline.model, pipeline.tokenizer, **fields)
 
     def match_chunks(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""
@@ -183,8 +113,8 @@ class BlendFields(LLMBase):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything an answer depends on, so that a response cache never mixes settings up."""
-        left_out = ("generation_config", "logits_processor", "stop", "grammar")
-        names = ("model_name", *(name for name in DecodeArguments.__annotations__ if name not in left_out))
+        left_out = ("generation_config", "logits_processor", "stop")
+        names = ("model_name", *(name for name in DecodeFields.model_fields if name not in left_out))
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.generation_config is not None:
             own["generation_config"] = self.generation_config.to_diff_dict()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -26,7 +26,7 @@ from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
+from cacheblend_rag.langchain.base import BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
     CalledDict,
     CalledObject,
@@ -60,8 +60,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     Its parameters are those of `BlendFields` and two of its own. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
     attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV
@@ -80,7 +79,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     reuse_answers: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def __init__(self, **fields: Unpack[AllFields]) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
 
     def _check_model(self, model_id: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams, LanguageModelInput
@@ -16,7 +16,7 @@ from langchain_core.runnables.config import get_config_list
 from cacheblend_rag import report
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
+from cacheblend_rag.langchain.base import BlendFields, within_run
 from cacheblend_rag.prompt import Prompt
 
 
@@ -26,8 +26,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
     Its parameters are those of `BlendFields` and one of its own. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     The prompt is not echoed. ``stop`` holds in every mode. The ``generation_info`` of each answer has its time to first
     token, hits and misses. Prompts of one ``batch`` that share chunks are answered one after the other, and each chunk
@@ -41,7 +40,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
 
     prompt_prefix: str = ""
 
-    def __init__(self, **fields: Unpack[AllFields]) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
 
     @property

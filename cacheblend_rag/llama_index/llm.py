@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, Self, Unpack, cast
+from typing import Any, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -19,7 +18,6 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     ToolCallBlock,
 )
-from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.span import active_span_id
@@ -31,10 +29,9 @@ from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
-from llama_index.core.types import BaseOutputParser, Model, PydanticProgramMode
+from llama_index.core.types import Model, PydanticProgramMode
 
-from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
+from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
@@ -52,43 +49,13 @@ _dispatcher = get_dispatcher(__name__)
 _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
-class LlamaIndexFields(AnswerFields, total=False):
-    """Fields of LlamaIndex's models beside those of every adapter. `CacheBlendLLM` explains them."""
-
-    callback_manager: CallbackManager
-    rate_limiter: Any
-    system_prompt: str | None
-    messages_to_prompt: Callable[[Sequence[ChatMessage]], str] | None
-    completion_to_prompt: Callable[[str], str] | None
-    output_parser: BaseOutputParser | None
-    pydantic_program_mode: PydanticProgramMode
-    query_wrapper_prompt: BasePromptTemplate | None
-    context_window: int | None
-    is_chat_model: bool | None
-    is_function_calling_model: bool | None
-    normalise_lists: bool
-
-
-class _GivenFields(LlamaIndexFields, MadeFields, total=False):
-    """Fields of a model that makes its engine of objects the user has."""
-
-
-class _LoadedFields(LlamaIndexFields, MadeFields, LoadFields, total=False):
-    """Fields of a model that is loaded."""
-
-
-class _AllFields(LlamaIndexFields, EngineFields, total=False):
-    """All fields from which a model can be made."""
-
-
 class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
     Its parameters are those of `LLMBase` and those below. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
     engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A
@@ -123,37 +90,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     is_function_calling_model: bool | None = None
     normalise_lists: bool = False
 
-    def __init__(self, **fields: Unpack[_AllFields]) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-
-    @classmethod
-    def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
-        """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
-
-        `LLMBase` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
-        ``recompute_ratio=0.2``.
-
-        Raises
-        ------
-        ConfigError
-            If a field is not known or has a value it cannot take.
-        ModelLoadError
-            If the model cannot be loaded.
-        """
-        return cls._of_id(model_id, **fields)
-
-    @classmethod
-    def from_engine(cls, engine: BlendEngine, **fields: Unpack[LlamaIndexFields]) -> Self:
-        """Wrap an engine the user has; its options are its own, see `BlendEngine.with_config`."""
-        return cls(engine=engine, **fields)
-
-    @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_GivenFields]) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
-
-        Messages with images need the model's ``processor`` too.
-        """
-        return cls._of_model(model, tokenizer, processor=processor, **fields)
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, and choose how messages are rendered."""

@@ -25,7 +25,7 @@ from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV, copy_layer, reads_ahead, reads_in_place
+from cacheblend_rag.store.base import StoredKV
 from cacheblend_rag.store.codecs import CODECS, DTYPES
 
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
@@ -54,7 +54,7 @@ class _Copier(Protocol):
         ...
 
     def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Bring one layer of a record into place; see `copy_layer`."""
+        """Bring one layer of a record into place; see `StoredKV.read_into`."""
         ...
 
 
@@ -87,7 +87,7 @@ class _PinnedCopier:
 
     def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
         self._device, self._stream = device, _side_stream(device)
-        infos = [record.info for record in records if reads_in_place(record)]
+        infos = [record.info for record in records if record.tier != "memory"]
         shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
         buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
         self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
@@ -101,8 +101,8 @@ class _PinnedCopier:
 
     def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `_Copier.put`."""
-        if not reads_in_place(place.record):
-            # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
+        if place.record.tier == "memory":
+            # Where it lies already, and if that is the GPU's, perhaps only now being written by what was queued before.
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
             place.copy_layer(layer, keys, values)
             return
@@ -159,9 +159,9 @@ class Placement:
     shared: SharedKV | None = None
 
     def copy_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one layer into place; see `copy_layer`."""
+        """Write one layer into place; see `StoredKV.read_into`."""
         if self.shared is None:
-            copy_layer(self.record, layer, keys, values)
+            self.record.read_into(layer, keys, values)
         else:
             self.shared.copy_layer(self.key, self.record, layer, keys, values)
 
@@ -244,7 +244,7 @@ class LayerReader:
     def _read_ahead(self, layer: int) -> None:
         """Let every record on another machine come while the first is waited for."""
         for place in self.placements:
-            if reads_ahead(place.record) and not (place.shared and place.shared.holds(place.key, layer)):
+            if not (place.shared and place.shared.holds(place.key, layer)):
                 try:
                     place.record.read_ahead(layer)
                 except StoreError as error:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, plain_options
 from cacheblend_rag.errors import ConfigError, StoreError
 
 
@@ -111,7 +111,7 @@ class BlendSettings:
     ----------
     selection : str
         Name of the rule; ``"all"`` for a model that does not tolerate blending.
-    check_layers, recompute_ratio, recompute_ratios, selection_options
+    recompute_ratio, selection_options
         Its options, as in `BlendConfig`.
     condition : str
         The condition of chunks, as in `BlendConfig`.
@@ -128,9 +128,7 @@ class BlendSettings:
     """
 
     selection: str
-    check_layers: tuple[int, ...] = BlendConfig.default("check_layers")
     recompute_ratio: float = 0.15
-    recompute_ratios: tuple[float, ...] = ()
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     condition: str = BlendConfig.default("condition")
     learned: str = ""
@@ -148,7 +146,8 @@ class BlendSettings:
     @property
     def least_ratio(self) -> float:
         """Share that stays on the last layers: what a controller may raise but not lower."""
-        return self.recompute_ratios[-1] if self.recompute_ratios else self.recompute_ratio
+        ratios = self.selection_options.get("recompute_ratios")
+        return float(ratios[-1]) if ratios else self.recompute_ratio
 
 
 @dataclass(frozen=True)
@@ -249,6 +248,8 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 def _settings(found: Mapping[str, Any]) -> BlendSettings:
     """Settings as they were saved; what a later version added is left out."""
     known = {option.name: found[option.name] for option in dataclasses.fields(BlendSettings) if option.name in found}
-    for name in ("check_layers", "recompute_ratios"):
-        known[name] = tuple(known.get(name, getattr(BlendSettings, name)))
+    options = dict(found.get("selection_options", {}))
+    if found["selection"] in ("hkvd", "gradual"):  # earlier versions saved these two beside the others
+        options |= {name: found[name] for name in ("check_layers", "recompute_ratios") if found.get(name)}
+    known["selection_options"] = plain_options(options)
     return BlendSettings(**known)

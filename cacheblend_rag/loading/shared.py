@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cacheblend_rag.store.base import RecordInfo, StoredKV, copy_layer, reads_in_place
+from cacheblend_rag.store.base import RecordInfo, StoredKV
 
 
 class SharedKV:
@@ -51,17 +51,14 @@ class SharedKV:
         return (key, layer) in self._layers
 
     def copy_layer(self, key: str, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one layer into place, from memory or from the record; see `copy_layer` of `store.base`."""
+        """Write one layer into place, from memory or from the record; see `StoredKV.read_into`."""
         kept = self._kept(key, layer)
-        if kept is None and reads_in_place(record):
-            copy_layer(record, layer, keys, values)
-            self._keep(key, layer, keys, values)
-            return
         if kept is None:
-            kept = record.read_layer(layer)
-            self._keep(key, layer, *kept)
-        keys.copy_(kept[0])
-        values.copy_(kept[1])
+            record.read_into(layer, keys, values)
+            self._keep(key, layer, keys, values)
+        else:
+            keys.copy_(kept[0])
+            values.copy_(kept[1])
 
     @contextmanager
     def read_by(self, texts: Collection[str]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -224,6 +225,49 @@ def take_back(cache: Cache, rows: int) -> None:
     """Forget the newest rows of a cache whose layers all grow in place."""
     for layer in cache.layers:
         layer.take_back(rows)
+
+
+class CacheMark:
+    """A place in the growth of a cache, to which it can be taken back.
+
+    Layers that keep all positions forget their newest rows. One that keeps a window has lost the oldest of them
+    meanwhile, and gets back what it held.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._held = {
+            number: copy.copy(layer)
+            for number, layer in enumerate(cache.layers)
+            if not isinstance(layer, PreallocatedLayer)
+        }
+
+    def take_back(self, cache: Cache, added: int, left: int) -> int:
+        """Forget the newest rows.
+
+        Parameters
+        ----------
+        cache : transformers Cache
+        added : int
+            Rows that were added since.
+        left : int
+            How many of them are to be forgotten, at least.
+
+        Returns
+        -------
+        int
+            How many were.
+        """
+        rows = added if self._held else left
+        for number, layer in enumerate(cache.layers):
+            if number in self._held:
+                cache.layers[number] = self._held[number]
+            else:
+                layer.take_back(rows)
+        return rows
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """LOOK UP: KV of segments, kept by content."""
 
 from cacheblend_rag.store.base import (
-    BaseRecord,
-    BaseStore,
     KVRecord,
     KVStore,
     RecordInfo,
     StoredKV,
     StoreStats,
+    StoreTraits,
     record_key,
 )
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
@@ -17,8 +16,6 @@ from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = [
-    "BaseRecord",
-    "BaseStore",
     "DiskEntry",
     "DiskStore",
     "KVRecord",
@@ -28,6 +25,7 @@ __all__ = [
     "RecordInfo",
     "StoreLocations",
     "StoreStats",
+    "StoreTraits",
     "StoredKV",
     "TieredStore",
     "open_store",

@@ -15,7 +15,7 @@ import torch
 
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV, Written
-from cacheblend_rag.store.base import RecordInfo
+from cacheblend_rag.store.stored_kv import RecordInfo
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Buffer: TypeAlias = Any

@@ -6,7 +6,6 @@ A folder that cannot be written is read without diskcache, which writes at every
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import os
@@ -15,19 +14,18 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import diskcache
 import filelock
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.store.base import BaseStore, KVRecord, RecordInfo, StoredKV, StoreStats, discard
-from cacheblend_rag.store.encryption import Seal
-from cacheblend_rag.store.record import FileRecord, RecordFormat, as_written, encode_pieces, record_bytes
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, StoreTraits, discard
+from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces
 
 _log = logging.getLogger(__name__)
 _FAILURES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
@@ -60,18 +58,6 @@ class DiskEntry:
     filename: str
 
 
-class Files(Protocol):
-    """Opens the files of a folder."""
-
-    def open_file(self, filename: str) -> IO[bytes]:
-        """Open a file of the folder, if it is a plain one."""
-        ...
-
-    def drop_last(self) -> None:
-        """Close the file that was opened last on this thread."""
-        ...
-
-
 class _Connection(sqlite3.Connection):
     """A connection that closes itself with the thread or the cache that it belongs to: Python warns of others.
 
@@ -87,8 +73,57 @@ def _connect(path: str, **options: Any) -> sqlite3.Connection:
     return sqlite3.connect(path, factory=_Connection, check_same_thread=False, **options)
 
 
-class _Cache(diskcache.Cache):  # type: ignore[misc]
-    """diskcache's cache over a `_Connection` a thread."""
+class _Index:
+    """Questions to diskcache's tables for which diskcache has no call. All SQL is here and in its two subclasses.
+
+    diskcache lists keys, but not sizes, times of use or files. It evicts ten records at a time, which can be all there
+    are. It counts hits with one more write for each look-up, and evictions not at all.
+    """
+
+    _sql: Any  # of diskcache: executes a statement on the connection of this thread
+
+    def filename(self, key: str) -> Any:
+        """The file of a record, or None; looking does not count as use."""
+        row = self._sql("SELECT filename FROM Cache WHERE key = ? AND raw = 1", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def filenames(self) -> set[Any]:
+        """The files of all records."""
+        return {row[0] for row in self._sql("SELECT filename FROM Cache").fetchall()}
+
+    def entries(self, beginning: str) -> list[DiskEntry]:
+        """All records whose key begins so, most recently used first."""
+        fields = "key, size, store_time, access_time, filename"
+        where = "raw = 1 AND key >= ? AND key < ?"  # a range of keys, which the index of the data base has in order
+        order = f"SELECT {fields} FROM Cache WHERE {where} ORDER BY access_time DESC"
+        rows = self._sql(order, (beginning, beginning + chr(0x10FFFF))).fetchall()
+        return [DiskEntry(*row) for row in rows if isinstance(row[0], str) and isinstance(row[4], str)]
+
+    def totals(self) -> tuple[int, int]:
+        """Number of records, and their bytes."""
+        records, size = self._sql("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache").fetchone()
+        return records, size
+
+    def counts(self) -> dict[str, int]:
+        """All counts, over all processes and all time."""
+        return dict(self._sql("SELECT name, count FROM Counts").fetchall())
+
+
+class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
+    """diskcache's cache over a `_Connection` a thread, with counts of our own and eviction record by record."""
+
+    def __init__(self, folder: Path, size_limit: int) -> None:
+        super().__init__(
+            str(folder),
+            timeout=10,
+            disk=_NoPickleDisk,
+            size_limit=size_limit,
+            eviction_policy="least-recently-used",
+            cull_limit=0,  # nothing is evicted by itself
+            disk_min_file_size=0,
+        )
+        with self.transact(retry=True):
+            self._sql("CREATE TABLE IF NOT EXISTS Counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL)")
 
     @property
     def _con(self) -> sqlite3.Connection:
@@ -106,15 +141,32 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
         connection: sqlite3.Connection = here.con
         return connection
 
+    def oldest(self) -> Any:
+        """Row number, key and file of the record that was not used for longest; None if there is none."""
+        return self._sql("SELECT rowid, key, filename FROM Cache ORDER BY access_time LIMIT 1").fetchone()
 
-class _ReadOnlyCache:
+    def drop(self, number: int, filename: str | None) -> bool:
+        """Erase a record by its file, for it may have been erased or replaced meanwhile; whether it was there."""
+        with self.transact():
+            gone = self._sql("DELETE FROM Cache WHERE rowid = ? AND filename IS ?", (number, filename)).rowcount
+        if gone:
+            self.disk.remove(filename)
+        return bool(gone)
+
+    def add_counts(self, added: Mapping[str, int]) -> None:
+        """Add to the counts."""
+        statement = "INSERT INTO Counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count"
+        with self.transact():
+            for row in added.items():
+                self._sql(statement, row)
+
+
+class _ReadOnlyCache(_Index):
     """Takes the place of diskcache's cache for a folder that cannot be written. It does not note what is used.
 
     Parameters
     ----------
     folder : Path
-    disk : Files
-        Opens its files.
 
     Raises
     ------
@@ -122,11 +174,11 @@ class _ReadOnlyCache:
         If the index cannot be read.
     """
 
-    def __init__(self, folder: Path, disk: Files) -> None:
-        self.disk = disk
-        self._path = folder / "cache.db"
+    def __init__(self, folder: Path) -> None:
+        self.disk = _NoPickleDisk(str(folder))
+        self._path: Path = folder / diskcache.core.DBNAME
         self._here = threading.local()
-        self._sql("SELECT COUNT(*) FROM Cache").fetchone()
+        self.filename("")
 
     @property
     def _sql(self) -> Any:
@@ -142,18 +194,14 @@ class _ReadOnlyCache:
         return self._here.connection.execute
 
     def get(self, key: str, read: bool = True) -> IO[bytes] | None:
-        row = self._row(key)
-        return self.disk.open_file(row[0]) if row is not None and isinstance(row[0], str) else None
+        filename = self.filename(key)
+        return self.disk.open_file(filename) if isinstance(filename, str) else None
 
     def __contains__(self, key: str) -> bool:
-        return self._row(key) is not None
-
-    def _row(self, key: str) -> Any:
-        return self._sql("SELECT filename FROM Cache WHERE key = ? AND raw = 1", (key,)).fetchone()
+        return self.filename(key) is not None
 
     def volume(self) -> int:
-        (size,) = self._sql("SELECT COALESCE(SUM(size), 0) FROM Cache").fetchone()
-        return int(size) + self._path.stat().st_size
+        return self.totals()[1] + self._path.stat().st_size
 
     def delete(self, key: str) -> bool:
         if key in self:
@@ -245,7 +293,7 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         return (folder / filename).resolve().is_relative_to(folder)
 
 
-class DiskStore(BaseStore):
+class DiskStore(KVStore):
     """A KV store in a folder that processes may share.
 
     Parameters
@@ -265,9 +313,6 @@ class DiskStore(BaseStore):
         If the folder cannot be made or opened.
     """
 
-    persistent = True
-    tier = "disk"
-
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -275,58 +320,43 @@ class DiskStore(BaseStore):
         *,
         form: RecordFormat | None = None,
     ) -> None:
-        self.folder: Path = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
-        form = form or RecordFormat()
-        self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
-        self._size_limit = parse_bytes(size_limit)
+        self.folder = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
+        self.form, size_limit = (form or RecordFormat()).sealed(), parse_bytes(size_limit)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()
         try:
-            index = self.folder / "cache.db"
-            self.read_only = index.is_file() and not (os.access(self.folder, os.W_OK) and os.access(index, os.W_OK))
-            if self.read_only:
-                self._cache: Any = _ReadOnlyCache(self.folder, _NoPickleDisk(str(self.folder)))
+            index = self.folder / diskcache.core.DBNAME
+            read_only = index.is_file() and not (os.access(self.folder, os.W_OK) and os.access(index, os.W_OK))
+            self.traits = StoreTraits(
+                "disk", read_only=read_only, folder=self.folder, size_limit=size_limit, form=self.form
+            )
+            if read_only:
+                self._cache: Any = _ReadOnlyCache(self.folder)
                 _log.warning("the KV store in %r cannot be written: it is read, and nothing is added", str(self.folder))
             else:
-                self._cache = self._opened()
+                self._make_folder()
+                self._cache = _Cache(self.folder, size_limit)
                 self._sweep_now_and_then()
         except Exception as error:  # what a data base made by someone else can raise has no end
             raise StoreError(
                 f"cannot open the KV store in {str(self.folder)!r}: {error}; name a folder that can be written"
             ) from error
 
-    def _opened(self) -> Any:
+    def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        os.close(os.open(self.folder / "cache.db", os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(os.open(self.folder / diskcache.core.DBNAME, os.O_RDWR | os.O_CREAT, 0o600))
         for path in self.folder.glob("cache.db*"):
             with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
                 path.chmod(0o600)
-        cache = _Cache(
-            str(self.folder),
-            timeout=10,
-            disk=_NoPickleDisk,
-            size_limit=self._size_limit,
-            eviction_policy="least-recently-used",
-            cull_limit=0,  # see _evict
-            disk_min_file_size=0,
-        )
-        with cache._transact(retry=True) as (sql, _):
-            sql("CREATE TABLE IF NOT EXISTS Counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL)")
-        return cache
 
-    @property
-    def size_limit(self) -> int:
-        """Bytes the records may take."""
-        return self._size_limit
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
+        found = {key: record for key in keys if (record := self._opened(key)) is not None}
+        self._count(hits=len(found), misses=len(keys) - len(found))
+        return found
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        record = self._open(key)
-        self._count("hits" if record else "misses")
-        return record
-
-    def _open(self, key: str) -> FileRecord | None:
+    def _opened(self, key: str) -> FileRecord | None:
         try:
             handle = self._cache.get(key, read=True)
             if handle is not None:
@@ -343,11 +373,11 @@ class DiskStore(BaseStore):
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
-        if self.read_only:
+        if self.traits.read_only:
             raise StoreError(f"the KV store in {str(self.folder)!r} cannot be written")
         pieces = encode_pieces(record, self.form, key)
-        if (size := sum(map(len, pieces))) > self._size_limit:
-            raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
+        if (size := sum(map(len, pieces))) > self.traits.size_limit:
+            raise StoreError(f"a record of {size} bytes exceeds size_limit={self.traits.size_limit}")
         try:
             self._cache.set(key, _InPieces(pieces), read=True)
             self._evict()
@@ -355,24 +385,12 @@ class DiskStore(BaseStore):
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
 
     def _evict(self) -> None:
-        """Drop least recently used records, one by one, until the rest fits.
-
-        diskcache's own way drops ten at a time, which can be all there are.
-        """
-        oldest = "SELECT rowid, key, filename FROM Cache ORDER BY access_time LIMIT 1"
-        while self._cache.volume() > self._size_limit:
-            row = self._cache._sql(oldest).fetchone()
-            if row is None:
-                return
+        """Drop least recently used records, one by one, until the rest fits."""
+        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest()):
             number, key, filename = row
             self._show(key, filename)
-            with self._cache._transact() as (sql, cleanup):
-                # By its file, for it may have been erased or replaced meanwhile.
-                gone = sql("DELETE FROM Cache WHERE rowid = ? AND filename IS ?", (number, filename)).rowcount
-                if gone:
-                    cleanup(filename)
-            if gone:
-                self._count("evictions")
+            if self._cache.drop(number, filename):
+                self._count(evictions=1)
 
     def _show(self, key: Any, filename: Any) -> None:
         """Announce a record that is about to go."""
@@ -383,7 +401,7 @@ class DiskStore(BaseStore):
         except _FAILURES:
             return
         try:
-            self._announce(key, record)
+            self.announce(key, record)
         finally:
             record.close()
 
@@ -403,31 +421,17 @@ class DiskStore(BaseStore):
 
     def volume(self) -> int:
         """See `KVStore.volume`."""
-        try:
+        with self._reading():
             return int(self._cache.volume())
-        except _FAILURES as error:
-            raise self._unreadable(error) from error
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return record_bytes(info, self.form)
-
-    def as_kept(self, record: KVRecord) -> KVRecord:
-        """See `KVStore.as_kept`."""
-        return as_written(record, self.form)
 
     def prefetch(self, key: str) -> bool:
         """Ask the system to read a record's file ahead of its use; see `KVStore.prefetch`."""
         try:
-            with self._reading() as sql:
-                row = sql("SELECT filename FROM Cache WHERE key = ? AND raw = 1", (key,)).fetchone()
-            if row is None:
-                return False
-            with self._cache.disk.open_file(row[0]) as handle:
+            with self._cache.disk.open_file(self._cache.filename(key)) as handle:
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             return True
-        except (*_FAILURES, TypeError):
+        except _FAILURES:
             return False
 
     @contextlib.contextmanager
@@ -456,16 +460,8 @@ class DiskStore(BaseStore):
 
     def entries(self, beginning: str = "") -> Iterator[DiskEntry]:
         """All records whose key begins so, most recently used first; looking does not count as use."""
-        fields = "key, size, store_time, access_time, filename"
-        where = "raw = 1 AND key >= ? AND key < ?"  # a range of keys, which the index of the data base has in order
-        with self._reading() as sql:
-            rows = sql(
-                f"SELECT {fields} FROM Cache WHERE {where} ORDER BY access_time DESC",
-                (beginning, beginning + chr(0x10FFFF)),
-            ).fetchall()
-        for row in rows:
-            if isinstance(row[0], str) and isinstance(row[4], str):
-                yield DiskEntry(*row)
+        with self._reading():
+            yield from self._cache.entries(beginning)
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
@@ -501,11 +497,10 @@ class DiskStore(BaseStore):
             If the folder cannot be read.
         """
         self._save_counts()
-        with self._reading() as sql:
-            counts = dict(sql("SELECT name, count FROM Counts").fetchall())
-            records, size = sql("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache").fetchone()
+        with self._reading():
+            (records, size), counts = self._cache.totals(), self._cache.counts()
         known = {name: int(counts.get(name, 0)) for name in _COUNTED}
-        return StoreStats(records=records, bytes=size, volume=self.volume(), size_limit=self._size_limit, **known)
+        return StoreStats(records, size, self.volume(), self.traits.size_limit, **known)
 
     def clear(self) -> int:
         """Erase every record; how many there were."""
@@ -531,8 +526,8 @@ class DiskStore(BaseStore):
         """
         removed, old = 0, time.time() - grace
         found = [path for path in self.folder.glob("??/??/*.val") if _older(path, old)]
-        with self._reading() as sql:
-            known = {row[0] for row in sql("SELECT filename FROM Cache").fetchall()}
+        with self._reading():
+            known = self._cache.filenames()
         for path in found:
             if str(path.relative_to(self.folder)) not in known:
                 with contextlib.suppress(OSError):
@@ -541,13 +536,11 @@ class DiskStore(BaseStore):
         return removed
 
     def _sweep_now_and_then(self) -> None:
-        now = int(time.time())
-        with self._cache._transact(retry=True) as (sql, _):
-            row = sql("SELECT count FROM Counts WHERE name = 'swept'").fetchone()
-            if row is not None and abs(now - int(row[0])) < _SWEEP_SECONDS:
-                return
-            sql("INSERT OR REPLACE INTO Counts VALUES ('swept', ?)", (now,))
-        self.sweep()
+        swept = self.folder / "cache.db.swept"  # by its name, diskcache knows that it is no record
+        with contextlib.suppress(OSError):  # a folder that is not swept serves all the same
+            if not swept.exists() or _older(swept, time.time() - _SWEEP_SECONDS):
+                swept.touch(0o600)
+                self.sweep()
 
     def close(self) -> None:
         """Close the store; its records stay."""
@@ -555,11 +548,10 @@ class DiskStore(BaseStore):
             self._save_counts()
         self._cache.close()
 
-    def _count(self, name: str) -> None:
-        if self.read_only:
-            return
+    def _count(self, **added: int) -> None:
         with self._counting:
-            self._counts[name] += 1
+            for name, count in added.items():
+                self._counts[name] += count
             many = sum(self._counts.values()) >= 100
         if many:
             with contextlib.suppress(*_FAILURES):
@@ -569,23 +561,15 @@ class DiskStore(BaseStore):
         """Add what was counted here to what the folder knows."""
         with self._counting:
             counts, self._counts = self._counts, dict.fromkeys(_COUNTED, 0)
-        added = [(name, count) for name, count in counts.items() if count]
-        if not added:
-            return
-        statement = "INSERT INTO Counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count"
-        with self._cache._transact() as (sql, _):
-            for row in added:
-                sql(statement, row)
+        if any(counts.values()) and not self.traits.read_only:
+            self._cache.add_counts(counts)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Any]:
+    def _reading(self) -> Iterator[None]:
         try:
-            yield self._cache._sql
-        except (sqlite3.Error, diskcache.Timeout) as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: BaseException) -> StoreError:
-        return StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}")
+            yield
+        except (OSError, sqlite3.Error, diskcache.Timeout) as error:
+            raise StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}") from error
 
 
 class _InPieces:

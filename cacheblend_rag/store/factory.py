@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeAlias, TypeGuard, cast
+from typing import TypeAlias, TypeGuard
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
@@ -41,7 +41,7 @@ def open_store(store: KVStore | StoreLocations | None, config: BlendConfig, *, b
     Raises
     ------
     ConfigError
-        If the store given lacks part of what `KVStore` names, or a location is none.
+        If the store given is no `KVStore`, or a location is none.
     StoreError
         If a folder cannot be made or opened.
     MissingExtraError
@@ -50,13 +50,11 @@ def open_store(store: KVStore | StoreLocations | None, config: BlendConfig, *, b
     if store is None:
         return MemoryStore(config.store_bytes)
     if not are_locations(store):
-        given = cast(KVStore, store)
-        check_store(given)
-        return given
+        return check_store(store)
     tiers = [_opened(location, config) for location in _each(store)]
     memory = config.memory_bytes
     if config.memory_limit == "auto":
-        remote = all(tier.remote for tier in tiers)
+        remote = all(tier.traits.remote for tier in tiers)
         memory = (free_memory() or 0) // _SHARE if beside_gpu else _MEMORY if remote else 0
     above = [MemoryStore(memory, pinned=beside_gpu)] if memory else []
     return TieredStore([*above, *tiers]) if len(above) + len(tiers) > 1 else tiers[0]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
-from cacheblend_rag.store.base import BaseRecord, BaseStore, Claims, KVRecord, RecordInfo, StoredKV, StoreStats
-from cacheblend_rag.store.codecs import CODECS, EncodedKV
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, StoreTraits
+from cacheblend_rag.store.codecs import EncodedKV
 
 _log = logging.getLogger(__name__)
 _NOT_PINNED = "a record could not be kept in pinned memory, and will come to the GPU slowly: %s"
 
 
-class MemoryRecord(BaseRecord):
+class MemoryRecord(StoredKV):
     """A record in memory, read like any other.
 
     Parameters
@@ -48,11 +48,8 @@ class MemoryRecord(BaseRecord):
         written = self.record.kv.written
         return super().read_written(layers, pinned) if written is None else written.layers[layers]
 
-    def close(self) -> None:
-        """Nothing is held open."""
 
-
-class MemoryStore(Claims, BaseStore):
+class MemoryStore(KVStore):
     """A KV store in memory. The least recently used records are evicted first.
 
     Parameters
@@ -66,9 +63,6 @@ class MemoryStore(Claims, BaseStore):
         as it was written. Records that a GPU computed are always in pinned memory.
     """
 
-    persistent = False
-    tier = "memory"
-
     def __init__(
         self,
         size_limit: int | str = 10 * 10**9,
@@ -76,42 +70,37 @@ class MemoryStore(Claims, BaseStore):
         device: str | torch.device = "cpu",
         pinned: bool = False,
     ) -> None:
-        super().__init__()
-        self._size_limit = parse_bytes(size_limit)
-        self.device, self._pinned = torch.device(device), pinned
+        self.traits = StoreTraits(
+            "memory", persistent=False, size_limit=parse_bytes(size_limit), device=torch.device(device)
+        )
+        self._pinned = pinned
         self._records: OrderedDict[str, KVRecord] = OrderedDict()
         self._volume = 0
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = 0
 
-    @property
-    def size_limit(self) -> int:
-        """Bytes the records may take."""
-        return self._size_limit
-
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
         with self._lock:
-            record = self._records.get(key)
-            if record is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._records.move_to_end(key)
-            return MemoryRecord(record)
+            found = {key: MemoryRecord(self._records[key]) for key in keys if key in self._records}
+            for key in found:
+                self._records.move_to_end(key)
+            self._hits += len(found)
+            self._misses += len(keys) - len(found)
+            return found
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
         record = self._moved(record)
         size = record.kv.nbytes
-        if size > self._size_limit:
-            raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
+        if size > self.traits.size_limit:
+            raise StoreError(f"a record of {size} bytes exceeds size_limit={self.traits.size_limit}")
         with self._lock:
             self._drop(key)
             self._records[key] = record
             self._volume += size
         while (oldest := self._too_much()) is not None:
-            self._announce(oldest[0], MemoryRecord(oldest[1]))
+            self.announce(oldest[0], MemoryRecord(oldest[1]))
             with self._lock:
                 if self._records.get(oldest[0]) is oldest[1]:  # nobody has erased or replaced it meanwhile
                     self._evictions += self._drop(oldest[0])
@@ -119,23 +108,23 @@ class MemoryStore(Claims, BaseStore):
     def _too_much(self) -> tuple[str, KVRecord] | None:
         """The record that is to go next, if one is."""
         with self._lock:
-            return next(iter(self._records.items())) if self._volume > self._size_limit else None
+            return next(iter(self._records.items())) if self._volume > self.traits.size_limit else None
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv
         if isinstance(kv, EncodedKV):
-            if self._pinned and self.device.type == "cpu":
+            if self._pinned and self.traits.device.type == "cpu":
                 return KVRecord(record.info, self._joined(kv))
             kv = kv.decoded()
-        if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.device.type == "cuda"):
+        if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.traits.device.type == "cuda"):
             try:
-                return KVRecord(record.info, JoinedKV.of(kv, self.device))
+                return KVRecord(record.info, JoinedKV.of(kv, self.traits.device))
             except RuntimeError as error:  # the system bounds how much may be pinned
-                if self.device.type == "cuda":
+                if self.traits.device.type == "cuda":
                     raise
                 _log.warning(_NOT_PINNED, error)
-        keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
-        values = tuple(tensor.detach().to(self.device) for tensor in kv.values)
+        keys = tuple(tensor.detach().to(self.traits.device) for tensor in kv.keys)
+        values = tuple(tensor.detach().to(self.traits.device) for tensor in kv.values)
         return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))
 
     @staticmethod
@@ -160,14 +149,6 @@ class MemoryStore(Claims, BaseStore):
         """See `KVStore.volume`."""
         return self._volume
 
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return info.layers * CODECS["raw"].layer_bytes(info)
-
-    def prefetch(self, key: str) -> bool:
-        """See `KVStore.prefetch`."""
-        return self.contains(key)
-
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
         with self._lock:
@@ -181,14 +162,11 @@ class MemoryStore(Claims, BaseStore):
                 records=len(self._records),
                 bytes=self._volume,
                 volume=self._volume,
-                size_limit=self._size_limit,
+                size_limit=self.traits.size_limit,
                 hits=self._hits,
                 misses=self._misses,
                 evictions=self._evictions,
             )
-
-    def close(self) -> None:
-        """See `KVStore.close`."""
 
     def _drop(self, key: str) -> bool:
         record = self._records.pop(key, None)

@@ -18,6 +18,7 @@ is allocated or read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -30,9 +31,9 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.store.base import BaseRecord, KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, EncodedKV, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
+from cacheblend_rag.store.stored_kv import KVRecord, RecordInfo, StoredKV
 
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x02"
@@ -70,6 +71,10 @@ class RecordFormat:
 
     def __post_init__(self) -> None:
         codec_named(self.codec)
+
+    def sealed(self) -> RecordFormat:
+        """The same with the seal of ``CACHEBLEND_RAG_ENCRYPTION_KEY``, if that is set and there is none yet."""
+        return self if self.seal else dataclasses.replace(self, seal=Seal.from_environment())
 
     def codec_of(self, info: RecordInfo) -> Codec:
         """The codec for a record."""
@@ -115,8 +120,10 @@ def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes
     return head, layers
 
 
-def as_written(record: KVRecord, form: RecordFormat) -> KVRecord:
+def as_written(record: KVRecord, form: RecordFormat | None) -> KVRecord:
     """A record as it is read once it was written in this form; itself, where nothing is lost."""
+    if form is None:
+        return record
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     if codec is CODECS["raw"]:
         return record
@@ -156,7 +163,7 @@ def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Seq
         return CODECS["raw"], [CODECS["raw"].encode(keys, values) for keys, values in pairs]
 
 
-class EncodedRecord(BaseRecord):
+class EncodedRecord(StoredKV):
     """A record in this format, wherever its bytes lie. A subclass says how they are fetched.
 
     Parameters
@@ -166,8 +173,6 @@ class EncodedRecord(BaseRecord):
     seal : Seal, optional
         Decrypts the record if it is encrypted.
     """
-
-    tier = ""
 
     def __init__(self, key: str, seal: Seal | None) -> None:
         self._key, self._seal = key, seal
@@ -182,9 +187,6 @@ class EncodedRecord(BaseRecord):
             If they are not all there.
         """
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Release what is held open."""
 
     @staticmethod
     def _header_size(start: Any) -> int:
@@ -216,11 +218,11 @@ class EncodedRecord(BaseRecord):
         self.info, self._codec, self._layers = parsed.info, parsed.codec, parsed.layers
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``; see `StoredKV`."""
+        """See `StoredKV.read_layer`."""
         return self._codec.decode(self._layer_bytes(layer, bytearray(self._layers[layer].size)), self.info)
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Read one layer into place; see `copy_layer`.
+        """Read one layer into place; see `StoredKV.read_into`.
 
         Bytes that lie in the record as they do in memory are read where they belong. Others go by way of a
         buffer that all layers share.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -13,9 +12,16 @@ from urllib.parse import urlsplit
 
 from cacheblend_rag.config import check_above_zero
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError, StoreUnreachableError
-from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, Warnings, discard
-from cacheblend_rag.store.encryption import Seal
-from cacheblend_rag.store.record import EncodedRecord, RecordFormat, as_written, record_bytes
+from cacheblend_rag.store.base import (
+    KVRecord,
+    KVStore,
+    RecordInfo,
+    StoredKV,
+    StoreTraits,
+    Warnings,
+    discard,
+)
+from cacheblend_rag.store.record import EncodedRecord, RecordFormat
 
 _log = logging.getLogger(__name__)
 
@@ -97,13 +103,14 @@ class _Circuit:
             _log.warning("%s answers again", self._name)
 
 
-class RemoteStore(Claims, BaseStore):
+class RemoteStore(KVStore):
     """A KV store on another machine. A subclass says how it is asked.
 
     Parameters
     ----------
     name : str
         As messages call it: an address without secrets.
+    tier : str
     timeout : float
         Seconds that one call may take.
     form : RecordFormat, optional
@@ -111,26 +118,22 @@ class RemoteStore(Claims, BaseStore):
 
     Notes
     -----
-    `open`, `open_all`, `contains` and `prefetch` take a store that is away for one that holds nothing. `delete`,
+    `open_all`, `contains` and `prefetch` take a store that is away for one that holds nothing. `delete`,
     `infos`, `put` and `volume` raise.
 
     A record is written once. A key says all that the KV is computed from, so whoever finds the record of a key stored
     has nothing to write.
     """
 
-    persistent = True
-    remote = True
-
-    def __init__(self, name: str, timeout: float, form: RecordFormat | None) -> None:
-        super().__init__()
+    def __init__(self, name: str, tier: str, timeout: float, form: RecordFormat | None) -> None:
         check_above_zero("timeout", timeout)
         self.name, self.timeout = name, timeout
-        form = form or RecordFormat()
-        self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
+        self.form = (form or RecordFormat()).sealed()
+        self.traits = StoreTraits(tier, remote=True, form=self.form)
         # A slow way up does not keep anyone from reading.
         self.reads, self.writes = _Circuit(name), _Circuit(f"writing to {name}")
         self._warnings = Warnings()
-        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kv-{self.tier}")
+        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kv-{tier}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -157,19 +160,14 @@ class RemoteStore(Claims, BaseStore):
         """Keys that begin so."""
         raise NotImplementedError
 
-    @property
-    def size_limit(self) -> int:
-        """See `KVStore.size_limit`."""
-        raise NotImplementedError
-
-    def volume(self) -> int:
-        """See `KVStore.volume`."""
-        raise NotImplementedError
-
     # The store -----------------------------------------------------------------------------
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`; all are asked for at once."""
+        found = zip(keys, (self.pool.map if len(keys) > 1 else map)(self._usable, keys), strict=True)
+        return {key: record for key, record in found if record is not None}
+
+    def _usable(self, key: str) -> EncodedRecord | None:
         try:
             with self.reads.call():
                 return self._opened(key)
@@ -179,11 +177,6 @@ class RemoteStore(Claims, BaseStore):
         except StoreError as error:
             self._warnings.warn("KV record %s counts as a miss: %s", key, error)
         return None
-
-    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
-        """See `KVStore.open_all`; all are asked for at once."""
-        found = zip(keys, self.pool.map(self.open, keys), strict=True)
-        return {key: record for key, record in found if record is not None}
 
     def put(self, key: str, record: KVRecord) -> None:
         """Store a record, unless there is a readable one of the same identity; see `KVStore.put`."""
@@ -212,18 +205,6 @@ class RemoteStore(Claims, BaseStore):
         """See `KVStore.delete`."""
         with self.reads.call():
             return self._erase(key)
-
-    def prefetch(self, key: str) -> bool:
-        """Nothing is closer by itself; a tier above brings the record; see `KVStore.prefetch`."""
-        return self.contains(key)
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return record_bytes(info, self.form)
-
-    def as_kept(self, record: KVRecord) -> KVRecord:
-        """See `KVStore.as_kept`."""
-        return as_written(record, self.form)
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`; the header of every record is read."""

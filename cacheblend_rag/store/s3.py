@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreError, StoreUnreachableError
-from cacheblend_rag.store.base import UNLIMITED, KVRecord
+from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, RecordFormat, encode_pieces
 from cacheblend_rag.store.remote import RemoteStore, check_address
 
@@ -58,11 +58,9 @@ class S3Store(RemoteStore):
         If ``obstore`` is not installed.
     """
 
-    tier = "s3"
-
     def __init__(self, url: str, *, timeout: float = 5.0, form: RecordFormat | None = None) -> None:
         check_address(url, S3_SCHEMES, _CREDENTIALS)
-        super().__init__(url, timeout, form)
+        super().__init__(url, "s3", timeout, form)
         self._obstore = _obstore()
         self._reader = self._writer = self._client(url, timeout)
         if urlsplit(url).scheme not in _LOCAL:
@@ -170,11 +168,6 @@ class S3Store(RemoteStore):
         except FileNotFoundError:
             return
 
-    @property
-    def size_limit(self) -> int:
-        """A bucket has no limit of its own; its lifecycle rules say what goes."""
-        return UNLIMITED
-
     def volume(self) -> int:
         """See `KVStore.volume`; every object is listed."""
         with self.reads.call():
@@ -212,7 +205,7 @@ class S3Record(EncodedRecord):
         self._coming: dict[int, Future[memoryview]] = {}
 
     def read_ahead(self, layer: int) -> None:
-        """See `ReadsAhead`."""
+        """See `StoredKV.read_ahead`."""
         self._ask(self._request_of[layer])
 
     def _ask(self, first: int) -> None:

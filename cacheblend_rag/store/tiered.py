@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -15,8 +16,6 @@ import torch
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import (
-    BaseRecord,
-    BaseStore,
     KVRecord,
     KVStore,
     OnEvict,
@@ -24,15 +23,15 @@ from cacheblend_rag.store.base import (
     StoredKV,
     StoreStats,
     check_store,
-    reads_ahead,
 )
 from cacheblend_rag.store.codecs import CODECS, EncodedKV
+from cacheblend_rag.store.record import as_written
 from cacheblend_rag.store.write_behind import WriteBehind
 
 _log = logging.getLogger(__name__)
 
 
-class TieredStore(BaseStore):
+class TieredStore(KVStore):
     """Several KV stores, the nearest first: memory over a fast disk over a slow one.
 
     A record is written to the nearest tier. If that tier is not persistent, it is also written to the first one that
@@ -53,7 +52,7 @@ class TieredStore(BaseStore):
     Raises
     ------
     ConfigError
-        If there is none, one lacks a member of `KVStore`, or one on another machine stands above one of this machine.
+        If there is none, one is no `KVStore`, or one on another machine stands above one of this machine.
 
     Notes
     -----
@@ -64,13 +63,11 @@ class TieredStore(BaseStore):
     def __init__(self, tiers: Sequence[KVStore]) -> None:
         if not tiers:
             raise ConfigError("tiers", tiers, "give at least one store")
-        self.tiers = tuple(tiers)
-        for tier in self.tiers:
-            check_store(tier, "tiers")
-        self._remote = tuple(tier for tier in self.tiers if tier.remote)
-        self._own = self.tiers[: len(self.tiers) - len(self._remote)]
-        if any(tier.remote for tier in self._own):
-            order = [tier.tier for tier in self.tiers]
+        self._tiers = tuple(check_store(tier, "tiers") for tier in tiers)
+        self._remote = tuple(tier for tier in tiers if tier.traits.remote)
+        self._own = self._tiers[: len(tiers) - len(self._remote)]
+        if any(tier.traits.remote for tier in self._own):
+            order = [tier.traits.tier for tier in tiers]
             raise ConfigError("tiers", order, "name stores on other machines behind those of this machine")
         self._changing = threading.Condition()
         self._moving, self._erasing = Counter[str](), Counter[str]()  # by key, how many threads are at it
@@ -78,71 +75,55 @@ class TieredStore(BaseStore):
         self._behind = WriteBehind(self._move)
         for level, upper in enumerate(self._own[:-1]):
             upper.on_evict = partial(self._sink, level)
-        self.persistent = any(tier.persistent for tier in self.tiers)
-        self.read_only = all(tier.read_only for tier in self.tiers)
         # Tiers that count: those above a persistent one hold copies only.
-        self._keeping = tuple(tier for tier in self.tiers if tier.persistent) or self.tiers
+        keeping = tuple(tier for tier in tiers if tier.traits.persistent) or self._tiers
+        self._own_keeping = tuple(tier for tier in keeping if not tier.traits.remote)
+        # The tiers that take most: those of this machine, between which records move, or one on another.
+        several = [self._own_keeping] * bool(self._own_keeping) + [(tier,) for tier in self._remote]
+        self._largest = max(several, key=_limit)
         # Plans count on the nearest tier that keeps records, whatever lies above.
-        self.tier, self.device = self._keeping[0].tier, self._keeping[0].device
-        self.folder = next((tier.folder for tier in self.tiers if tier.folder is not None), None)
+        self.traits = replace(
+            keeping[0].traits,
+            persistent=any(tier.traits.persistent for tier in tiers),
+            read_only=all(tier.traits.read_only for tier in tiers),
+            remote=False,
+            folder=next((tier.traits.folder for tier in tiers if tier.traits.folder is not None), None),
+            size_limit=_limit(self._largest),
+            tiers=self._tiers,
+        )
 
     @property
     def on_evict(self) -> OnEvict | None:
         """See `KVStore.on_evict`; called for what the last tier of this machine evicts."""
-        return (self._own or self.tiers)[-1].on_evict
+        return (self._own or self._tiers)[-1].on_evict
 
     @on_evict.setter
     def on_evict(self, called: OnEvict | None) -> None:
-        (self._own or self.tiers)[-1].on_evict = called
+        (self._own or self._tiers)[-1].on_evict = called
 
     def stats(self) -> StoreStats | None:
         """Of the last tier of this machine; see `KVStore.stats`."""
-        return (self._own or self.tiers)[-1].stats()
-
-    @property
-    def size_limit(self) -> int:
-        """Bytes that may be taken by the tiers which keep records: those of this machine together, or a larger one."""
-        return sum(tier.size_limit for tier in self._largest)
+        return (self._own or self._tiers)[-1].stats()
 
     def volume(self) -> int:
-        """Bytes that are taken of `size_limit` now."""
+        """Bytes taken of the size limit: by the tiers of this machine that keep records, or by a larger one."""
         return sum(tier.volume() for tier in self._largest)
-
-    @property
-    def _largest(self) -> Sequence[KVStore]:
-        """The tiers that take most: those of this machine, between which records move, or one on another."""
-        own = [tier for tier in self._keeping if not tier.remote]
-        return max(([own] if own else []) + [[tier] for tier in self._remote], key=_limit)
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return self._keeping[0].record_bytes(info)
-
-    def as_kept(self, record: KVRecord) -> KVRecord:
-        """See `KVStore.as_kept`."""
-        return self._keeping[0].as_kept(record)
-
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        return self.open_all([key]).get(key)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
         found: dict[str, StoredKV] = {}
-        for level, tier in enumerate(self.tiers):
-            missing = [key for key in keys if key not in found]
-            if not missing:
-                break
-            opened = tier.open_all(missing) if len(missing) > 1 else _opened(tier, missing[0])
-            found |= {key: self._to_rise(level, key, record) for key, record in opened.items()}
+        for level, tier in enumerate(self._tiers):
+            if missing := [key for key in keys if key not in found]:
+                opened = tier.open_all(missing)
+                found |= {key: self._to_rise(level, key, record) or record for key, record in opened.items()}
         return found
 
-    def _to_rise(self, level: int, key: str, record: StoredKV) -> StoredKV:
-        """A record of a tier; one that rises as it is read, if a nearer tier takes it."""
-        nearest, remote = self.tiers[0], self.tiers[level].remote
-        fits = not nearest.remote and nearest.record_bytes(record.info) <= nearest.size_limit
+    def _to_rise(self, level: int, key: str, record: StoredKV) -> _Rising | None:
+        """A record of a tier as one that rises while it is read; None if no nearer tier takes it."""
+        nearest, remote = self._tiers[0], self._tiers[level].traits.remote
+        fits = not nearest.traits.remote and nearest.record_bytes(record.info) <= nearest.traits.size_limit
         if not level or not (fits or (remote and self._own)):
-            return record
+            return None
         rising = _Rising(self, level, key, record)
         with self._changing:
             self._rising.add(rising)
@@ -151,18 +132,18 @@ class TieredStore(BaseStore):
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`; raises only if no tier takes it."""
         stored, failed = False, StoreError("no tier takes the record")
-        keeps = any(tier.persistent for tier in self._own)
-        tiers = self._own or self.tiers
+        keeps = any(tier.traits.persistent for tier in self._own)
+        tiers = self._own or self._tiers
         # Memory gets the record as it will be read from the disk, so that both give the same.
-        above = record if tiers[0].persistent else self.as_kept(record)
+        above = record if tiers[0].traits.persistent else as_written(record, self.traits.form)
         for tier in tiers:
             try:
-                tier.put(key, record if tier.persistent else above)
+                tier.put(key, record if tier.traits.persistent else above)
                 stored = True
             except StoreError as error:
                 failed = error
                 continue
-            if tier.persistent or not keeps:
+            if tier.traits.persistent or not keeps:
                 break
         if self._own and self._remote:
             stored |= self._behind.put(key, record, self._remote)
@@ -171,7 +152,7 @@ class TieredStore(BaseStore):
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
-        return self._behind.waits(key) or any(tier.contains(key) for tier in self.tiers)
+        return self._behind.waits(key) or any(tier.contains(key) for tier in self._tiers)
 
     def delete(self, key: str) -> bool:
         """Erase a record from every tier; whether there was one.
@@ -190,7 +171,7 @@ class TieredStore(BaseStore):
                 rising.gone |= rising.key == key
         try:
             self._behind.drop(key)
-            for tier in self.tiers:
+            for tier in self._tiers:
                 try:
                     erased |= tier.delete(key)
                 except StoreError as error:
@@ -228,24 +209,20 @@ class TieredStore(BaseStore):
 
     def prefetch(self, key: str) -> bool:
         """Bring a record to the nearest tier; see `KVStore.prefetch`."""
-        if self.tiers[0].contains(key):
+        if self._tiers[0].contains(key):
             return True
-        for level, tier in enumerate(self.tiers[1:], 1):
-            stored = tier.open(key) if tier.remote or tier.contains(key) else None
+        for level, tier in enumerate(self._tiers[1:], 1):
+            stored = tier.open(key) if tier.traits.remote or tier.contains(key) else None
             if stored is None:
                 continue
-            record = self._to_rise(level, key, stored)
+            rising = self._to_rise(level, key, stored)
             try:
-                if isinstance(record, _Rising) and record.codec is not None:
-                    for layer in range(record.info.layers):
-                        record.read_written(slice(layer, layer + 1))
-                    record.rise()
-                elif record is not stored:
-                    _whole(record)
+                if rising is not None:
+                    rising.read_whole()
             except StoreError as error:
                 _log.warning("KV record %s cannot be brought closer: %s", key, error)
             finally:
-                record.close()
+                (rising or stored).close()
             return True
         return False
 
@@ -253,7 +230,7 @@ class TieredStore(BaseStore):
         """See `KVStore.infos`."""
         yield from (waiting := self._behind.infos(beginning))  # before it is in a tier
         seen, failed = {key for key, _ in waiting}, list[StoreError]()
-        for tier in self.tiers:
+        for tier in self._tiers:
             try:
                 for key, info in tier.infos(beginning):
                     if key not in seen:
@@ -269,8 +246,8 @@ class TieredStore(BaseStore):
         """See `KVStore.claim`; asked of the tier that processes share, then of those that machines share."""
         with ExitStack() as own, ExitStack() as remote:
             mine = True
-            for tier in (*[one for one in self._keeping if not one.remote][:1], *self._remote):
-                mine = mine and (remote if tier.remote else own).enter_context(tier.claim(key, wait))
+            for tier in (*self._own_keeping[:1], *self._remote):
+                mine = mine and (remote if tier.traits.remote else own).enter_context(tier.claim(key, wait))
             yield mine
             # Other machines wait until the record has reached them.
             self._behind.afterwards(key, remote.pop_all().close)
@@ -282,21 +259,21 @@ class TieredStore(BaseStore):
     def close(self) -> None:
         """Close every tier."""
         self._behind.close()
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.close()
 
     def rise(self, rising: _Rising, record: KVRecord, behind: bool = False) -> None:
         """Put what was read from a tier into a nearer one, unless it is gone from there; perhaps without waiting."""
-        key, tier = rising.key, self.tiers[rising.level]
+        key, tier = rising.key, self._tiers[rising.level]
         with self._move(key) as free:
-            if not free or rising.gone or not (tier.remote or tier.contains(key)):
+            if not free or rising.gone or not (tier.traits.remote or tier.contains(key)):
                 return
-            keeping = [one for one in self._own if one.persistent][:1] if tier.remote else []
+            keeping = [one for one in self._own if one.traits.persistent][:1] if tier.traits.remote else []
             if behind:
-                self._behind.put(key, record, self.tiers[:1])
-            elif self.tiers[0] not in keeping:
+                self._behind.put(key, record, self._tiers[:1])
+            elif self._tiers[0] not in keeping:
                 try:
-                    self.tiers[0].put(key, record)
+                    self._tiers[0].put(key, record)
                 except StoreError as error:
                     _log.debug("KV record %s stays where it is: %s", key, error)
             if keeping:  # nobody waits for a folder to be written
@@ -306,7 +283,7 @@ class TieredStore(BaseStore):
         """Put what a tier evicts into the next that takes it, unless it is gone from there or was there before."""
         with self._move(key) as free:
             lower = self._own[level + 1 :]
-            if not free or not self.tiers[level].contains(key) or any(tier.contains(key) for tier in lower):
+            if not free or not self._tiers[level].contains(key) or any(tier.contains(key) for tier in lower):
                 return
             whole = _whole(record)
             for tier in lower:
@@ -317,7 +294,7 @@ class TieredStore(BaseStore):
                     _log.warning("KV record %s does not fit the next tier: %s", key, error)
 
 
-class _Rising(BaseRecord):
+class _Rising(StoredKV):
     """A record of a lower tier that rises when all its layers have been read.
 
     As it was written it rises when it is closed, and nobody waits: a GPU is at work, and pinned memory takes the system
@@ -343,8 +320,7 @@ class _Rising(BaseRecord):
         return keys, values
 
     def read_ahead(self, layer: int) -> None:
-        if reads_ahead(self._inner):
-            self._inner.read_ahead(layer)
+        self._inner.read_ahead(layer)
 
     @property
     def codec(self) -> str | None:
@@ -355,6 +331,15 @@ class _Rising(BaseRecord):
         if not self._risen:
             self._written.update(zip(range(layers.start, layers.stop), data, strict=True))
         return data
+
+    def read_whole(self) -> None:
+        """Read all layers, as they were written where that can be, and let them rise."""
+        for layer in range(self.info.layers):
+            if self.codec is None:
+                self.read_layer(layer)
+            else:
+                self.read_written(slice(layer, layer + 1))
+        self.rise()
 
     def rise(self, behind: bool = False) -> None:
         """Put all layers into the nearest tier as they were written, if all were read so."""
@@ -371,13 +356,7 @@ class _Rising(BaseRecord):
 
 
 def _limit(tiers: Sequence[KVStore]) -> int:
-    return sum(tier.size_limit for tier in tiers)
-
-
-def _opened(tier: KVStore, key: str) -> Mapping[str, StoredKV]:
-    """One record, without a thread for it."""
-    record = tier.open(key)
-    return {} if record is None else {key: record}
+    return sum(tier.traits.size_limit for tier in tiers)
 
 
 def _whole(record: StoredKV) -> KVRecord:

@@ -113,10 +113,6 @@ class TombstonedStore(WrappedStore):
     def _hidden(self, key: str) -> bool:
         return bool(self._suspended) or self._buried(key)
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        return None if self._hidden(key) else self.inner.open(key)
-
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
         return self.inner.open_all([key for key in keys if not self._hidden(key)])

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.config import ENV_PREFIX
@@ -39,7 +40,8 @@ class ValkeyStore(RemoteStore):
     """A KV store in the memory of a Valkey or Redis server, shared by all machines that reach it.
 
     The server evicts what was not used for longest, if it is set to (``maxmemory-policy allkeys-lru``). It may evict
-    any layer at any moment: the record is then a miss.
+    any layer at any moment: the record is then a miss. Its limit (``maxmemory``) is that of all its contents, read once
+    when the store is opened.
 
     Parameters
     ----------
@@ -59,12 +61,10 @@ class ValkeyStore(RemoteStore):
         If ``valkey`` is not installed.
     """
 
-    tier = "valkey"
-
     def __init__(self, url: str, *, timeout: float = 2.0, form: RecordFormat | None = None) -> None:
         check_address(url, VALKEY_SCHEMES, f"{_USERNAME_VARIABLE} and {_PASSWORD_VARIABLE}")
         self._valkey = _valkey()
-        super().__init__(url, timeout, form)
+        super().__init__(url, "valkey", timeout, form)
         try:
             self._client = self._valkey.Valkey.from_url(
                 url,
@@ -75,6 +75,8 @@ class ValkeyStore(RemoteStore):
             )
         except ValueError as error:
             raise ConfigError("store", url, f"{error}; use valkey://host:6379/0") from None
+        with suppress(StoreError):  # one that is away now may answer later; nobody knows its limit then
+            self.traits = replace(self.traits, size_limit=int(self._memory().get("maxmemory", 0)) or UNLIMITED)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -146,14 +148,6 @@ class ValkeyStore(RemoteStore):
         with self.reads.call(), self.asking():
             return dict(self._client.info("memory"))
 
-    @property
-    def size_limit(self) -> int:
-        """Bytes that the server may take for all its contents (``maxmemory``); `UNLIMITED` if it does not say."""
-        try:
-            return int(self._memory().get("maxmemory", 0)) or UNLIMITED
-        except StoreError:
-            return UNLIMITED
-
     def volume(self) -> int:
         """Bytes that the server takes for all that it holds."""
         return int(self._memory()["used_memory"])
@@ -209,7 +203,7 @@ class ValkeyRecord(EncodedRecord):
         self._asked: deque[int] = deque()  # layers whose answers come next on the connection
 
     def read_ahead(self, layer: int) -> None:
-        """See `ReadsAhead`. The first answers wait in the buffers of the connection."""
+        """See `StoredKV.read_ahead`. The first answers wait in the buffers of the connection."""
         with self._lock, self._receiving():
             self._ask(layer)
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, OnEvict, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.base import KVStore, OnEvict, StoredKV
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class WrappedStore(BaseStore):
+def _of_inner(method: _Method) -> _Method:
+    """The same method, of the wrapped store."""
+
+    @wraps(method, updated=())  # not that it is abstract
+    def call(self: WrappedStore, *arguments: Any) -> Any:
+        return getattr(self.inner, method.__name__)(*arguments)
+
+    return cast(_Method, call)
+
+
+class WrappedStore(KVStore):
     """A KV store that passes all calls on to the wrapped one.
 
     Parameters
@@ -18,38 +31,18 @@ class WrappedStore(BaseStore):
     """
 
     def __init__(self, inner: KVStore) -> None:
-        self.inner = inner
-        self.tiers, self.tier, self.device = inner.tiers, inner.tier, inner.device
-        self.persistent, self.read_only, self.folder = inner.persistent, inner.read_only, inner.folder
-        self.remote = inner.remote
+        self.inner, self.traits = inner, inner.traits
 
-    @property
-    def own_tiers(self) -> Sequence[KVStore]:
-        """Tiers of this machine."""
-        return [tier for tier in self.tiers or (self.inner,) if not tier.remote]
-
-    @property
-    def on_evict(self) -> OnEvict | None:
-        """See `KVStore.on_evict`."""
-        return self.inner.on_evict
-
-    @on_evict.setter
-    def on_evict(self, called: OnEvict | None) -> None:
-        self.inner.on_evict = called
-
-    def stats(self) -> StoreStats | None:
-        """See `KVStore.stats`."""
-        return self.inner.stats()
-
-    @property
-    def size_limit(self) -> int:
-        """Bytes the records may take."""
-        return self.inner.size_limit
-
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        record = self.inner.open(key)
-        return None if record is None else self.handed_out(key, record)
+    put = _of_inner(KVStore.put)
+    contains = _of_inner(KVStore.contains)
+    delete = _of_inner(KVStore.delete)
+    infos = _of_inner(KVStore.infos)
+    claim = _of_inner(KVStore.claim)
+    prefetch = _of_inner(KVStore.prefetch)
+    volume = _of_inner(KVStore.volume)
+    stats = _of_inner(KVStore.stats)
+    flush = _of_inner(KVStore.flush)
+    close = _of_inner(KVStore.close)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
@@ -59,46 +52,16 @@ class WrappedStore(BaseStore):
         """The record that a caller gets for one of the wrapped store: the very same, unless a subclass changes it."""
         return record
 
-    def put(self, key: str, record: KVRecord) -> None:
-        """See `KVStore.put`."""
-        self.inner.put(key, record)
+    @property
+    def own_tiers(self) -> Sequence[KVStore]:
+        """Tiers of this machine."""
+        return [tier for tier in self.traits.tiers or (self.inner,) if not tier.traits.remote]
 
-    def contains(self, key: str) -> bool:
-        """See `KVStore.contains`."""
-        return self.inner.contains(key)
+    @property
+    def on_evict(self) -> OnEvict | None:
+        """See `KVStore.on_evict`."""
+        return self.inner.on_evict
 
-    def delete(self, key: str) -> bool:
-        """See `KVStore.delete`."""
-        return self.inner.delete(key)
-
-    def volume(self) -> int:
-        """See `KVStore.volume`."""
-        return self.inner.volume()
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return self.inner.record_bytes(info)
-
-    def as_kept(self, record: KVRecord) -> KVRecord:
-        """See `KVStore.as_kept`."""
-        return self.inner.as_kept(record)
-
-    def prefetch(self, key: str) -> bool:
-        """See `KVStore.prefetch`."""
-        return self.inner.prefetch(key)
-
-    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
-        """See `KVStore.infos`."""
-        return self.inner.infos(beginning)
-
-    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
-        """See `KVStore.claim`."""
-        return self.inner.claim(key, wait)
-
-    def flush(self) -> None:
-        """See `KVStore.flush`."""
-        self.inner.flush()
-
-    def close(self) -> None:
-        """Close the store within."""
-        self.inner.close()
+    @on_evict.setter
+    def on_evict(self, called: OnEvict | None) -> None:
+        self.inner.on_evict = called

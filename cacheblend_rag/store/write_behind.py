@@ -50,7 +50,7 @@ class WriteBehind:
         size = record.kv.nbytes
         with self._changed:
             if self._closed or (self._waiting and self._held + size > _MOST_BYTES):
-                name = ", ".join(tier.tier for tier in tiers)
+                name = ", ".join(tier.traits.tier for tier in tiers)
                 self._full.warn("KV record %s is not written to %s: too much waits to be written", key, name)
                 return False
             before = self._waiting.get(key)
@@ -146,7 +146,7 @@ class WriteBehind:
                 try:
                     tier.put(key, waiting.record)
                 except Exception as error:  # whatever one record does, the others are written
-                    self._failed.warn("KV record %s is not written to %s: %s", key, tier.tier, error)
+                    self._failed.warn("KV record %s is not written to %s: %s", key, tier.traits.tier, error)
             with self._changed:
                 done = self._drop(key) if self._waiting.get(key) is waiting else []
         for call in done:

@@ -91,7 +91,7 @@ def test_a_full_store_leaves_chunks_out_and_still_answers(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "2"], "recompute_ratio=2.0 is not usable: use a number from 0 to 1"),
+        (["--ratio", "2"], "recompute_ratio='2' is not usable: use a number from 0 to 1"),
         (["--docs", "nowhere"], "the folder nowhere does not exist"),
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--size-limit", "lots"], "size_limit='lots' is not usable"),
@@ -107,14 +107,14 @@ def test_bad_values_are_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "2"], "recompute_ratio=2.0 is not usable: use a number from 0 to 1"),
+        (["--ratio", "2"], "recompute_ratio='2' is not usable: use a number from 0 to 1"),
         (["--top-k", "0"], "top_k=0 is not usable: use a whole number, 1 or more"),
         (["--max-new-tokens", "0"], "max_new_tokens=0 is not usable"),
         (["--dtype", "int8"], "dtype='int8' is not usable: use one of 'auto'"),
         (["--device", "gpu"], 'device=\'gpu\' is not usable: use "auto", "cpu"'),
         (["--docs", "FILE"], "is a file; name the folder that holds it"),
         (["--docs", "PICTURES"], "(there: 1 .png); add documents to it"),
-        (["--data-dir", ""], "data_dir='' is not usable: name a folder"),
+        (["--data-dir", ""], "data_dir='' is not usable: use the name of a folder"),
         (["--data-dir", "FILE"], "data_dir='FILE' is not usable: File exists; name a folder that can be written"),
         (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
         (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),

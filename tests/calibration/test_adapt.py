@@ -248,7 +248,7 @@ def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
         monkeypatch.setenv("CACHEBLEND_RAG_ENCRYPTION_KEY", key)
     with engine_of(model, store=tmp_path) as engine:
         path = keep_context(engine.store, engine.fingerprint, adapted.context)
-        found = kept_context(engine.store.folder, engine.fingerprint, engine.adapter)
+        found = kept_context(engine.store.traits.folder, engine.fingerprint, engine.adapter)
     assert found is not None
     assert found.digest == adapted.context.digest
     assert path.stat().st_mode & 0o777 == 0o600
@@ -275,7 +275,7 @@ def test_a_damaged_one_is_logged_and_neighbours_stand_in(
     with caplog.at_level(logging.WARNING), engine_of(model, store=tmp_path) as engine:
         assert engine.condition == "context"
         with pytest.raises(StoreError, match="learned context"):
-            kept_context(engine.store.folder, engine.fingerprint, engine.adapter)
+            kept_context(engine.store.traits.folder, engine.fingerprint, engine.adapter)
     assert "learned context" in caplog.text
 
 

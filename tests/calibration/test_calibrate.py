@@ -363,8 +363,30 @@ def test_prompts_of_a_file_of_questions(questions: Path) -> None:
 # The profile, and who reads it ---------------------------------------------------------------
 
 SETTINGS = BlendSettings(
-    "gradual", (1,), 0.05, (0.5, 0.4, 0.05), tolerance=0.01, divergence=0.004, highest=0.008, work=0.1, prompts=24
+    "gradual",
+    recompute_ratio=0.05,
+    selection_options={"check_layers": (1,), "recompute_ratios": (0.5, 0.4, 0.05)},
+    tolerance=0.01,
+    divergence=0.004,
+    highest=0.008,
+    work=0.1,
+    prompts=24,
 )
+
+
+def test_a_profile_of_an_earlier_version_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
+    path, profile = tmp_path / "profile.json", MachineProfile(blends={"m": SETTINGS})
+    profile.save(path)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    earlier = saved["blends"]["m"]
+    earlier |= earlier.pop("selection_options")
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    assert MachineProfile.load(path) == profile
+    earlier |= {"selection": "query", "selection_options": {"score_layers": [2]}}  # what it saved for other rules
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    again = MachineProfile.load(path)
+    assert again is not None
+    assert again.blends["m"].selection_options == {"score_layers": (2,)}
 
 
 def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: Path) -> None:
@@ -394,7 +416,7 @@ def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.
     chosen = policy_of(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
     assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05))
     assert chosen.ratio == 0.05
-    for options in ({"recompute_ratio": 0.3}, {"selection": "hkvd"}, {"check_layers": (2,)}):
+    for options in ({"recompute_ratio": 0.3}, {"selection": "hkvd"}, {"selection_options": {"score_layers": (1,)}}):
         assert policy_of(SETTINGS, **options).settings is None
     monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "boundary")
     assert policy_of(SETTINGS).settings is None
@@ -411,7 +433,7 @@ def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
     # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
     head = policy_of(SETTINGS).head_share()
     assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)
-    flat = replace(SETTINGS, selection="hkvd", check_layers=(2,), recompute_ratios=())
+    flat = replace(SETTINGS, selection="hkvd", selection_options={"check_layers": (2,)})
     assert policy_of(flat).head_share() == pytest.approx(2 / 24)
 
 
@@ -425,7 +447,7 @@ def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: py
 
 def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Path) -> None:
     (prompt,) = prompts(7, 1)
-    settings = replace(SETTINGS, recompute_ratios=(0.5, 0.1))
+    settings = replace(SETTINGS, selection_options={"recompute_ratios": (0.5, 0.1)})
     with engine_of(models["calm"], store=str(tmp_path), selection="query") as engine:
         engine.warm(prompt.chunks, progress=False)
         assert keep_settings(engine, settings) == tmp_path / "profile.json"

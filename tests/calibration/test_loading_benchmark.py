@@ -18,7 +18,7 @@ from docs.benchmarks.scripts.hit_rates import TraceOptions, simulate
 from docs.benchmarks.scripts.loading import OverlapOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import engine_of, reading
 
 CHUNKS = [tiny.text(60, 1), tiny.text(60, 2)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
@@ -31,7 +31,7 @@ def test_a_throttled_store_delays_reads_and_changes_no_bit(prefetch: bool) -> No
         size = engine.store.volume()
         plain = engine.with_config(write_back="off").fuse(PROMPT)
         slow = ThrottledStore(engine.store, throughput=size / 0.2)
-        with engine_of(store=slow, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as throttled:
+        with engine_of(store=slow, recompute_ratio=0.2, write_back="off") as throttled, reading(prefetch):
             started = time.perf_counter()
             fused = throttled.fuse(PROMPT)
             took = time.perf_counter() - started
@@ -121,5 +121,5 @@ def test_the_day_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_disk_stores_are_throttled_with_their_folder(tmp_path: Path) -> None:
     store = ThrottledStore(DiskStore(tmp_path), 1e9)
-    assert store.folder == tmp_path
+    assert store.traits.folder == tmp_path
     store.close()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, RecordFormat
-from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.codecs import CODECS, codec_named
 from cacheblend_rag.store.record import FileRecord, as_written, record_bytes
 from tests.contract.store_contract import encoded
@@ -148,7 +147,7 @@ def test_a_record_is_known_as_it_will_be_read(name: str, tmp_path: Path) -> None
     record = make(torch.bfloat16)
     record.kv.keys[0][1].zero_()
     with closing(DiskStore(tmp_path, form=RecordFormat(name))) as store:
-        expected = store.as_kept(record)
+        expected = as_written(record, store.traits.form)
         store.put("a", record)
         stored = store.open("a")
         assert stored is not None
@@ -157,7 +156,7 @@ def test_a_record_is_known_as_it_will_be_read(name: str, tmp_path: Path) -> None
             assert torch.equal(keys, expected.kv.keys[layer])
             assert torch.equal(values, expected.kv.values[layer])
             placed = torch.empty(2, HEADS, 90, DIM, dtype=torch.bfloat16)[:, :, 5:75]  # a place among other rows
-            copy_layer(stored, layer, placed[0], placed[1])
+            stored.read_into(layer, placed[0], placed[1])
             assert torch.equal(placed[0], keys)
             assert torch.equal(placed[1], values)
         stored.close()

@@ -15,7 +15,7 @@ import pytest
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
-from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files, segments_of
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, reading, record_files, segments_of
 
 pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
 
@@ -62,7 +62,7 @@ def file_of(folder: Path, chunk: str) -> Path:
 def test_a_record_damaged_before_look_up_is_a_logged_miss(
     damage: str, prefetch: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine_of(store=tmp_path, codec="raw", recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
+    with engine_of(store=tmp_path, codec="raw", recompute_ratio=0.2, write_back="off") as engine, reading(prefetch):
         engine.warm(CHUNKS)
         DAMAGE[damage](file_of(tmp_path, CHUNKS[1]))
         with caplog.at_level(logging.WARNING):
@@ -89,7 +89,7 @@ def test_a_record_damaged_while_it_is_loaded_is_dropped(
 ) -> None:
     """Cut between look-up and load (no layer), or just before a layer is read, after others were fused."""
     store = Hooked(DiskStore(tmp_path))
-    with engine_of(store=store, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
+    with engine_of(store=store, recompute_ratio=0.2, write_back="off") as engine, reading(prefetch):
         engine.warm(CHUNKS)
         path = file_of(tmp_path, CHUNKS[victim])
         ids = segments_of(engine).chunk(CHUNKS[victim]).ids
@@ -113,7 +113,7 @@ def test_a_record_damaged_while_it_is_loaded_is_dropped(
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_every_record_lost_one_after_another_gives_a_cold_run(prefetch: bool, caplog: pytest.LogCaptureFixture) -> None:
     store = Hooked()
-    with engine_of(store=store, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
+    with engine_of(store=store, recompute_ratio=0.2, write_back="off") as engine, reading(prefetch):
         cold = engine.fuse(PROMPT)
         engine.with_config(write_back="inline").fuse(PROMPT)
 

@@ -193,7 +193,7 @@ def test_a_folder_that_becomes_read_only(
         assert "could not store" in caplog.text
         assert "Read-only" in caplog.text
         store = DiskStore(tmp_path / "kv")  # while another has it open, and its journal cannot be made anew
-        assert store.read_only
+        assert store.traits.read_only
         with pytest.raises(StoreError, match="cannot be written"):
             store.put("key", record_of(1))
         assert [len(list(store.entries())), store.stats().records] == [1, 1]
@@ -219,7 +219,7 @@ def test_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         opened = store.open(str(number))
         if opened is not None:  # when the clock was back, the newest looked the oldest
             opened.close()
-    assert store.volume() <= store.size_limit
+    assert store.volume() <= store.traits.size_limit
     assert list(store.entries())
     assert list(wrong_records(store)) == []
     store.close()
@@ -321,7 +321,7 @@ def test_settings_someone_left_in_the_data_base_are_an_error_of_ours_or_nothing(
         except StoreError:
             alter(tmp_path / "kv", "DELETE FROM Settings WHERE key = ?", key)
             continue
-        assert store.size_limit == 5_000_000
+        assert store.traits.size_limit == 5_000_000
         store.put("a", record_of(1))
         store.close()
 

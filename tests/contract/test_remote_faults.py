@@ -235,7 +235,7 @@ def test_a_server_that_is_killed_while_it_is_read_and_started_anew(trials: Remot
 def test_a_server_that_evicts_at_any_moment(trials: RemoteTrials) -> None:
     limits = {"maxmemory": "5mb", "maxmemory-policy": "allkeys-lru"}
     with valkey_server(**limits) as server, closing(ValkeyStore(f"valkey://127.0.0.1:{server.port}/0")) as store:
-        assert store.size_limit == 5 * 2**20
+        assert store.traits.size_limit == 5 * 2**20
         with trials.engine(store) as engine:
             for number in range(4):
                 trials.warm(engine)
@@ -351,7 +351,9 @@ def test_what_one_machine_computed_another_reads(place: Place, trials: RemoteTri
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)
         second.flush()
-        assert all(second.tiers[1].contains(key) for key, _ in second.tiers[2].infos("")), "they are kept here, too"
+        assert all(second.traits.tiers[1].contains(key) for key, _ in second.traits.tiers[2].infos("")), (
+            "they are kept here, too"
+        )
         place.proxy.silent = True
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)

@@ -107,7 +107,7 @@ def test_places_are_named_in_one_line(valkey: int, tmp_path: Path) -> None:
         ((tmp_path / "kv", shared, remote), {}, ["disk", "valkey", "s3"]),
     ):
         with closing(open_store(places, config, **options)) as store:
-            assert [tier.tier for tier in store.tiers] == expected
+            assert [tier.traits.tier for tier in store.traits.tiers] == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
         with llm.engine as engine:
             assert engine.warm(CHUNKS).present == (3 if name == "second" else 0)
             copied = pickle.loads(pickle.dumps(engine))
-            assert [tier.tier for tier in copied.store.tiers] == ["disk", "s3"]
+            assert [tier.traits.tier for tier in copied.store.traits.tiers] == ["disk", "s3"]
             copied.close()
 
 
@@ -145,7 +145,7 @@ def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_store_on_another_machine_is_measured(store_of_each: KVStore) -> None:
     found = measure_remote(store_of_each, size=10**6)
-    assert found.name == store_of_each.tier
+    assert found.name == store_of_each.traits.tier
     assert found.throughput > 0
     assert 0 < found.latency < 1
     assert not list(store_of_each.infos(""))

@@ -42,10 +42,10 @@ LAYERS = 8
 # Every rule with every option that makes it choose otherwise. Rows fixed before layer 0, or a first check.
 CASES: dict[str, dict[str, Any]] = {
     "hkvd": {},
-    "hkvd, from layer 2": {"check_layers": (2,)},
-    "hkvd, two checks": {"check_layers": (1, 4)},
+    "hkvd, from layer 2": {"selection_options": {"check_layers": (2,)}},
+    "hkvd, two checks": {"selection_options": {"check_layers": (1, 4)}},
     "gradual": {},
-    "gradual, from layer 3": {"check_layers": (3,)},
+    "gradual, from layer 3": {"selection_options": {"check_layers": (3,)}},
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
@@ -102,7 +102,7 @@ def test_budget_repeatability_and_no_return(engine: Any, case: str, ratio: float
     assert torch.equal(fused.logits, again.logits)
     for above, below in pairwise(rows):
         assert set(below) <= set(above)
-    first = CASES[case].get("check_layers", (1,))[0]
+    first = CASES[case].get("selection_options", {}).get("check_layers", (1,))[0]
     full_before = counts[0] == tokens and ratio > 0
     from_check = counts[first:] if full_before and ratio < 1 else counts
     assert sum(from_check) <= ratio * tokens * len(from_check) + 1e-6
@@ -161,7 +161,7 @@ def projected(model: Any, hidden: torch.Tensor, layer: int, name: str) -> torch.
 
 
 def test_deviation_equals_a_naive_twin(engine: Any, model: Any) -> None:
-    fused = engine.with_config(recompute_ratio=0.1, check_layers=(1,)).fuse(PROMPT)
+    fused = engine.with_config(recompute_ratio=0.1).fuse(PROMPT)
     ids, tokens = fused.input_ids, engine.tokenize(PROMPT)
     full = layer_inputs(model, ids)[1][0]
     expected = torch.full((len(ids),), float("nan"), dtype=torch.float64)
@@ -260,11 +260,14 @@ def test_a_falling_schedule_has_its_mean(mean: float, layers: int) -> None:
 
 
 def test_schedules_are_followed(engine: Any) -> None:
-    steep = engine.with_config(selection="gradual", recompute_ratios=(0.5, 0.4, 0.3, 0.05)).fuse(PROMPT)
+    steep = engine.with_config(selection="gradual", selection_options={"recompute_ratios": (0.5, 0.4, 0.3, 0.05)}).fuse(
+        PROMPT
+    )
     tokens = steep.report.chunk_tokens
     expected = [1, 0.5, 0.4, 0.3, *[0.05] * (LAYERS - 4)]
     assert steep.report.recomputed_tokens == tuple(int(share * tokens) for share in expected)
-    own = engine.with_config(check_layers=(1, 4, 6), recompute_ratios=(0.2, 0.15, 0.1)).fuse(PROMPT)
+    checks = {"check_layers": (1, 4, 6), "recompute_ratios": (0.2, 0.15, 0.1)}
+    own = engine.with_config(selection_options=checks).fuse(PROMPT)
     expected = [1, 0.2, 0.2, 0.2, 0.15, 0.15, 0.1, 0.1]
     assert own.report.recomputed_tokens == tuple(int(share * tokens) for share in expected)
 
@@ -347,31 +350,28 @@ def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
 
 
 def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any) -> None:
-    options = {"selection_options": {"seed": 3}, "check_layers": (2,)}
-    with engine_of(model, selection="random", **options) as first:
+    with engine_of(model, selection="random", selection_options={"seed": 3}) as first:
         for rule in ("hkvd", "none", SelectNone()):
             config = first.with_config(selection=rule).config
             assert (config.selection, config.selection_options) == (rule, {})
-            assert config.check_layers == (2,), "what rules share is kept"
         for kept in ({"recompute_ratio": 0.3}, {"selection": "random"}):
             assert first.with_config(**kept).config.selection_options == {"seed": 3}
         given = first.with_config(selection="query", selection_options={"score_layers": [1]})
-        assert given.config.selection_options == {"score_layers": [1]}
-    with engine_of(model, selection="gradual", recompute_ratios=(0.4, 0.2)) as second:
-        assert second.with_config(selection="boundary").config.recompute_ratios == ()
-        assert second.with_config(selection="hkvd", recompute_ratios=(0.1,)).config.recompute_ratios == (0.1,)
-        assert second.with_config(recompute_ratio=0.3).config.recompute_ratios == (0.4, 0.2)
+        assert given.config.selection_options == {"score_layers": (1,)}
 
 
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"selection": "best"}, "selection"),
-        ({"selection": "hkvd", "recompute_ratios": (0.1, 0.2), "check_layers": (1, 2)}, "recompute_ratios"),
-        ({"selection": "hkvd", "recompute_ratios": (0.2, 0.1)}, "recompute_ratios"),
-        ({"selection": "boundary", "recompute_ratios": (0.2,)}, "recompute_ratios"),
-        ({"selection": "gradual", "recompute_ratios": (0.1, 0.2)}, "recompute_ratios"),
-        ({"selection": "gradual", "check_layers": (1, 2)}, "check_layers"),
+        (
+            {"selection": "hkvd", "selection_options": {"recompute_ratios": (0.1, 0.2), "check_layers": (1, 2)}},
+            "recompute_ratios",
+        ),
+        ({"selection": "hkvd", "selection_options": {"recompute_ratios": (0.2, 0.1)}}, "recompute_ratios"),
+        ({"selection": "boundary", "selection_options": {"recompute_ratios": (0.2,)}}, "selection_options"),
+        ({"selection": "gradual", "selection_options": {"recompute_ratios": (0.1, 0.2)}}, "recompute_ratios"),
+        ({"selection": "gradual", "selection_options": {"check_layers": (1, 2)}}, "check_layers"),
         ({"selection": "query", "selection_options": {"limit": 1}}, "selection_options"),
         ({"selection": "hkvd", "selection_options": {"seed": 1}}, "selection_options"),
         ({"selection": SelectNone(), "selection_options": {"seed": 1}}, "selection_options"),

@@ -73,6 +73,19 @@ def test_a_journal_that_is_gone_before_it_is_looked_at_is_no_fault(
     store.close()
 
 
+def test_files_of_no_record_are_swept_once_a_day(tmp_path: Path) -> None:
+    DiskStore(tmp_path).close()
+    stale = tmp_path / "00" / "11" / f"{'2' * 28}.val"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    os.utime(stale, (0, 0))
+    DiskStore(tmp_path).close()
+    assert stale.exists(), "swept a moment ago"
+    os.utime(tmp_path / "cache.db.swept", (0, 0))
+    DiskStore(tmp_path).close()
+    assert not stale.exists()
+
+
 def test_the_folder_is_private(tmp_path: Path) -> None:
     old = os.umask(0)
     try:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,9 @@ def test_a_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore
     read(store.open("1"), 1)
     assert (memory.stats().hits, disk.stats().hits) == (1, 0)
     assert store.volume() == disk.volume()
-    assert store.size_limit == disk.size_limit
+    assert store.traits.size_limit == disk.traits.size_limit
     assert store.record_bytes(record_of(1).info) == disk.record_bytes(record_of(1).info)
-    assert store.persistent
+    assert store.traits.persistent
 
 
 def test_what_is_read_from_a_lower_tier_rises(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
@@ -153,7 +154,7 @@ def test_a_record_larger_than_memory_goes_by_it(tmp_path: Path) -> None:
 def test_a_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
     upper, lower = MemoryStore(2 * SIZE), MemoryStore(10 * SIZE)
     store = TieredStore([upper, lower])
-    assert not store.persistent
+    assert not store.traits.persistent
     for number in range(8):
         store.put(str(number), record_of(number))
     assert upper.stats().evictions == lower.stats().records > 0
@@ -173,7 +174,7 @@ def test_what_the_fast_disk_evicts_sinks_to_the_slow_one(tmp_path: Path) -> None
     for number in range(12):
         assert fast.contains(str(number)) or slow.contains(str(number))
         read(store.open(str(number)), number)
-    assert store.size_limit == fast.size_limit + slow.size_limit
+    assert store.traits.size_limit == fast.traits.size_limit + slow.traits.size_limit
     store.close()
 
 
@@ -195,7 +196,9 @@ def test_what_waits_to_be_written_elsewhere_is_listed_and_forgotten() -> None:
     goes_on = threading.Event()
 
     class Elsewhere(MemoryStore):
-        remote = True
+        def __init__(self, size_limit: int) -> None:
+            super().__init__(size_limit)
+            self.traits = replace(self.traits, remote=True)
 
         def put(self, key: str, record: Any) -> None:
             assert goes_on.wait(20)
@@ -257,7 +260,7 @@ def test_retrieved_chunks_rise_before_the_prompt_comes(order: tuple[int, ...], t
     with engine_of(store=tmp_path, memory_limit="10MB", write_back="off") as engine:
         store = engine.store
         assert isinstance(store, TieredStore)
-        memory = store.tiers[0]
+        memory = store.traits.tiers[0]
         assert isinstance(memory, MemoryStore)
         engine.chunks.prefetch([*(CHUNKS[n] for n in order), "never stored"])
         until(lambda: memory.stats().records == len(order))
@@ -358,7 +361,7 @@ def test_beside_a_gpu_records_that_were_read_stay_in_memory_unless_told_otherwis
         assert isinstance(store, DiskStore)
     with closing(open_store(tmp_path, plain, beside_gpu=True)) as store:
         assert isinstance(store, TieredStore)
-        assert store.tiers[0].size_limit > 10**8
+        assert store.traits.tiers[0].traits.size_limit > 10**8
     with closing(open_store(tmp_path, told, beside_gpu=True)) as store:
         assert isinstance(store, TieredStore)
-        assert store.tiers[0].size_limit == 10**6
+        assert store.traits.tiers[0].traits.size_limit == 10**6

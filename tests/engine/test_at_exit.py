@@ -139,20 +139,22 @@ def test_an_interrupt_ends_the_storing(times: int, tmp_path: Path) -> None:
 
 BEHIND = f"""
 import time
+from dataclasses import replace
 
 MODEL = {str(MODEL_PATH)!r}
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.store import MemoryStore, TieredStore
 
 class Slow(MemoryStore):
-    tier = "far"
-    remote = True
+    def __init__(self):
+        super().__init__("1GB")
+        self.traits = replace(self.traits, tier="far", remote=True)
 
     def put(self, key, record):
         time.sleep(0.1)
         print("written", flush=True)
 
-store = TieredStore([MemoryStore("1GB"), Slow("1GB")])
+store = TieredStore([MemoryStore("1GB"), Slow()])
 engine = BlendEngine.from_pretrained(MODEL, config=BlendConfig(min_tokens=0, condition="sink"), store=store)
 chunks = [f"The {{number}}th mill burned down in 1931, and nobody saw it." for number in range(5)]
 engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)

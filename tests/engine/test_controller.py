@@ -355,9 +355,9 @@ def test_auto_is_the_default_and_the_least_until_measured() -> None:
 
 def test_tiers_are_planned_by_what_keeps_the_records(tmp_path: Path) -> None:
     store: Any = TieredStore([MemoryStore(), DiskStore(tmp_path)])
-    assert store.tier == "disk"
-    assert store.folder == tmp_path
-    assert TieredStore([MemoryStore()]).folder is None
+    assert store.traits.tier == "disk"
+    assert store.traits.folder == tmp_path
+    assert TieredStore([MemoryStore()]).traits.folder is None
     model = tiny.model()
     with engine_of(model, store=store) as engine:
         engine.warm(CHUNKS)

@@ -400,5 +400,5 @@ def test_more_than_one_sequence_is_refused(engine: Any, changes: dict[str, Any])
 
 
 def test_an_unknown_option_is_refused(engine: Any) -> None:
-    with pytest.raises(TypeError, match="max_tokens"):
+    with pytest.raises(ConfigError, match=r"max_tokens=5 .*did you mean .max_new_tokens"):
         engine.generate(PROMPT, max_tokens=5)

@@ -164,7 +164,7 @@ PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17,
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 0.1, 0.15, 1 / 3, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("check_layers", [(1,), (1, 3), (2,), (1, 2, 3)])
 def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...]) -> None:
-    with engine_of(recompute_ratio=ratio, check_layers=check_layers) as engine:
+    with engine_of(recompute_ratio=ratio, selection_options={"check_layers": check_layers}) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
     report = fused.report
@@ -188,7 +188,7 @@ def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...
 @pytest.mark.parametrize("ratio", [0.1, 0.4])
 def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float) -> None:
     model = model_named(name)
-    with engine_of(model, recompute_ratio=ratio, check_layers=(1,)) as engine:
+    with engine_of(model, recompute_ratio=ratio, selection_options={"check_layers": (1,)}) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
     ids = fused.input_ids
@@ -274,9 +274,9 @@ def test_selection_all_reads_nothing_and_stores_nothing() -> None:
 @pytest.mark.parametrize("layers", [(4,), (1, 4), (1, 99)])
 def test_check_layers_beyond_the_model_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"check_layers=.*layers 0 to 3"):
-        engine_of(check_layers=layers)
+        engine_of(selection_options={"check_layers": layers})
     with engine_of() as engine, pytest.raises(ConfigError, match="check_layers"):
-        engine.with_config(check_layers=layers)
+        engine.with_config(selection_options={"check_layers": layers})
 
 
 def test_the_last_position_is_computed_even_if_a_rule_keeps_nothing() -> None:

@@ -17,7 +17,8 @@ from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store import BaseRecord, DiskStore, KVRecord, MemoryStore, RecordInfo
+from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, StoredKV
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
 
@@ -25,7 +26,7 @@ LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 
 
-class Record(BaseRecord):
+class Record(StoredKV):
     """A stored record whose layers tell their number; calls back before each read."""
 
     tier = "disk"
@@ -198,11 +199,12 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)
         used.clear()
-        ahead = engine.with_config(prefetch=True).fuse(PROMPT)
-        plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        ahead = engine.fuse(PROMPT)
+        with read_plainly():
+            plain = engine.fuse(PROMPT)
         assert used == ["load_as_it_pays", "load_plainly"]
         monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 2**40)
-        engine.with_config(prefetch=True).fuse(PROMPT)
+        engine.fuse(PROMPT)
         assert used[2:] == ["load_plainly"]
     assert ahead.report.hits == plain.report.hits == 3
     assert ahead.report.prefix_hit
@@ -221,7 +223,8 @@ def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, codec: str, dtype: s
     with engine_of(model, store=stores.get(kept, tmp_path), **options) as engine:
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)
-        plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        with read_plainly():
+            plain = engine.fuse(PROMPT)
         for _ in range(20):
-            assert_same(engine.with_config(prefetch=True).fuse(PROMPT), plain)
+            assert_same(engine.fuse(PROMPT), plain)
     assert plain.report.hits == 3

@@ -1,41 +1,158 @@
-"""One list of options: whatever describes an option comes from its field, so that none can be forgotten."""
+"""Each option is declared once: its field, and nothing else, says what is known of it anywhere."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import inspect
 import json
+import re
+import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.app.cli.arguments import add_rag_arguments, rag_options
-from cacheblend_rag.config import RULE_OPTIONS, BlendOptions, check_names
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.app.cli import _parser, main
+from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, given_sections, server_settings
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.config import ENV_PREFIX, REMOVED, RULE_OPTIONS, Option, check_names, option, options_of, whole
+from cacheblend_rag.config import check_options as check
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions
+from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES
-from cacheblend_rag.langchain.base import AllFields
-from cacheblend_rag.loading.profile import BlendSettings
+from docs.site import options as page
 from tests.engine.test_config import FROM_ENVIRONMENT
 
-OPTIONS = [option.name for option in fields(BlendConfig)]
-# Another value than the default for each option.
+OPTIONS = BlendConfig.names()
+# Another value than the default for each option of the engine.
 OTHERS: dict[str, Any] = {name: value for name, (_, value) in FROM_ENVIRONMENT.items()}
+KINDS: tuple[type, ...] = (FolderRAGOptions, ServerSettings, Limits, BlendConfig)
+EVERY = [(kind, one) for kind in KINDS for one in options_of(kind)]
+# Fields that hold other options, or secrets, which have no flag and are in no file.
+PARTS = {"config", "rag", "limits", "api_keys"}
+# Says when an option of the engine is to be changed.
+WHEN = re.compile(
+    r"\b(?:Set|Turn|Raise|Lower|Change|Choose|Use|Give|raise|lower|set) (?:[^.]|\.\d)*\b(?:where|in a program|to the)\b"
+)
 
 
-def test_what_is_known_of_options_is_known_of_all() -> None:
-    known = {option.name: option for option in BlendConfig.options()}
-    assert list(known) == OPTIONS
-    assert get_type_hints(BlendOptions) == {name: get_type_hints(BlendConfig)[name] for name in OPTIONS}
-    for option in known.values():
-        assert option.default == BlendConfig.default(option.name) == getattr(BlendConfig(), option.name)
-        assert bool(option.flag) == bool(option.help)
+def named(case: Any) -> str | None:
+    return case.name if isinstance(case, Option) else case.__name__ if isinstance(case, type) else None
+
+
+@pytest.fixture(scope="module")
+def serve() -> argparse.ArgumentParser:
+    actions = [one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return actions[0].choices["serve"]
+
+
+@pytest.mark.parametrize(("kind", "one"), EVERY, ids=named)
+def test_the_field_of_an_option_gives_its_variable_flag_key_row_and_check(
+    kind: type, one: Option, serve: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # text and row of the documentation
+    assert one.about.endswith((".", "…", '"'))
+    assert page.row_of(one) in page.PAGE.read_text(encoding="utf-8").splitlines()
+    assert f"{one.name} : {one.kind.words}" in (kind.__doc__ or "")
+    # flag
+    flags = {text for action in serve._actions for text in action.option_strings}
+    assert not one.flag or f"--{one.flag}" in flags
+    # key in a file
+    section = next((name for name, options in SECTIONS.items() if one in options), "")
+    assert section or one.name == "max_concurrent"  # the server has `concurrent`
+    bad = "2" if one.kind.toml is not str else 2
+    if section and one.kind.toml is not object:
+        with pytest.raises(ConfigError) as caught:
+            given_sections({section: {one.name: bad}}, "serve.toml")
+        assert caught.value.field == f"serve.toml, [{section}] {one.name}"
+        assert caught.value.remedy.startswith("use ")
+    # check of a value, in the same words
+    with pytest.raises(ConfigError) as caught:
+        one.kind.check(one.name, object())
+    assert (caught.value.field, caught.value.remedy[:4]) == (one.name, "use ")
+    # variable
+    monkeypatch.setenv(one.variable, "")
+    if one.kind.parse is not str and one.kind.toml is not list:
+        with pytest.raises(ConfigError) as caught:
+            given_options(None, {}) if section else BlendConfig()
+        assert (caught.value.field, caught.value.remedy[:4]) == (one.variable, "use ")
+
+
+def test_every_field_is_an_option() -> None:
+    for kind in KINDS:
+        names = [one.name for one in fields(kind) if one.name not in PARTS]
+        assert names == [one.name for one in options_of(kind)]
     assert set(RULE_OPTIONS) < set(OPTIONS)
 
 
-def test_decoding_arguments_are_those_of_the_options() -> None:
-    assert get_type_hints(DecodeArguments) == get_type_hints(DecodeOptions)
+def test_a_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class More:
+        depth: int = option(3, whole(1, 9), "How deep. Raise it where it is dark.", flag="depth", from_environment=True)
+
+        def __post_init__(self) -> None:
+            check(self)
+
+    (one,) = options_of(More)
+    assert (one.variable, one.help_line) == (f"{ENV_PREFIX}DEPTH", "how deep (default: 3)")
+    assert page.row_of(one).startswith(
+        "| `depth` | `CACHEBLEND_RAG_DEPTH` | `3` | a whole number from 1 to 9 | How deep."
+    )
+    monkeypatch.setenv(one.variable, "4")
+    assert (More().depth, More(depth=5).depth) == (4, 5)
+    monkeypatch.setenv(one.variable, "10")
+    with pytest.raises(ConfigError, match="CACHEBLEND_RAG_DEPTH='10' is not usable: use a whole number from 1 to 9"):
+        More()
+    with pytest.raises(ConfigError, match="depth=0 is not usable: use a whole number from 1 to 9"):
+        More(depth=0)
+
+
+@pytest.mark.parametrize("one", options_of(BlendConfig), ids=named)
+def test_an_option_of_the_engine_says_when_to_change_it(one: Option) -> None:
+    assert WHEN.search(one.about), one.about
+    assert "benchmark" not in one.about
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_an_option_of_earlier_versions_is_refused_with_the_remedy(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert name not in OPTIONS
+    remedy = re.escape(REMOVED[name])
+    with pytest.raises(ConfigError, match=f"^{name}=.*no such option any more; {remedy}"):
+        BlendConfig(**{name: (1,)})
+    with pytest.raises(ConfigError, match=f"{name}.*no such option any more; {remedy}"):
+        given_sections({"engine": {name: [1]}}, "serve.toml")
+    monkeypatch.setenv(f"{ENV_PREFIX}{name.upper()}", "1")
+    with pytest.raises(ConfigError, match=f"^{ENV_PREFIX}{name.upper()}='1' .*{remedy}"):
+        BlendConfig()
+    assert main(["serve", "--print-config"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert REMOVED[name] in line
+
+
+def test_decoding_options_are_declared_once() -> None:
+    """`DecodeArguments` is for type checkers alone; nothing is read from it."""
+    assert set(DecodeArguments.__annotations__) == set(DecodeOptions.model_fields)
+    assert set(DecodeFields.model_fields) == set(DecodeOptions.model_fields) - {"grammar"}
+    own = {name for name in inspect.get_annotations(LLMBase) if not name.startswith("_")}
+    assert not own & set(DecodeOptions.model_fields)
+    for name, there in DecodeOptions.model_fields.items():
+        assert there.description, name
+        assert name == "grammar" or LLMBase.model_fields[name].description == there.description
+
+
+def test_types_of_decoding_arguments_are_those_of_the_options() -> None:
+    arguments, options = get_type_hints(DecodeArguments), get_type_hints(DecodeOptions)
+    wider = {"stop", "generation_config", "logits_processor"}  # one text, or any sequence, is taken too
+    assert {name for name in arguments if arguments[name] != options[name]} == wider
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -45,18 +162,7 @@ def test_every_option_survives_json_and_says_when_it_was_changed(name: str) -> N
     assert config.changed() == {name: OTHERS[name]}
 
 
-def test_an_option_has_one_default() -> None:
-    for kind in (BlendSettings, *RULES.values()):
-        for option in fields(kind):  # type: ignore[arg-type]
-            if option.name == "check_layers" and option.default is not dataclasses.MISSING:
-                assert option.default == BlendConfig.default(option.name), (kind, option.name)
-
-
 def test_command_line_flags_are_those_of_the_fields() -> None:
-    import argparse
-
-    from cacheblend_rag.app.cli.arguments import add_arguments
-
     parser = argparse.ArgumentParser()
     add_rag_arguments(parser)
     add_arguments(parser, "ratio")
@@ -64,12 +170,39 @@ def test_command_line_flags_are_those_of_the_fields() -> None:
     assert (config.recompute_ratio, config.size_limit) == (0.3, 3 * 10**9)
     assert rag_options(parser.parse_args([])).config == BlendConfig()
     assert rag_options(parser.parse_args(["--ratio", "auto"])).config.recompute_ratio == "auto"
-    with pytest.raises(ConfigError, match=r"recompute_ratio='much' is not usable: use a value like 0\.15"):
+    with pytest.raises(ConfigError, match=r"recompute_ratio='much' is not usable: use a number from 0 to 1, or 'auto'"):
         rag_options(parser.parse_args(["--ratio", "much"]))
+
+
+def files() -> Iterator[dict[str, Any]]:
+    for path in Path(__file__).parents[2].glob("docs/**/*.toml"):
+        yield tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def test_files_of_options_in_the_documentation_are_read() -> None:
+    read = [server_settings(given_sections(one, "a file")) for one in files() if one.keys() <= SECTIONS.keys()]
+    assert read
+
+
+@pytest.mark.parametrize("name", ["database", "shared_store"])
+def test_a_secret_in_an_address_is_shown_by_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = [one for options in SECTIONS.values() for one in options if one.name == name]
+    monkeypatch.setenv(one.variable, "postgresql://me:hush@host/x")
+    with pytest.raises(ConfigError) as caught:
+        given_options(None, {})
+    assert one.variable in str(caught.value)
+    assert "hush" not in str(caught.value)
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"max_new_token=3 is not usable.*did you mean 'max_new_tokens'"):
-        check_names([("max_new_token", 3)], list(get_type_hints(AllFields)))
+        check_names([("max_new_token", 3)], list(LLMBase.model_fields))
     with pytest.raises(ConfigError, match="use one of a, b"):
         check_names([("quite_something_else", 3)], ["b", "a"])
+
+
+def test_a_rule_has_the_defaults_that_its_text_says() -> None:
+    for kind in RULES.values():
+        for one in fields(kind):  # type: ignore[arg-type]
+            if one.name == "check_layers":
+                assert one.default == (1,)

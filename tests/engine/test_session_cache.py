@@ -107,7 +107,7 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
     [
         {"recompute_ratio": 1.0},
         {"selection": "none"},
-        {"check_layers": (2,)},
+        {"selection_options": {"check_layers": (2,)}},
         {"salt": "tenant"},
         {"session_cache": False},
         {"selection": "all"},

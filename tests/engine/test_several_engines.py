@@ -91,7 +91,7 @@ def test_nothing_is_left_behind_and_others_are_not_disturbed(family: str) -> Non
         {"recompute_ratio": 0.3, "max_concurrent": 3},
         {"selection": "query", "recompute_ratio": 0.3},
     ]
-    engines = [engine_of(model, store=Breakable(), prefetch=False, **one) for one in options]
+    engines = [engine_of(model, store=Breakable(), **one) for one in options]
     for engine in engines:
         engine.warm(CHUNKS, progress=False)
 

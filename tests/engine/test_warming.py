@@ -194,7 +194,7 @@ def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPa
 
         def put(self, key: str, record: KVRecord) -> None:
             super().put(key, record)
-            self.taken = self.size_limit
+            self.taken = self.traits.size_limit
 
         def volume(self) -> int:
             return max(self.taken, super().volume())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +19,10 @@ from llama_index.core.schema import TextNode
 from transformers import AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.engine.decode import DecodeArguments
-from cacheblend_rag.engine.llm_base import AnswerFields
+from cacheblend_rag.engine.decode import DecodeFields
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.base import AllFields, LangChainFields
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
-from cacheblend_rag.llama_index.llm import LlamaIndexFields, _AllFields
 from tests import gguf_files, tiny
 from tests.engine.test_options import OPTIONS, OTHERS
 from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
@@ -63,19 +59,17 @@ def say(llm: Any, asked: str = "What fell?", **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_field_is_typed(kind: Any) -> None:
-    ours, all_of = (LlamaIndexFields, _AllFields) if kind is LlamaIndexLLM else (LangChainFields, AllFields)
-    there = {*kind.model_fields, *OPTIONS, "max_tokens", "pipeline_kwargs", "generate_kwargs"}
-    typed = set(get_type_hints(all_of))
-    of_others = set(ChatCacheBlend.model_fields) ^ set(CacheBlendLLM.model_fields)
-    assert typed - (of_others - there) == there
-    # A grammar comes with each request: with_structured_output, or structured predict.
-    assert set(DecodeArguments.__annotations__) - {"grammar"} < set(AnswerFields.__annotations__)
-    assert not set(kind.model_fields) & set(OPTIONS)
-    for name in ("from_model_id", "from_engine", "from_model", "__init__"):
-        hint = inspect.signature(getattr(kind, name)).parameters["fields"].annotation
-        assert str(hint).startswith("Unpack["), name
-    assert get_type_hints(ours).keys() <= typed
+def test_a_model_has_the_options_of_decoding_as_they_are_declared(kind: Any) -> None:
+    for name, declared in DecodeFields.model_fields.items():
+        found = kind.model_fields[name]
+        assert (found.annotation, found.metadata, found.description) == (
+            declared.annotation,
+            declared.metadata,
+            declared.description,
+        )
+        assert found.get_default(call_default_factory=True) == declared.get_default(call_default_factory=True)
+    assert "grammar" not in kind.model_fields, "a grammar comes with each request"
+    assert not set(kind.model_fields) & set(OPTIONS), "options of the engine are those of its config"
 
 
 @pytest.mark.parametrize("kind", KINDS)

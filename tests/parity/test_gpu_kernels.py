@@ -16,6 +16,7 @@ from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store import MemoryStore, RecordInfo
 from cacheblend_rag.store.codecs import CODECS
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 
 pytest.importorskip("triton")
@@ -251,11 +252,11 @@ def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: 
     "family", [_long(name) if name in ("llama", "mistral, window", "qwen2", "qwen3") else name for name in FAMILIES]
 )
 def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    found = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     monkeypatch.setattr(adapter.ModelAdapter, "plain_layers", None)
     for user in (attention, rope):
         monkeypatch.setattr(user, "has_kernels", lambda device: False)
-    wanted = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    wanted = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     assert found.report.computed_tokens == wanted.report.computed_tokens
     assert max(found.report.recomputed_tokens) > min(found.report.recomputed_tokens) > 0
     for ours, theirs in zip(found.recomputed, wanted.recomputed, strict=True):
@@ -347,7 +348,8 @@ def test_recordings_serve_other_prompts(family: str, kept: str, dtype: str, monk
         assert any(made is not None for made in recordings)
         monkeypatch.setitem(vars(engine.adapter), "plain_layers", None)
         for ours, prompt in zip(found, prompts, strict=True):
-            theirs = engine.with_config(prefetch=False).fuse(prompt)
+            with read_plainly():
+                theirs = engine.fuse(prompt)
             assert ours.report.computed_tokens == theirs.report.computed_tokens
             if dtype == "float32":
                 _same(ours, theirs.logits, theirs.cache.layers, 1e-3)

@@ -21,6 +21,7 @@ ENVIRONMENT : dict
     `BLENDING` as environment variables, for commands.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
 BLENDING: dict[str, Any] = {
     "selection": "hkvd",
-    "check_layers": (3,),
+    "selection_options": {"check_layers": (3,)},
     "recompute_ratio": 0.15,
     "condition": "sink",
 }
 ARGUMENTS = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--docs", str(DOCUMENTS_PATH)]
 ENVIRONMENT = {
     "CACHEBLEND_RAG_SELECTION": BLENDING["selection"],
-    "CACHEBLEND_RAG_CHECK_LAYERS": ",".join(map(str, BLENDING["check_layers"])),
+    "CACHEBLEND_RAG_SELECTION_OPTIONS": json.dumps(BLENDING["selection_options"]),
     "CACHEBLEND_RAG_RECOMPUTE_RATIO": str(BLENDING["recompute_ratio"]),
     "CACHEBLEND_RAG_CONDITION": BLENDING["condition"],
 }

@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shuffled=args.shuffled,
             wide=args.wide,
         )
-    rule: dict[str, Any] = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
+    rule: dict[str, Any] = {"recompute_ratio": args.ratio, "selection_options": {"check_layers": (args.check_layer,)}}
     results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:
         print(

@@ -14,67 +14,26 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, Option, default_data_path
-from cacheblend_rag.retrieval.documents import SUFFIXES
-
-if TYPE_CHECKING:
-    from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.config import BlendConfig, default_data_path, options_of
 
 # They log what the screen says better, or what only who repairs the file could use.
 _SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.documents")
-_FILES = f"{', '.join(SUFFIXES)} files"
-RAG_OPTIONS = (
-    Option("docs", None, expanduser, flag="docs", metavar="FOLDER", help=_FILES, shown="the bundled articles"),
-    Option(
-        "model", DEFAULT_MODEL, expanduser, flag="model", metavar="PATH_OR_ID", help="a folder, hub id or GGUF file"
-    ),
-    Option(
-        "embedder",
-        DEFAULT_EMBEDDER,
-        expanduser,
-        flag="embedder",
-        metavar="PATH_OR_ID",
-        help="a sentence-transformers model",
-    ),
-    Option(
-        "data_dir",
-        None,
-        expanduser,
-        flag="data-dir",
-        metavar="FOLDER",
-        help="where index and KV are kept",
-        shown="user's cache",
-    ),
-    Option(
-        "shared_store",
-        None,
-        str,
-        flag="shared-store",
-        metavar="ADDRESS",
-        help="KV that machines share: s3://bucket/kv, valkey://host:6379/0",
-        shown="none",
-    ),
-    Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
-    Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),
-    Option("top_k", 6, int, flag="top-k", metavar="N", help="chunks in the prompt"),
-    Option("max_new_tokens", 64, int, flag="max-new-tokens", metavar="N", help="longest answer"),
-)
-"""Options of `FolderRAGOptions`."""
-_OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
+RAG_OPTIONS = options_of(FolderRAGOptions)
+_OF_ENGINE = [option for option in options_of(BlendConfig) if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     **{
         option.flag: {
             "metavar": option.metavar or None,
             "help": option.help_line,
             "default": option.default,
-            "type": int if option.parse is int else str,
+            "type": int if option.kind.toml is int else str,
         }
         for option in RAG_OPTIONS
     },
@@ -155,8 +114,6 @@ def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
     """Options from the arguments of `add_rag_arguments`, with ``top_k``, ``max_new_tokens`` and ``ratio`` if given."""
-    from cacheblend_rag.app.options import FolderRAGOptions
-
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     names = [option.name for option in RAG_OPTIONS]
     texts = {option: given.get(option.flag.replace("-", "_")) for option in _OF_ENGINE}

@@ -107,7 +107,7 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
     from cacheblend_rag.store.base import UNLIMITED
 
     size = rag.warming_bytes()
-    limit = rag.engine.store.size_limit
+    limit = rag.engine.store.traits.size_limit
     screen.note(f"their KV takes {size / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.0f} MB" if limit < UNLIMITED else ""))
     warmed = rag.warm()
     screen.note(f"{warmed.computed} computed in {warmed.seconds:.1f} s, {warmed.present} there already")
@@ -154,7 +154,7 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
         if report.chunk_tokens < least:
             yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
     elif info["misses"]:
-        kept = rag.engine.config.write_back != "off" and not rag.engine.store.read_only
+        kept = rag.engine.config.write_back != "off" and not rag.engine.store.traits.read_only
         new = f"{info['misses']} of {len(answer.sources)} passages were new"
         if kept:
             yield f"{new}; their KV is stored now. When they are retrieved again, it is read from the store."

@@ -11,24 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cacheblend_rag.app.cli.arguments import RAG_OPTIONS
-from cacheblend_rag.app.server.settings import KEYS_VARIABLE, LIMIT_OPTIONS, SERVER_OPTIONS, keys_from_environment
-from cacheblend_rag.config import ENV_PREFIX, BlendConfig, Option, parse_bytes
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings, keys_from_environment
+from cacheblend_rag.config import ENV_PREFIX, REMOVED, BlendConfig, Option, options_of
 from cacheblend_rag.errors import ConfigError
 
-if TYPE_CHECKING:
-    from cacheblend_rag.app.server.settings import ServerSettings
-
 SECTIONS: dict[str, tuple[Option, ...]] = {
-    "rag": RAG_OPTIONS,
-    "server": SERVER_OPTIONS,
-    "limits": LIMIT_OPTIONS,
+    "rag": options_of(FolderRAGOptions),
+    "server": options_of(ServerSettings),
+    "limits": options_of(Limits),
     # The server says by `concurrent` how many answers are under way at once.
-    "engine": tuple(option for option in BlendConfig.options() if option.name != "max_concurrent"),
+    "engine": tuple(option for option in options_of(BlendConfig) if option.name != "max_concurrent"),
 }
 """Options by the section of the file that they stand in; every name is there once."""
 
@@ -38,14 +34,15 @@ OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in _NOT_OPTIONS)]
 _SECTION_OF = {option.name: section for section, options in SECTIONS.items() for option in options}
 _SECRET = re.compile(r"keys?$|salt|secret|passw|credential", re.IGNORECASE)
 _HIDDEN = "…"
-# By the type of an option, the types of its value in the file. Other options take several.
-_TYPES: dict[Any, tuple[Any, str]] = {
+# By the type of an option's value in the file: its types in Python, and in words.
+_TYPES: dict[type, tuple[Any, str]] = {
     bool: (bool, "true or false, without quotes"),
     int: (int, "a whole number, without quotes"),
     float: ((int, float), "a number, without quotes"),
     str: (str, "a text, in quotes"),
-    tuple: (list, "a list, such as [1]"),
+    list: (list, "a list, such as [1]"),
     dict: (dict, "a table, such as {seed = 1}"),
+    object: (object, ""),
 }
 
 
@@ -99,7 +96,8 @@ def given_options(
 
 def unused_variables() -> list[str]:
     """Warnings of variables that look like options and are none; without their values."""
-    variables = [*OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
+    removed = (ENV_PREFIX + name.upper() for name in REMOVED)  # an error says more of them
+    variables = [*OTHER_VARIABLES, *removed, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
     messages = []
@@ -119,8 +117,6 @@ def server_settings(given: Mapping[str, GivenValue]) -> ServerSettings:
     ConfigError
         If a value is not usable; it names where the value comes from.
     """
-    from cacheblend_rag.app.options import FolderRAGOptions
-    from cacheblend_rag.app.server.settings import Limits, ServerSettings
 
     def of(section: str) -> dict[str, Any]:
         return {option.name: given[option.name].value for option in SECTIONS[section] if option.name in given}
@@ -136,10 +132,13 @@ def origins_named(given: Mapping[str, GivenValue]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if error.field not in given:
-            raise
         value = _HIDDEN if _SECRET.search(error.field) else error.value
-        raise ConfigError(given[error.field].origin, value, error.remedy) from error
+        rule = given.get("selection_options")
+        if error.field in given:
+            raise ConfigError(given[error.field].origin, value, error.remedy) from error
+        if rule is not None and error.field in rule.value:
+            raise ConfigError(f"{rule.origin}, {error.field}", value, error.remedy) from error
+        raise
 
 
 def shown_settings(settings: ServerSettings, given: Mapping[str, GivenValue]) -> str:
@@ -211,6 +210,8 @@ def _shown(name: str, value: object) -> object:
 
 def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
     """The remedy for an unknown option."""
+    if name in REMOVED:
+        return f"there is no such option any more; {REMOVED[name]}"
     if name in _SECTION_OF:
         return f"write it under [{_SECTION_OF[name]}]"
     if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):
@@ -224,13 +225,10 @@ def _typed(option: Option, value: Any, origin: str) -> Any:
 
     An option that takes several types is looked at by those that are made of it.
     """
-    kind = {int: int, float: float, str: str, expanduser: str}.get(option.parse)
-    if isinstance(option.default, (bool, tuple, dict)):
-        kind = type(option.default)
-    types, words = _TYPES.get(kind, (object, ""))
-    if not isinstance(value, types) or (isinstance(value, bool) and kind in (int, float)):
+    types, words = _TYPES[option.kind.toml]
+    if not isinstance(value, types) or (isinstance(value, bool) and option.kind.toml in (int, float)):
         raise ConfigError(origin, _shown(option.name, value), f"use {words}")
-    return option.read(value, origin) if option.parse in (float, expanduser, parse_bytes) else value
+    return value
 
 
 def _toml(value: Any) -> str:

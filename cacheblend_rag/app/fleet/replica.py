@@ -22,7 +22,7 @@ from cacheblend_rag.app.cli.configuration import GivenValue, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.config import ENV_PREFIX, RULE_OPTIONS
+from cacheblend_rag.config import ENV_PREFIX, BlendConfig, options_of
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,15 +32,7 @@ if TYPE_CHECKING:
 
 _NAMESPACE = "cacheblend-rag"
 # Options that decide what is stored and what is answered.
-_AGREED = (
-    "separator",
-    "split_at_separator",
-    "contexts",
-    "recompute_ratio",
-    *RULE_OPTIONS,
-    "min_tokens",
-    "codec",
-)
+_AGREED = [option.name for option in options_of(BlendConfig) if option.identity and option.name != "condition"]
 _PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
 
 

@@ -33,8 +33,8 @@ class SummarizedStore(WrappedStore):
     def __init__(self, inner: KVStore) -> None:
         super().__init__(inner)
         own = self.own_tiers
-        self._memory = next((tier for tier in own if not tier.persistent), None)
-        self._kept = next((tier for tier in own if tier.persistent), None)
+        self._memory = next((tier for tier in own if not tier.traits.persistent), None)
+        self._kept = next((tier for tier in own if tier.traits.persistent), None)
         self._pieces = OrderedDict[str, tuple[int, ...]]()  # by key, the last used last
         self._lock = threading.Lock()
         self._decode: Callable[[Sequence[int]], str] | None = None

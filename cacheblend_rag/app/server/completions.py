@@ -265,7 +265,8 @@ class Chat(AnswerRequest):
             self.most_field = "max_completion_tokens"
         super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
         self._conversation = body
-        arguments, limits = self.arguments(), here.service.limits
+        limits, own = here.service.limits, dict[str, Any](self.arguments())
+        own.pop("stop")  # comes with each answer
         self._model = ServedChat(
             engine=self.engine,
             mine=here.tenant.known,
@@ -274,12 +275,7 @@ class Chat(AnswerRequest):
             schemas=here.schemas,
             images=ImageLimits(limits.images, limits.image_pixels),
             model_name=self.model.name,
-            max_tokens=self.most,
-            temperature=arguments["temperature"],
-            do_sample=arguments["do_sample"],
-            top_p=arguments["top_p"],
-            top_k=arguments["top_k"],
-            repetition_penalty=arguments["repetition_penalty"],
+            **own,
         )
         self._request: Any = None
 

@@ -85,7 +85,7 @@ async def state(here: Here) -> PageState:
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
             bytes=stats.volume if stats and alone else None,
-            limit_bytes=stats.size_limit if stats else service.engine.store.size_limit,
+            limit_bytes=stats.size_limit if stats else service.engine.store.traits.size_limit,
             records=stats.records if stats and alone else None,
         ),
         disk=DiskInfo(

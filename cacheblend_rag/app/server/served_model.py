@@ -67,7 +67,13 @@ class ServedModel:
             if key not in self._engines:
                 engine = self.engine.with_config(**changes)
                 if ratio is not None:
-                    engine = engine.with_config(recompute_ratio=ratio, recompute_ratios=())
+                    # Shares for single layers would stand above the one that the request names.
+                    own = {
+                        name: value
+                        for name, value in engine.config.selection_options.items()
+                        if name != "recompute_ratios"
+                    }
+                    engine = engine.with_config(recompute_ratio=ratio, selection_options=own)
                 self._engines[key] = engine
                 if len(self._engines) > _ENGINES:
                     self._engines.popitem(last=False)

@@ -17,7 +17,6 @@ from cacheblend_rag.fusor.selection.random import SelectRandom
 
 __all__ = [
     "RULES",
-    "SHARED_OPTIONS",
     "FixedRule",
     "LayerView",
     "SelectAll",
@@ -43,14 +42,12 @@ RULES: dict[str, type[SelectionRule]] = {
     "none": SelectNone,
     "all": SelectAll,
 }
-SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios")
-"""Options that rules share are options of the engine; the others are given as ``selection_options``."""
 
 
 def make_rule(config: BlendConfig) -> SelectionRule:
     """The rule that a config names, or the one it holds.
 
-    A rule is a dataclass; its fields are its options.
+    A rule is a dataclass. Its fields are its options: ``selection_options`` gives them, the ratio apart.
 
     Raises
     ------
@@ -66,14 +63,10 @@ def make_rule(config: BlendConfig) -> SelectionRule:
     if kind is None:
         raise ConfigError("selection", config.selection, "use one of " + ", ".join(map(repr, RULES)))
     names = [option.name for option in fields(kind)]  # type: ignore[arg-type]
-    own = [name for name in names if name not in SHARED_OPTIONS]
+    own = [name for name in names if name != "recompute_ratio"]
     for name in config.selection_options:
         if name not in own:
             takes = "use " + " or ".join(map(repr, own)) if own else "leave it empty"
             raise ConfigError("selection_options", config.selection_options, f"{takes} for {config.selection!r}")
-    if config.recompute_ratios and "recompute_ratios" not in names:
-        remedy = f"leave it empty; {config.selection!r} takes one recompute_ratio"
-        raise ConfigError("recompute_ratios", config.recompute_ratios, remedy)
-    values = {name: getattr(config, name) for name in SHARED_OPTIONS} | {"recompute_ratio": config.ratio}
-    shared = {name: value for name, value in values.items() if name in names}
-    return kind(**shared, **config.selection_options)
+    ratio = {"recompute_ratio": config.ratio} if "recompute_ratio" in names else {}
+    return kind(**ratio, **config.selection_options)

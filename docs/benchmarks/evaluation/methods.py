@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule, make_rule
+from cacheblend_rag.fusor.selection import RULES, SelectionRule, make_rule
 from cacheblend_rag.loading import BlendSettings
 
 BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
@@ -129,8 +129,8 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
     for key in options:
         if key not in own:
             raise ConfigError("methods", method, f"use options of {name!r}: {', '.join(own)}")
-    shared = {key: options.pop(key) for key in SHARED_OPTIONS if key in options}
-    return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options, **shared))
+    ratio = options.pop("recompute_ratio", ratio)
+    return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options))
 
 
 def _options(method: str) -> dict[str, Any]:

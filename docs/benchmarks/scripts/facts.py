@@ -5,7 +5,8 @@
 Passages are those of the bundled articles, and 100 that paragraphs of ``--data`` make up. Each gets one of 25 invented
 facts, and its question is asked of ``build_index``; of 25 passages also of ``ask``'s index, of a server and of what was
 uploaded to it. Then the recall of the questions of ``--data`` is measured over its articles and the bundled ones, and
-how long the index takes and how large it is. ``cut`` is the embedder without parts, which leaves out ends of passages.
+how long the index takes and how large it is; and how long six passages are, by the size of chunks. ``cut`` is the
+embedder without parts, which leaves out ends of passages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import httpx
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.calibration.datasets import EvalCase, load_cases
@@ -32,7 +33,7 @@ from cacheblend_rag.config import DEFAULT_EMBEDDER, BlendConfig
 from cacheblend_rag.retrieval.documents import read_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index
-from cacheblend_rag.retrieval.splitting import split
+from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.retrieved import joined_articles
@@ -71,6 +72,8 @@ FACTS = (
 PLACES = ("start", "middle", "end")
 CHUNKS = 6
 _PASSAGES, _LONGEST, _SHORTEST = 100, 1_920, 1_500
+# The passages that are longest; by default they are shorter.
+_LARGE = SplitSettings(chunk_size=2_000)
 _KEY = "ada-0123456789abcdef"
 _Search = Callable[[str], Sequence[str]]
 
@@ -138,7 +141,7 @@ def _by_index(texts: Sequence[str], embedder: Embeddings, folder: Path) -> dict[
     docs = folder / "docs"
     docs.mkdir(parents=True)
     _write(docs, texts)
-    index = build_index(docs, embedder=embedder, index_dir=folder / "index").index
+    index = build_index(docs, embedder=embedder, index_dir=folder / "index", settings=_LARGE).index
     found: dict[str, Any] = {"passages": len(texts)}
     for place in PLACES:
         counts = []
@@ -183,7 +186,9 @@ def _by_programs(texts: Sequence[str], place: str, folder: Path) -> dict[str, in
     return found
 
 
-def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, rounds: int) -> dict[str, Any]:
+def _recall(
+    cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, rounds: int, sizes: SplitSettings
+) -> dict[str, Any]:
     """Questions whose answer is in a retrieved chunk; seconds to embed all chunks anew, and size of the index."""
     docs = folder / "docs"
     docs.mkdir(parents=True)
@@ -194,14 +199,15 @@ def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, round
     seconds = []
     for number in range(rounds):
         began = time.perf_counter()
-        index = build_index(docs, embedder=embedder, index_dir=folder / f"index{number}").index
+        index = build_index(docs, embedder=embedder, index_dir=folder / f"index{number}", settings=sizes).index
         seconds.append(time.perf_counter() - began)
-    search, found = _in_index(index), {1: 0, CHUNKS: 0}
+    search, found, characters = _in_index(index), {1: 0, CHUNKS: 0}, list[int]()
     for case in cases:
         # The sentences of the answer, for the answer alone may stand elsewhere, too.
         support = " ".join(passage.text for passage in case.passages if passage.support)
         wanted = [one for one in re.split(r"(?<=[.!?])\s+", support) if is_right(one, case.answers)] or [support]
         texts = search(case.question)
+        characters.append(sum(map(len, texts)))
         for count in found:
             found[count] += any(sentence in text for sentence in wanted for text in texts[:count])
     return {
@@ -210,7 +216,25 @@ def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, round
         "index_s": statistics.median(seconds),
         "index_bytes": sum(path.stat().st_size for path in (folder / "index0").iterdir()),
         "questions": len(cases),
+        "characters_of_six": round(statistics.mean(characters)),
         **{f"recall_at_{count}": hits for count, hits in found.items()},
+    }
+
+
+def _bundled(embedder: Embeddings, folder: Path, sizes: SplitSettings) -> dict[str, Any]:
+    """How long six chunks of the bundled articles are, and in how many an answer of a bundled question is."""
+    index = build_index(ARTICLES_PATH, embedder=embedder, index_dir=folder, settings=sizes).index
+    questions = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
+    characters, answered = list[int](), 0
+    for one in questions:
+        found = index.store.similarity_search(one["question"], CHUNKS)
+        characters.append(sum(len(chunk.page_content) for chunk in found))
+        texts = [chunk.page_content for chunk in found if chunk.metadata["source"] in one["files"]]
+        answered += any(is_right(text, [one["answer"], *one["aliases"]]) for text in texts)
+    return {
+        "questions": len(questions),
+        "characters_of_six": round(statistics.mean(characters)),
+        "recall_at_6": answered,
     }
 
 
@@ -228,15 +252,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of making the index")
     options = parser.parse_args(arguments)
     cases = load_cases(options.data)
-    articles = [one.page_content[:_LONGEST] for one in split(read_folder(ARTICLES_PATH))]
+    articles = [one.page_content[:_LONGEST] for one in split(read_folder(ARTICLES_PATH), _LARGE)]
     texts = {"articles": articles, "squad": _passages(cases)}
     parts = SentenceTransformerEmbeddings(DEFAULT_EMBEDDER)
     found: dict[str, Any] = {"machine": machine("cpu")}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for way, embedder in (("cut", _Cut(parts)), ("parts", parts)):
             found[way] = {corpus: _by_index(some, embedder, folder / way / corpus) for corpus, some in texts.items()}
-            found[way]["index"] = _recall(cases, embedder, folder / way / "recall", options.rounds)
+            found[way]["index"] = _recall(cases, embedder, folder / way / "recall", options.rounds, _LARGE)
+            found[way]["bundled"] = _bundled(embedder, folder / way / "bundled", _LARGE)
+        for name, sizes in (("default", SplitSettings()), ("small", SplitSettings(chunk_size=1_000))):
+            found[name] = {"index": _recall(cases, parts, folder / name, options.rounds, sizes)}
+            found[name]["bundled"] = _bundled(parts, folder / f"{name}-bundled", sizes)
         for corpus, some in texts.items():
             for place in ("start", "end"):
                 programs = _by_programs(some, place, folder / "programs" / corpus / place)

@@ -96,16 +96,14 @@ class DamageTrials:
     ----------
     folder : path
         Of the KV store; should be empty.
-    prefetch : bool
-        Whether layers are read ahead.
     """
 
-    def __init__(self, folder: Path, *, prefetch: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": _LAYERS, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.3, **shape)
-        options = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="off", prefetch=prefetch)
+        options = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="off")
         model = LlamaForCausalLM(config).eval()
         self.engine = BlendEngine(model, tokenizer, config=options, store=folder)
         self.engine.warm([_CHUNKS[0], _CHUNKS[2]], progress=False)

@@ -42,8 +42,8 @@ from docs.benchmarks.scripts.warm import BATCH, prefill_batch
 __all__ = ["Findings", "Sizes", "decode", "main", "memory", "profiles", "tiny_sizes", "ttft", "versions", "warm"]
 
 _LOST = 3  # exit status of a process whose GPU does nothing any more
-_PAPER = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
-_FALLING = {"selection": "gradual", "check_layers": (1,), "recompute_ratios": (0.3, 0.03)}
+_PAPER = {"selection": "hkvd", "selection_options": {"check_layers": (1,)}}
+_FALLING = {"selection": "gradual", "selection_options": {"check_layers": (1,), "recompute_ratios": (0.3, 0.03)}}
 _LIMIT = "60GB"  # of stores in memory
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] "

@@ -26,7 +26,7 @@ from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
-from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, read_plainly, show_result, table
 from docs.benchmarks.scripts.plots import save_figure
 from docs.benchmarks.scripts.shapes import BenchOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
@@ -122,14 +122,16 @@ class _Bench:
         """TTFT over a store of one throughput: read ahead, read plainly, and as the controller chooses."""
         load = alone["blended"] / factor
         store = ThrottledStore(DiskStore(self._folder), alone["bytes"] / load)
-        device = Device(store.tier, store.throughput)
-        MachineProfile({self._fingerprint: self._prefill}, {store.tier: device}).save(self._folder / "profile.json")
+        device = Device(store.traits.tier, store.throughput)
+        MachineProfile({self._fingerprint: self._prefill}, {store.traits.tier: device}).save(
+            self._folder / "profile.json"
+        )
         with self._engine(store) as engine, self._memory() as memory:
             fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {
                 "blended": blended(memory, self._prompt),
-                "ahead": blended(fixed.with_config(prefetch=True), self._prompt),
-                "plain": blended(fixed.with_config(prefetch=False), self._prompt),
+                "ahead": blended(fixed, self._prompt),
+                "plain": read_plainly()(blended(fixed, self._prompt)),
                 "auto": blended(engine, self._prompt),
             }
             seconds = self._medians(methods)

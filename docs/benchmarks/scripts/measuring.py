@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.calibration.timing import QUESTION, SYSTEM, timing_prompt
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import pipeline
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
@@ -27,6 +30,13 @@ from docs.benchmarks.scripts.plots import pyplot_for
 from docs.benchmarks.scripts.shapes import BenchOptions, bench_device, random_model
 
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
+
+
+@contextmanager
+def read_plainly() -> Iterator[None]:
+    """Within this, layers are read one after another, none of them ahead of its use."""
+    with mock.patch.object(pipeline, "_WORTH_A_THREAD", math.inf):
+        yield
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:

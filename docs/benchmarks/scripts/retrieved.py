@@ -3,7 +3,7 @@
 ``python -m docs.benchmarks.scripts.retrieved --data squad.jsonl --titles "Victoria (Australia)" --out long.jsonl``
 
 The bundled articles and the passages of ``--data``, joined to articles by their titles, are split and indexed as
-``ask`` does it: 2,000 characters a chunk, the starter embedder, FAISS. Each question gets the six nearest chunks.
+``ask`` does it: the starter embedder, FAISS, but 2,000 characters a chunk. Each question gets the nearest six chunks.
 Questions none of whose chunks has a gold answer in it are left out. ``--titles`` names the articles whose questions
 are taken; without it they are those of the bundled articles. ``--corpus`` writes all chunks, in the order of their
 articles. The yardstick reads both files.
@@ -25,6 +25,7 @@ from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index
+from cacheblend_rag.retrieval.splitting import SplitSettings
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.yardstick import is_right
 
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for article in ARTICLES_PATH.iterdir():
             documents.joinpath(article.name).write_bytes(article.read_bytes())
         embedder = SentenceTransformerEmbeddings(DEFAULT_EMBEDDER)
-        index = build_index(documents, embedder=embedder, index_dir=Path(folder, "index")).index
+        sizes = SplitSettings(chunk_size=2_000)
+        index = build_index(documents, embedder=embedder, index_dir=Path(folder, "index"), settings=sizes).index
         wanted = [case for case in cases if any(p.support and p.title in options.titles for p in case.passages)]
         found = list(with_retrieved(wanted if options.titles else _bundled_questions(), index))
         chunks = [chunk.page_content for chunk in index.chunks()]

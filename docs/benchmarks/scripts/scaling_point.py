@@ -93,7 +93,7 @@ def _full(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) -> 
 def _blend(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) -> dict[str, Any]:
     rule: dict[str, Any] = {
         "selection": "hkvd",
-        "check_layers": (CHECK_LAYER,),
+        "selection_options": {"check_layers": (CHECK_LAYER,)},
         "recompute_ratio": options.ratio,
     }
     with (

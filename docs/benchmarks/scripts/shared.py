@@ -29,11 +29,10 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from cacheblend_rag.store.base import reads_ahead
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
-from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, read_plainly, show_result, table
 from docs.benchmarks.scripts.plots import save_figure
 from docs.benchmarks.scripts.servers import link_process, make_bucket, s3_environment, s3_process, valkey_server
 from docs.benchmarks.scripts.shapes import BenchOptions
@@ -98,7 +97,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
                 stores[name].put(key, record.record)
         ways = {name: blended(one, prompt) for name, one in engines.items()}
         for name in list(stores)[1 + len(_PLACES) :]:  # those that are slow
-            ways[f"{name}, read plainly"] = blended(engines[name].with_config(prefetch=False), prompt)
+            ways[f"{name}, read plainly"] = read_plainly()(ways[name])
         timed = time_rounds(ways, options.rounds)
         reading = {name: median(_read(store, keys) for _ in range(options.rounds)) for name, store in stores.items()}
     load, middle = size / (options.link * 1e6), medians(timed.seconds)
@@ -156,8 +155,7 @@ def _read(store: KVStore, keys: Sequence[str]) -> float:
     records = store.open_all(keys)
     for layer in range(next(iter(records.values())).info.layers):
         for record in records.values():
-            if reads_ahead(record):
-                record.read_ahead(layer)
+            record.read_ahead(layer)
         for record in records.values():
             record.read_layer(layer)
     took = time.perf_counter() - started

@@ -28,7 +28,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend_rag.store.base import KVRecord, StoredKV, copy_layer, record_key
+from cacheblend_rag.store.base import KVRecord, StoredKV, record_key
 from cacheblend_rag.store.record import RecordFormat
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
 from docs.benchmarks.scripts.measuring import machine, show_result, shown_seconds, table
@@ -168,7 +168,7 @@ def _read(store: KVStore, records: Mapping[str, KVRecord]) -> None:
     for key, wanted in records.items():
         record = _opened(store, key)
         for layer in range(wanted.info.layers):
-            copy_layer(record, layer, keys, values)
+            record.read_into(layer, keys, values)
         record.close()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from cacheblend_rag.store import BaseRecord, KVStore, StoredKV
-from cacheblend_rag.store.base import copy_layer
+from cacheblend_rag.store import KVStore, StoredKV
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.wrapped import WrappedStore
 
@@ -30,7 +30,7 @@ class ThrottledStore(WrappedStore):
 
     def __init__(self, inner: KVStore, throughput: float) -> None:
         super().__init__(inner)
-        self.tier, self.persistent, self.tiers = "throttled", True, ()
+        self.traits = replace(inner.traits, tier="throttled", persistent=True, tiers=())
         self.throughput = throughput
         self.read_bytes = 0
         self._device = threading.Lock()
@@ -51,17 +51,17 @@ class ThrottledStore(WrappedStore):
             return result
 
 
-class _ThrottledRecord(BaseRecord):
+class _ThrottledRecord(StoredKV):
     def __init__(self, store: ThrottledStore, inner: StoredKV) -> None:
         self._store, self._inner = store, inner
-        self.info, self.tier = inner.info, store.tier
+        self.info, self.tier = inner.info, store.traits.tier
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         found: tuple[torch.Tensor, torch.Tensor] = self._delayed(lambda: self._inner.read_layer(layer))
         return found
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._delayed(lambda: copy_layer(self._inner, layer, keys, values))
+        self._delayed(lambda: self._inner.read_into(layer, keys, values))
 
     def _delayed(self, read: Callable[[], Any]) -> Any:
         return self._store.delayed(CODECS["raw"].layer_bytes(self.info), read)

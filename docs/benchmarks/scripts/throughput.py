@@ -192,7 +192,7 @@ def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Ca
     """Each answers a prompt and gives the moment of its first token, and the share of tokens reused."""
     config = greedy(engine.tokenizer, options.new_tokens)
     decoding = DecodeOptions(generation_config=config)
-    size = engine.store.size_limit if options.capacity else None
+    size = engine.store.traits.size_limit if options.capacity else None
     prefixes = PrefixCache(engine, size)
 
     def full(prompt: Prompt) -> tuple[float, float]:

@@ -55,7 +55,7 @@ from docs.benchmarks.scripts.shapes import BenchOptions
 METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "invoke", "cold")
 _KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
-_FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
+_FLAT = {"selection": "hkvd", "selection_options": {"check_layers": (1,)}}
 _HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
 
 
@@ -107,7 +107,7 @@ def kv_rate(engine: BlendEngine) -> float:
 
     Of a folder, as its files lie now, in the system's page cache or not.
     """
-    folder, kept = engine.store.folder, engine.store.device
+    folder, kept = engine.store.traits.folder, engine.store.traits.device
     if folder is not None:
         rate = read_files(folder.glob("??/??/*.val"))
     else:
@@ -286,7 +286,7 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
     ]
     for name, ratios in _SCHEDULES.items():
         title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"
-        falling = {"selection": "gradual", "check_layers": (1,), "recompute_ratios": ratios}
+        falling = {"selection": "gradual", "selection_options": {"check_layers": (1,), "recompute_ratios": ratios}}
         wanted[name] = [(title, falling)]
     return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
 

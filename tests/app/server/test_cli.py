@@ -53,8 +53,8 @@ def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, mo
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], KEYS_VARIABLE),
-        (["--port", "70000"], "--port=70000"),
-        (["--queue", "0"], "--queue=0"),
+        (["--port", "70000"], "--port='70000'"),
+        (["--queue", "0"], "--queue='0'"),
         (["--served-model-name", "two words"], "--served-model-name='two words'"),
         (["--also-model", "other=nowhere.gguf"], "--also-model='nowhere.gguf'"),
         (["--also-model", "one=smollm2", "--also-model", "one=minilm"], "--also-model='one=minilm'"),
@@ -83,9 +83,8 @@ answer_seconds = 30
 queue = 7
 [engine]
 size_limit = "20GB"
-prefetch = false
-check_layers = [1, 3]
-selection_options = {seed = 1}
+check_model = false
+selection_options = {check_layers = [1, 3]}
 recompute_ratio = 0.25
 """
 
@@ -104,8 +103,8 @@ def test_a_file_gives_options_below_the_environment_and_flags(file: Path, monkey
     assert (settings.port, settings.concurrent) == (9000, 2)
     limits, engine = settings.limits, settings.rag.config
     assert (limits.upload_bytes, limits.answer_seconds, limits.queue) == (5_000_000, 30.0, 7)
-    assert (engine.size_limit, engine.prefetch, engine.check_layers) == (20 * 10**9, False, (1, 3))
-    assert (engine.selection_options, engine.recompute_ratio) == ({"seed": 1}, 0.25)
+    assert (engine.size_limit, engine.check_model, engine.recompute_ratio) == (20 * 10**9, False, 0.25)
+    assert engine.selection_options == {"check_layers": (1, 3)}
     monkeypatch.setenv("CACHEBLEND_RAG_LIMITS_QUEUE", "8")
     monkeypatch.setenv("CACHEBLEND_RAG_PORT", "9001")
     monkeypatch.setenv("CACHEBLEND_RAG_RECOMPUTE_RATIO", "0.3")
@@ -126,13 +125,20 @@ def test_a_file_gives_options_below_the_environment_and_flags(file: Path, monkey
         ("[limits]\nqueue = true", "[limits] queue=True is not usable: use a whole number"),
         ("[limits]\nqueue = 0", "[limits] queue=0 is not usable: use a whole number, 1 or more"),
         ("[limits]\nanswer_seconds = nan", "[limits] answer_seconds=nan is not usable: use a number above 0"),
-        ("[limits]\nanswer_seconds = inf", "[limits] answer_seconds=inf is not usable: use a number that is not"),
+        (
+            "[limits]\nanswer_seconds = inf",
+            "[limits] answer_seconds=inf is not usable: use a number above 0 that is not infinite",
+        ),
         ("[limits]\nanswer_seconds = '3'", "answer_seconds='3' is not usable: use a number, without quotes"),
         ("[limits]\nupload_bytes = 'much'", "[limits] upload_bytes='much' is not usable: use a positive number"),
         ("[limits]\nupload_bytes = 1.5", "[limits] upload_bytes=1.5 is not usable"),
-        ("[engine]\nprefetch = 'on'", "[engine] prefetch='on' is not usable: use true or false"),
-        ("[engine]\ncheck_layers = 3", "[engine] check_layers=3 is not usable: use a list, such as [1]"),
-        ("[engine]\ncheck_layers = [0]", "[engine] check_layers=[0] is not usable: use layers from 1 on"),
+        ("[engine]\ncheck_model = 'on'", "[engine] check_model='on' is not usable: use true or false"),
+        (
+            "[engine]\ncheck_layers = [3]",
+            "check_layers=[3] is not usable: there is no such option any more; give it to",
+        ),
+        ("[engine]\nprefetch = true", "prefetch=True is not usable: there is no such option any more; leave it out"),
+        ("[server]\nalso_models = 'x'", "also_models='x' is not usable: use a list"),
         ("[engine]\nrecompute_ratio = 2", "[engine] recompute_ratio=2 is not usable: use a number from 0 to 1"),
         ("[engine]\nselection_options = 3", "use a table, such as {seed = 1}"),
         ("[engine]\nmax_concurrent = 3", "did you mean 'concurrent' under [server]?"),
@@ -157,7 +163,10 @@ def test_what_a_file_must_not_hold_is_named(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("selection = 'hkvd'\ncheck_layers = [99]", "check_layers=(99,) is not usable: this model has layers 0 to 1"),
+        (
+            "selection = 'hkvd'\nselection_options = {check_layers = [99]}",
+            "selection_options, check_layers=(99,) is not usable: this model has",
+        ),
         ("selection = 'hkdv'", "selection='hkdv' is not usable: "),
     ],
 )

@@ -70,7 +70,7 @@ class Served:
 
 def sections(document: int, count: int = 12) -> str:
     """A file of several chunks."""
-    return "\n\n".join(passage(1000 * document + number, 300) for number in range(count))
+    return "\n\n".join(passage(1000 * document + number, 240) for number in range(count))
 
 
 def whole_or_not_at_all(client: httpx.Client, id: str) -> dict[str, int]:
@@ -105,7 +105,7 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
     kept = whole_or_not_at_all(again.client, id)
     assert {"0.txt", "1.txt"} <= set(kept)
     assert len(set(kept.values())) == 1
-    found = again.client.post(f"/api/collections/{id}/search", json={"query": passage(0, 300), "k": 1}).json()
+    found = again.client.post(f"/api/collections/{id}/search", json={"query": passage(0, 240), "k": 1}).json()
     assert found[0]["document"] == "0.txt"
     more = upload(again.client, id, {name: sections(number) for number, name in enumerate(names)})
     assert more[-1] == {"stage": "done", "file": "3.txt", "done": 4, "total": 4}

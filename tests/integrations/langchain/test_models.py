@@ -345,7 +345,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_made_by_its_id_comes_back_from_its_serialised_form(kind: Any, saved: Path, tmp_path: Path) -> None:
-    config = BlendConfig(recompute_ratio=0.3, min_tokens=5, salt="mine", check_layers=(1,))
+    config = BlendConfig(recompute_ratio=0.3, min_tokens=5, salt="mine", selection_options={"score_layers": (1,)})
     model = kind.from_model_id(saved, config=config, store=tmp_path / "kv", max_new_tokens=3)
     again = load(dumpd(model), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
     assert again.asdict() == model.asdict()

@@ -67,7 +67,7 @@ def test_warming_an_index_says_first_what_it_takes(faiss: bool) -> None:
     assert (report.computed, report.skipped) == (len(nodes), 0)
     assert said == [
         f"KV of {len(nodes)} documents: {llm.estimate_bytes(nodes):,} bytes; "
-        f"the KV store may take {llm.engine.store.size_limit:,}"
+        f"the KV store may take {llm.engine.store.traits.size_limit:,}"
     ]
     assert all(stored(llm, nodes))
     both = (MetadataMode.LLM, MetadataMode.NONE)

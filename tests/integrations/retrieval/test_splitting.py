@@ -55,7 +55,7 @@ def test_a_text_that_fits_stays_whole() -> None:
 
 
 def test_neighbouring_files_do_not_change_a_files_chunks() -> None:
-    long = source("word " * 1000, path="b.txt")
+    long = source("word " * 800, path="b.txt")
     alone = split([long])
     among = split([source("first"), long, source("", " \n")])
     assert among[1:] == alone

@@ -1,0 +1,302 @@
+"""A verified answer is the one that the model gives without blending, whatever the blended one was."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine import verification
+from cacheblend_rag.engine.session_cache import KEY_PREFIX
+from cacheblend_rag.engine.verification import _KeptTies, tie_bound
+from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.report import Generation, Verification
+from tests import tiny
+from tests.pairwise import others_slow
+from tests.probes import CHUNKS, PROMPT, answers_of, engine_of, until
+
+WINDOW = {"layer_types": tiny.LAYER_TYPES, "sliding_window": 24}
+# Passes of several tokens are those of 64, so an answer of 150 takes three.
+OPTIONS: list[dict[str, Any]] = [
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 150},
+    {"max_new_tokens": 40, "repetition_penalty": 1.3},
+    {"max_new_tokens": 70, "temperature": 1.0, "seed": 3},
+    {"max_new_tokens": 30, "do_sample": True, "top_k": 5, "seed": 4},
+    {"max_new_tokens": 60, "stop": ["a", "river"]},
+    {"generation_config": GenerationConfig(max_new_tokens=20, min_new_tokens=20, no_repeat_ngram_size=2)},
+]
+
+
+def reused(model: Any = None, **options: Any) -> BlendEngine:
+    """An engine that reuses chunks as they are stored: nearly every answer of a random model is another one then."""
+    engine = engine_of(model, **{"selection": "none", **options})
+    engine.warm(CHUNKS)
+    return engine
+
+
+def plain(engine: BlendEngine, prompt: Prompt = PROMPT, **options: Any) -> Generation:
+    """The answer without blending."""
+    return engine.with_config(selection="all", session_cache=False).generate(prompt, verify="off", **options)
+
+
+def assert_corrected(found: Generation, draft: Generation) -> None:
+    """The parts of a correction, put together, are both texts."""
+    said = found.verification
+    assert said.status == "corrected"
+    assert draft.text == draft.text[: said.position] + said.before
+    assert found.text == draft.text[: said.position] + said.after
+    assert found.token_ids[: said.kept_tokens] == draft.token_ids[: said.kept_tokens]
+
+
+@pytest.mark.parametrize("lookup", [0, 6])
+@pytest.mark.parametrize("concurrent", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int, lookup: int) -> None:
+    with reused(prompt_lookup=lookup, max_concurrent=concurrent) as engine:
+        expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
+        found = engine.generate(PROMPT, verify="always", **options)
+    assert draft.verification == Verification()
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    assert found.report.finish_reason == expected.report.finish_reason
+    assert found.report.generated_tokens == len(expected.token_ids)
+    assert found.report.reused_tokens > 0
+    if draft.token_ids == expected.token_ids:
+        assert found.verification.status == "verified"
+    else:
+        assert_corrected(found, draft)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 63, 64, 65, 99])
+@pytest.mark.parametrize(
+    "family",
+    others_slow(["llama", "gemma3_text", "gemma2", "mistral", "gpt_oss", "deepseek_v3"], ("llama", "gemma3_text")),
+)
+def test_a_draft_is_left_wherever_it_differs(family: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of the full model's own answer but for one token: before, at and behind the end of a pass."""
+    model = tiny.model(family, **(WINDOW if family in ("mistral",) else {}))
+    with reused(model) as engine:
+        expected = plain(engine, max_new_tokens=100)
+        assert len(expected.token_ids) == 100
+        check = verification.check
+
+        def checked(adapter: Any, tokenizer: Any, ids: Any, draft: Any, *rest: Any, **more: Any) -> Any:
+            tokens = list(expected.token_ids)
+            tokens[cut] = (tokens[cut] + 1) % 50
+            other = type(draft)(tokenizer.decode(tokens), tokens, draft.finish_reason, draft.first_token_at)
+            return check(adapter, tokenizer, ids, other, *rest, **more)
+
+        monkeypatch.setattr("cacheblend_rag.engine.answering.check", checked)
+        passes = calls_of(engine.adapter, "extend", monkeypatch)
+        found = engine.generate(PROMPT, max_new_tokens=100, verify="always")
+    assert found.token_ids == expected.token_ids
+    assert (found.verification.status, found.verification.kept_tokens) == ("corrected", cut)
+    taken = [len(ids) for ids in passes if len(ids) < len(PROMPT.suffix) * 20]
+    assert sum(taken) < 300, "the draft is not taken token by token"
+
+
+def calls_of(adapter: ModelAdapter, name: str, patch: pytest.MonkeyPatch) -> list[Any]:
+    """The ids that each call of an adapter's method was given."""
+    calls: list[Any] = []
+    method: Callable[..., Any] = getattr(adapter, name)
+
+    def noted(cache: Any, ids: Any, *rest: Any, **more: Any) -> Any:
+        calls.append(ids)
+        return method(cache, ids, *rest, **more)
+
+    patch.setattr(adapter, name, noted)
+    return calls
+
+
+def test_the_full_models_own_answer_is_verified_in_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused(selection="hkvd", recompute_ratio=1.0) as engine:
+        steps: list[int] = []
+        whole = type(engine.turns).step
+        monkeypatch.setattr(type(engine.turns), "step", lambda *given: steps.append(1) or whole(*given))
+        found = engine.generate(PROMPT, max_new_tokens=100, verify="always")
+    assert found.verification.status == "verified"
+    assert found.verification.kept_tokens == len(found.token_ids) == 100
+    assert len(steps) < 100, "the check takes no step of its own"
+    assert found.verification.seconds > 0
+
+
+def test_an_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of() as engine:
+        monkeypatch.setattr("cacheblend_rag.engine.answering.check", lambda *a, **k: pytest.fail("nothing to check"))
+        for asked in ("What fell?", PROMPT, Prompt(suffix="What fell?")):  # no chunks; none stored; plain
+            said = engine.generate(asked, max_new_tokens=3, verify="always").verification
+            assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
+
+
+def test_the_option_of_a_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused(verify="always") as engine:
+        assert engine.generate(PROMPT, max_new_tokens=4).verification.status in ("verified", "corrected")
+        assert engine.generate(PROMPT, max_new_tokens=4, verify="off").verification.status == "off"
+        for wrong in ("sometimes", True, 1, ""):
+            with pytest.raises(ConfigError, match="verify") as caught:
+                engine.generate(PROMPT, verify=wrong)
+            assert "always" in caught.value.remedy
+
+
+def test_every_form_of_asking_verifies() -> None:
+    with reused(verify="always", max_concurrent=2) as engine:
+        expected = plain(engine, max_new_tokens=12)
+        draft = engine.generate(PROMPT, max_new_tokens=12, verify="off")
+        stream = engine.stream(PROMPT, max_new_tokens=12)
+        assert "".join(stream) == draft.text, "its words are the first ones"
+        assert stream.result is not None
+        found = [stream.result, engine.generate(PROMPT, max_new_tokens=12)]
+        found += engine.generate_batch([PROMPT, PROMPT], max_new_tokens=12)
+        found.append(asyncio.run(engine.agenerate(PROMPT, max_new_tokens=12)))
+        found += asyncio.run(answers_of(engine, [PROMPT, PROMPT], max_new_tokens=12))
+    for one in found:
+        assert one.token_ids == expected.token_ids
+        assert_corrected(one, draft)
+
+
+def test_a_seed_is_drawn_where_none_is_given() -> None:
+    with reused() as engine:
+        answers = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            answers.append(engine.generate(PROMPT, max_new_tokens=8, temperature=1.0, verify="always").token_ids)
+        other = engine.generate(PROMPT, max_new_tokens=8, temperature=1.0, verify="always").token_ids
+    assert answers[0] == answers[1]
+    assert other != answers[0]
+
+
+def test_drawn_answers_are_distributed_as_the_full_models() -> None:
+    """First tokens over 300 seeds, by total variation; blended ones are further away than chance explains."""
+
+    def shares(engine: BlendEngine, **more: Any) -> torch.Tensor:
+        counts = torch.zeros(engine.model.config.vocab_size)
+        for seed in range(300):
+            counts[engine.generate(PROMPT, max_new_tokens=1, temperature=0.8, seed=seed, **more).token_ids[0]] += 1
+        return counts / counts.sum()
+
+    with reused() as engine:
+        full = shares(engine.with_config(selection="all"))
+        verified, blended = shares(engine, verify="always"), shares(engine)
+    assert float((verified - full).abs().sum()) / 2 < 0.02
+    assert float((blended - full).abs().sum()) / 2 > 0.1
+
+
+def test_what_is_kept_of_a_conversation_is_exact() -> None:
+    with reused(session_cache=True, verify="always") as engine:
+        found = engine.generate(PROMPT, max_new_tokens=70)
+        ((key, info),) = engine.store.infos(KEY_PREFIX)
+        ids = info.token_ids
+        assert ids[: found.report.prompt_tokens] == found.report.input_ids
+        assert list(ids[found.report.prompt_tokens :]) == found.token_ids[: len(ids) - found.report.prompt_tokens]
+        record = engine.store.open(key)
+        assert record is not None
+        exact = engine.adapter.prefill(ids).cache
+        layers = [record.read_layer(layer) for layer in range(engine.adapter.num_layers)]
+        for (keys, values), layer in zip(layers, engine.adapter.layers_of(exact.layers), strict=True):
+            torch.testing.assert_close(keys, layer.keys[0], rtol=0.06, atol=0.06)  # eight bits
+            torch.testing.assert_close(values, layer.values[0], rtol=0.06, atol=0.06)
+
+
+def test_others_are_answered_while_one_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    with reused(max_concurrent=2) as engine:
+        prefill = engine.adapter.prefill
+
+        def slow(ids: Any, between: Any = None, each_layer: Any = None) -> Any:
+            if len(ids) > 60:
+                assert between is not None
+                events.append("check begins")
+                waiting.set()
+                until(lambda: engine.turns.scheduler.waiting > 0)
+                between(10.0)
+                events.append("check goes on")
+            return prefill(ids, between, each_layer)
+
+        waiting = threading.Event()
+        monkeypatch.setattr(engine.adapter, "prefill", slow)
+
+        def other() -> None:
+            waiting.wait(20)
+            engine.generate("What fell?", max_new_tokens=3)
+            events.append("other is answered")
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        found = engine.generate(PROMPT, max_new_tokens=4, verify="always")
+        thread.join(20)
+    assert found.verification.status in ("verified", "corrected")
+    assert events == ["check begins", "other is answered", "check goes on"]
+
+
+# What is never called verified ---------------------------------------------------------------
+
+
+def test_leaving_a_stream_during_the_check_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused() as engine:
+        prefill, begun = engine.adapter.prefill, threading.Event()
+
+        def watched(*given: Any) -> Any:
+            begun.set()
+            until(stream._sink.cancelled)
+            return prefill(*given)
+
+        monkeypatch.setattr(engine.adapter, "prefill", watched)
+        stream = engine.stream(PROMPT, max_new_tokens=4, verify="always")
+        next(stream)
+        assert begun.wait(20)
+        stream.close()
+        assert stream.result is None or stream.result.verification.status == "off"
+        with pytest.raises(GenerationError):
+            stream.complete()
+        assert engine.generate("What fell?", max_new_tokens=2).report.generated_tokens == 2
+
+
+def test_an_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused() as engine:
+        monkeypatch.setattr(engine.adapter, "prefill", lambda *given: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(PROMPT, max_new_tokens=4, verify="always")
+        with pytest.raises(ZeroDivisionError):
+            list(engine.stream(PROMPT, max_new_tokens=4, verify="always"))
+
+
+def test_without_memory_for_the_check_the_first_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    with reused() as engine:
+        draft = engine.generate(PROMPT, max_new_tokens=4)
+        monkeypatch.setattr(engine.adapter, "prefill", full)
+        found = engine.generate(PROMPT, max_new_tokens=4, verify="always")
+    assert found.token_ids == draft.token_ids
+    assert (found.verification.status, found.verification.reason) == ("given up", "memory ran out")
+
+
+# Ties -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) -> None:
+    scores = torch.tensor([[10.0, 9.0, -float("inf"), 3.0]])
+    bound = tie_bound(scores[0], dtype)
+    prompt = torch.tensor([[7, 7]])
+    for lead, kept in ((bound * 0.9, True), (bound * 1.1, False)):
+        scores[0, 1] = 10.0 - lead
+        ties = _KeptTies([1, 3], 2, dtype)
+        assert int(ties(prompt, scores).argmax()) == (1 if kept else 0)
+        assert ties.kept == kept
+    assert int(_KeptTies([0], 2, dtype)(prompt, scores).argmax()) == 0
+
+
+def test_no_token_is_kept_once_the_answer_has_left_the_draft() -> None:
+    scores = torch.tensor([[10.0, 10.0 - 1e-9]])
+    left = _KeptTies([1, 1], 1, torch.float32)
+    assert int(left(torch.tensor([[7, 0]]), scores).argmax()) == 0
+    assert left.kept == 0
