@@ -51,7 +51,7 @@ def test_rouge_l_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyP
     rouge_scorer.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[eval\]"):
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[benchmarks\]"):
         best_rouge_l("owl", ["owl"])
     rouge_scorer.cache_clear()
 

@@ -39,6 +39,7 @@ _CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "po
 _CHANGING |= {"update", "appendleft"}
 _SYNCHRONISING = {"Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "local", "ContextVar"}
 _SYNCHRONISING |= {"FileLock"}
+_KINDS = ("lines", "code", "docstring", "comment", "blank")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -96,7 +97,7 @@ class SourceFile:
         comment -= code | docstring
         whole = len(self.text.splitlines())
         blank = whole - len(code) - len(docstring) - len(comment)
-        return {"lines": whole, "code": len(code), "docstring": len(docstring), "comment": len(comment), "blank": blank}
+        return dict(zip(_KINDS, (whole, len(code), len(docstring), len(comment), blank), strict=True))
 
     @cached_property
     def functions(self) -> list[_Function]:
@@ -153,29 +154,31 @@ def large_classes(sources: Iterable[SourceFile]) -> list[ClassSize]:
 
 def count(sources: Sequence[SourceFile]) -> dict[str, Any]:
     """All counts of some modules; fit for JSON."""
-    lines = sum((Counter(source.lines) for source in sources), Counter[str]())
+    lines = {kind: sum(source.lines[kind] for source in sources) for kind in _KINDS}
     functions = [function for source in sources for function in source.functions]
     lengths = [len(_span(function)) for function in functions]
     classes = [found for source in sources for found in source.classes]
     names = Counter(found.name for found in classes)
     files = Counter(source.module.split(".")[-1] for source in sources)
+    rooms = dict.fromkeys(source.room for source in sources)
     private, single = _private(sources)
     return {
         **lines,
+        "rooms": {room: sum(one.lines["code"] for one in sources if one.room == room) for room in rooms},
         "files": len(sources),
-        "median_file": statistics.median(source.lines["lines"] for source in sources),
+        "median_file": statistics.median([source.lines["lines"] for source in sources] or [0]),
         "classes": len(classes),
         "dataclasses": sum(any("dataclass" in ast.unparse(one) for one in found.decorator_list) for found in classes),
         "protocols": _with_base(classes, "Protocol"),
         "typed_dicts": _with_base(classes, "TypedDict", derived=True),
         "functions": len(functions),
-        "mean_function": statistics.mean(lengths),
-        "median_function": statistics.median(lengths),
+        "mean_function": statistics.mean(lengths or [0]),
+        "median_function": statistics.median(lengths or [0]),
         "up_to_3_lines": sum(length <= 3 for length in lengths),
         "up_to_5_lines": sum(length <= 5 for length in lengths),
-        "share_up_to_5_lines": sum(length <= 5 for length in lengths) / len(lengths),
+        "share_up_to_5_lines": sum(length <= 5 for length in lengths) / max(1, len(lengths)),
         "above_60_lines": sum(length > 60 for length in lengths),
-        "functions_per_1000_code": 1000 * len(functions) / lines["code"],
+        "functions_per_1000_code": 1000 * len(functions) / max(1, lines["code"]),
         "properties": sum("property" in ast.unparse(one) for each in functions for one in each.decorator_list),
         "private_functions": len(private),
         "private_with_one_reference": len(single),
@@ -285,9 +288,7 @@ def _body_lines(function: _Function) -> int:
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "lines / code / docstring / comment / blank": lambda found: " / ".join(
-        f"{found[name]:,}" for name in ("lines", "code", "docstring", "comment", "blank")
-    ),
+    "lines / code / docstring / comment / blank": lambda found: " / ".join(f"{found[name]:,}" for name in _KINDS),
     "files, median file": lambda found: f"{found['files']}, {found['median_file']:g}",
     "classes, dataclasses, protocols, TypedDicts": lambda found: ", ".join(
         str(found[name]) for name in ("classes", "dataclasses", "protocols", "typed_dicts")
@@ -338,7 +339,9 @@ def house_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     for root, halves in found.items():
         large = [f"`{one['name']}` ({one['methods']}, {one['lines']})" for one in halves["all"]["large_classes"]]
+        rooms = sorted(halves["all"]["rooms"].items(), key=lambda pair: -pair[1])
         registries = [f"`{name}`" for name in halves["all"]["registries"]]
+        lines += ["", f"{root}, lines of code by room: {', '.join(f'{room} {code:,}' for room, code in rooms)}."]
         lines += ["", f"{root}, large classes (methods, lines): {', '.join(large) or 'none'}."]
         lines += ["", f"{root}, names of modules whose contents change: {', '.join(registries) or 'none'}."]
     return "\n".join(lines)
