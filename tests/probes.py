@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
@@ -22,6 +21,7 @@ from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV, Generation
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.evaluation.runner import Journal
+from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets

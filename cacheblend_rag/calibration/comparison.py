@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -11,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from cacheblend_rag.calibration.evaluation.answers import shared_cache
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -296,3 +296,10 @@ def decode_from(
     return decode(
         engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
     )
+
+
+def shared_cache(cache: Any) -> Any:
+    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other

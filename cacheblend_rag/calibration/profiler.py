@@ -9,16 +9,15 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
-from cacheblend_rag.calibration.bench.common import bench_prompt, least_squares, medians, timed
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds
+from cacheblend_rag.calibration.timing import medians, timed, timing_prompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.ratio_policy import profile_path
@@ -77,8 +76,7 @@ def _measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequen
         engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint
     ) as other:
         for length in sorted(set(lengths)):
-            options = BenchOptions(chunks=_CHUNKS, chunk_tokens=max(_LEAST_CHUNK, length // _CHUNKS))
-            prompt = bench_prompt(engine.tokenizer, options)
+            prompt = timing_prompt(engine.tokenizer, _CHUNKS, max(_LEAST_CHUNK, length // _CHUNKS))
             tokens = len(other.tokenize(prompt).input_ids)
             if tokens <= limit and other.adapter.reusable(tokens):
                 found += time_blends(other, prompt)
@@ -164,6 +162,26 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
     powers = (1,) if len(lengths) == 1 else (1, 0, 2) if len(lengths) > 2 else (1, 0)
     found = least_squares({power: lengths**power for power in powers}, times)
     return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
+
+
+def least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
+    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
+
+    Parameters
+    ----------
+    columns : mapping of int to Tensor, each [times]
+    times : Tensor, [times]
+        Positive. Relative errors count, so that short times are not drowned by long ones.
+    """
+    kept = dict(columns)
+    first = next(iter(kept))
+    while True:
+        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
+        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
+        negative = [name for name, part in parts.items() if part < 0 and name != first]
+        if not negative:
+            return {name: max(0.0, part) for name, part in parts.items()}
+        del kept[min(negative)]
 
 
 def measure_folder(folder: Path, size: int = 256 * 10**6) -> Device:

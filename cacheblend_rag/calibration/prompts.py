@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.calibration.evaluation.datasets import load_cases
-from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, WordRanker, build_prompt, choose
+from cacheblend_rag.calibration.datasets import EvalCase, load_cases
+from cacheblend_rag.calibration.passages import ChatFrame, WordRanker, build_prompt, choose
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
@@ -153,11 +153,20 @@ def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, styl
     DatasetError
         If the file cannot be used.
     """
+    return [build_prompt(case, style) for case in _drawn_cases(data, count, per_prompt, seed)]
+
+
+def case_golds(data: str, count: int, per_prompt: int = 6, seed: int = 0) -> list[tuple[str, ...]]:
+    """The right answers to the prompts that `case_prompts` makes of the same arguments."""
+    return [case.answers for case in _drawn_cases(data, count, per_prompt, seed)]
+
+
+def _drawn_cases(data: str, count: int, per_prompt: int, seed: int) -> list[EvalCase]:
+    """Questions drawn by chance, each with the passages of its prompt."""
     cases = load_cases(data)
     random.Random(f"calibrate/{seed}").shuffle(cases)
     words = WordRanker(passage.chunk for case in cases for passage in case.passages)
-    chosen = [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
-    return [build_prompt(case, style) for case in chosen]
+    return [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
 
 
 def framed(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:

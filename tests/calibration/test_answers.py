@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.calibration.evaluation import answers
-from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
+from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs
+from docs.benchmarks.evaluation import answers
+from docs.benchmarks.evaluation.answers import GreedyAnswers
 from tests import tiny
 from tests.probes import engine_of
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.cli import main
 from docs.benchmarks.scripts import redraw
 from docs.benchmarks.scripts.redraw import KINDS, draw_file
 
@@ -43,7 +42,7 @@ WAYS = {
 FLEET = dict.fromkeys(("hit", "remote", "p50", "p99", "imbalance", "megabytes", "possible"), 0.5)
 # A result of each kind, and what must be written in its plot.
 RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "bench ttft": (
+    "ttft": (
         {
             "prompt_tokens": 1200,
             "ttft_seconds": {"full recompute": 2.0, "gradual 30, 3%, disk": 0.5, "gradual 30, 3%, memory": 0.4},
@@ -231,7 +230,7 @@ def test_what_is_no_result_is_named_with_what_is_expected(
     assert redraw.main([str(source), "--plot", str(tmp_path / "plot.svg")]) == 2
     error = capsys.readouterr().err
     assert str(source) in error
-    assert "the JSON that one of these printed: bench ttft, store" in error
+    assert "the JSON that one of these printed: ttft, store" in error
     assert not (tmp_path / "plot.svg").exists()
 
 
@@ -241,7 +240,7 @@ def test_what_is_no_result_is_named_with_what_is_expected(
 @pytest.mark.parametrize(
     ("plot", "hint"),
     [
-        ("plot.svg", r"cacheblend-rag\[plots\]"),
+        ("plot.svg", r"cacheblend-rag\[benchmarks\]"),
         ("plot.gift", "ends in .svg"),
         ("plot", "ends in .svg"),
         ("no/plot.svg", "a folder"),
@@ -255,11 +254,10 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    home = "cacheblend_rag.calibration.bench" if module == "ttft" else "docs.benchmarks.scripts"
-    found = importlib.import_module(f"{home}.{module}")
+    found = importlib.import_module(f"docs.benchmarks.scripts.{module}")
     monkeypatch.setattr(found, "measure", lambda options: pytest.fail("it was measured"))
     if plot == "plot.svg":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = ["--plot", str(tmp_path / plot)]
-    assert (main(["bench", "ttft", *arguments]) if module == "ttft" else found.main(arguments)) == 2
+    assert found.main(arguments) == 2
     assert re.search(hint, capsys.readouterr().err)

@@ -22,10 +22,9 @@ from cacheblend_rag.calibration.calibrate import (
     report,
     settings_of,
 )
-from cacheblend_rag.calibration.evaluation.methods import settings_rule, variants
-from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prompts import Corpus, case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
+from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet, TriedRule
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
@@ -33,6 +32,7 @@ from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, Selection
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import PromptTokenizer
+from docs.benchmarks.evaluation.methods import settings_rule, variants
 from tests import tiny
 from tests.probes import engine_of
 

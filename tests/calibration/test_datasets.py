@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.calibration.evaluation.datasets import FORMATS, Passage, digest, load_cases
+from cacheblend_rag.calibration.datasets import FORMATS, Passage, digest, load_cases
 from cacheblend_rag.errors import ConfigError, DatasetError
 from tests.calibration.conftest import question, write_questions
 

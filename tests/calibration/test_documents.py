@@ -1,4 +1,4 @@
-"""The page on evaluation: its first command and its code run, and its tables are complete."""
+"""The pages on evaluation: their first commands and their code run, and their tables are complete."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.evaluation.datasets import load_cases
-from cacheblend_rag.calibration.evaluation.methods import METHODS
+from cacheblend_rag.calibration.datasets import load_cases
 from cacheblend_rag.fusor.selection import RULES
+from docs.benchmarks.evaluation import command
+from docs.benchmarks.evaluation.methods import METHODS
 from docs.benchmarks.scripts.figures import FIGURES
 from tests.programs import run_program
 from tests.toy import MODEL_PATH
@@ -19,21 +20,43 @@ from tests.toy.cases import ToyCases, write_cases
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "how-to" / "evaluation.md").read_text(encoding="utf-8")
+SCRIPTS = (ROOT / "docs" / "benchmarks" / "evaluation.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_command_runs(
+def test_the_first_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (command,) = blocks("bash")
-    program, *arguments = shlex.split(command)
-    assert program == "cacheblend-rag"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
+    write_cases(ToyCases("dev", 1).cases(3), tmp_path / "questions.jsonl")
+    (tmp_path / "questions.txt").write_text("When was the harbour dredged?\n", encoding="utf-8")
+    docs = tmp_path / "contracts"
+    docs.mkdir()
+    for name in "abc":
+        (docs / f"{name}.md").write_text(f"The harbour {name} was dredged in 1912.", encoding="utf-8")
+    (block,) = blocks("bash")
+    for line in block.splitlines():
+        program, *arguments = shlex.split(line.replace("~/contracts", str(docs)))
+        assert program == "cacheblend-rag"
+        assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu", "--max-new-tokens", "4"]) == 0
+        assert "\n  blended " in capsys.readouterr().out
+    assert (tmp_path / "runs" / "first" / "results.jsonl").exists()
+
+
+def test_the_scripts_first_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = blocks("bash", SCRIPTS)
+    *program, data, file = shlex.split(line)[:5]
+    assert [*program, data, file] == ["python", "-m", "docs.benchmarks.evaluation", "--data", "questions.jsonl"]
     monkeypatch.chdir(tmp_path)
     write_cases(ToyCases("dev", 1).cases(6), tmp_path / "questions.jsonl")
-    assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
+    assert command.main([*shlex.split(line)[3:], "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
     assert "| hkvd 0.15 " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
     assert names >= {"results.jsonl", "table.md", "summary.json", "quality-ttft.svg", "quality-kind.svg"}
@@ -54,8 +77,8 @@ def test_the_guard_s_example_runs(tmp_path: Path) -> None:
 
 
 def test_tables_are_complete() -> None:
-    figures = PAGE.split("### The paper's figures")[1].split("## Calibrate")[0]
+    figures = SCRIPTS.split("## The paper's figures")[1]
     assert [int(row) for row in re.findall(r"^\| (\d+) \|", figures, re.MULTILINE)] == list(FIGURES)
-    methods = PAGE.split("### Methods")[1].split("### Measures")[0]
+    methods = SCRIPTS.split("## Methods")[1].split("## Measures")[0]
     for name in set(METHODS) - set(RULES):
         assert f"`{name}`" in methods

@@ -14,10 +14,10 @@ import gguf
 import pytest
 import torch
 
-from cacheblend_rag.calibration.bench.ttft import TTFTOptions
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from docs.benchmarks.scripts.gguf_file import ARCHITECTURES, write_gguf
 from docs.benchmarks.scripts.llama_cpp import NAMES, LlamaCpp, LlamaSettings, file_dtype, main, measure
+from docs.benchmarks.scripts.ttft import TTFTOptions
 from tests import tiny
 
 IDS = torch.randint(400, (90,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -7,18 +7,9 @@ import sys
 import pytest
 import torch
 
-from cacheblend_rag.calibration.evaluation.statistics import (
-    best_f1,
-    best_rouge_l,
-    exact_match,
-    f1,
-    first_line,
-    interval,
-    normalise,
-    paired,
-    rouge_scorer,
-)
+from cacheblend_rag.calibration.statistics import best_f1, exact_match, f1, first_line, interval, normalise, paired
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from docs.benchmarks.evaluation.rouge import best_rouge_l, rouge_scorer
 
 
 def test_normalising() -> None:
@@ -60,7 +51,7 @@ def test_rouge_l_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyP
     rouge_scorer.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[eval\]"):
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[benchmarks\]"):
         best_rouge_l("owl", ["owl"])
     rouge_scorer.cache_clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
+from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import build_index
 from docs.benchmarks.scripts.retrieved import joined_articles, with_retrieved

@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.bench.plots import import_pyplot
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, load_cases
-from cacheblend_rag.calibration.evaluation.methods import METHODS, rule_of, variants
-from cacheblend_rag.calibration.evaluation.plots import draw_run
-from cacheblend_rag.calibration.evaluation.prompts import build_prompt, choose
-from cacheblend_rag.calibration.evaluation.runner import EvalOptions, EvalRun, Evaluation, Journal
-from cacheblend_rag.calibration.evaluation.statistics import Interval
-from cacheblend_rag.calibration.evaluation.subject import Subject
-from cacheblend_rag.calibration.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary
+from cacheblend_rag.calibration.datasets import EvalCase, load_cases
+from cacheblend_rag.calibration.journal import Journal
+from cacheblend_rag.calibration.passages import build_prompt, choose
+from cacheblend_rag.calibration.statistics import Interval
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
+from docs.benchmarks.evaluation.command import main
+from docs.benchmarks.evaluation.methods import METHODS, rule_of, variants
+from docs.benchmarks.evaluation.plots import draw_run
+from docs.benchmarks.evaluation.runner import EvalOptions, EvalRun, Evaluation
+from docs.benchmarks.evaluation.subject import Subject
+from docs.benchmarks.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary
+from docs.benchmarks.scripts.plots import import_pyplot
 from tests import tiny
 from tests.calibration.conftest import write_questions
 from tests.probes import engine_of
@@ -37,7 +38,7 @@ METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,random,gradual"
 def arguments(model: Path, questions: Path, out: Path, *more: str) -> list[str]:
     common = ["--ratios", "0.3", "--chunks", "3", "--order", "random", "--max-new-tokens", "4", "--no-plots"]
     where = ["--data", str(questions), "--model", str(model), "--out", str(out), "--device", "cpu"]
-    return ["eval", *where, "--methods", METHODS_RUN, *common, *more]
+    return [*where, "--methods", METHODS_RUN, *common, *more]
 
 
 def lines_of(out: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.bench.shapes import SHAPES, random_model
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from docs.benchmarks.scripts import redraw, scaling, store, warm
 from docs.benchmarks.scripts.scaling import ScalingOptions, growth
 from docs.benchmarks.scripts.scaling_point import PointOptions, work_from
 from docs.benchmarks.scripts.scaling_point import main as measure_point
+from docs.benchmarks.scripts.shapes import SHAPES, random_model
 from docs.benchmarks.scripts.store import StoreOptions
 from docs.benchmarks.scripts.warm import prefill_batch
 from tests import tiny

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.bench.common import bench_model
-from cacheblend_rag.calibration.bench.ttft import METHODS, Cost, TTFTOptions, cost_of, kv_rate
 from cacheblend_rag.calibration.comparison import blended, prefill_methods
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.store import DiskStore, MemoryStore
+from docs.benchmarks.scripts.measuring import bench_model
+from docs.benchmarks.scripts.ttft import METHODS, Cost, TTFTOptions, cost_of, kv_rate, main
 from tests import tiny
 from tests.probes import engine_of
 
@@ -27,7 +26,7 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
     deep_shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     drawn = tmp_path / "ttft.svg"
-    assert main(["bench", "ttft", "--shape", deep_shape, "--rounds", "2", "--plot", str(drawn), *SMALL]) == 0
+    assert main(["--shape", deep_shape, "--rounds", "2", "--plot", str(drawn), *SMALL]) == 0
     assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
@@ -64,7 +63,7 @@ def test_methods_and_places_can_be_left_out(
 ) -> None:
     monkeypatch.setenv("MALLOC_ARENA_TEST", "8")  # what it would be anyway
     chosen = ["--methods", "hkvd", "--ratios", "0.2", "--kv", "gpu"]
-    assert main(["bench", "ttft", "--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
+    assert main(["--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["machine"]["allocator"]["MALLOC_ARENA_TEST"] == "8"
     assert list(result["ttft_seconds"]) == ["full recompute", "hkvd 20%, gpu"]
@@ -82,7 +81,7 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, object]) -> None:
 
 def test_the_names_in_the_help_are_the_methods(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["bench", "ttft", "--help"])
+        main(["--help"])
     shown = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
     assert ", ".join(METHODS) in shown
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
+from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV

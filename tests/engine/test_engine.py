@@ -14,11 +14,11 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, PromptError, UnsupportedModelError
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.store import DiskStore, MemoryStore
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import Hooked, engine_of, key_of
 from tests.tolerance import assert_logits_close

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.loading import LayerReader, Placement, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
@@ -23,6 +22,7 @@ from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordFormat, RecordInfo, TieredStore
 from cacheblend_rag.store.memory import MemoryRecord
 from cacheblend_rag.store.record import as_written
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, record_files
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, StoredKV
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
 

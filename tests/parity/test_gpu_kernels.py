@@ -11,12 +11,12 @@ import torch
 from torch.nn.functional import silu
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.models import adapter, gpu, rope
 from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store import MemoryStore, RecordInfo
 from cacheblend_rag.store.codecs import CODECS
+from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 
 pytest.importorskip("triton")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
+from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.config import check_choice, check_whole
 from cacheblend_rag.errors import ConfigError
 from tests.toy.measure import Case, held_out_cases

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
-from cacheblend_rag.app.cli.bench import add_bench, add_profile
 from cacheblend_rag.app.cli.cache import add_cache
 from cacheblend_rag.app.cli.calibrate import add_adapt, add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
 from cacheblend_rag.app.cli.keys import add_keys
 from cacheblend_rag.app.cli.models import add_models
+from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
 from cacheblend_rag.errors import CacheBlendError
 
@@ -52,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         add_models,
         add_cache,
         add_profile,
-        add_bench,
         add_adapt,
         add_calibrate,
         add_eval,

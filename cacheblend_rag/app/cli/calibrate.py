@@ -31,7 +31,7 @@ def _adapt(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.store.learned import keep_context
 
     options = AdaptOptions(steps=parsed.steps)
-    prompts, corpus = _prompts_of(parsed, options.steps + options.held_back)
+    prompts, corpus = read_prompts(parsed, options.steps + options.held_back)
     with BlendEngine.from_pretrained(
         parsed.model or DEFAULT_MODEL,
         config=BlendConfig(condition="context"),
@@ -81,7 +81,7 @@ def _calibrate(parsed: argparse.Namespace) -> int:
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
-    prompts, corpus = _prompts_of(parsed, parsed.prompts)
+    prompts, corpus = read_prompts(parsed, parsed.prompts)
     with BlendEngine.from_pretrained(
         parsed.model or DEFAULT_MODEL,
         config=BlendConfig(recompute_ratio=0.15),
@@ -98,8 +98,8 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts_of(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str]]:
-    """So many prompts, and all chunks in the order of their documents."""
+def read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str]]:
+    """So many prompts of the arguments of `add_prompt_arguments`, and all chunks in the order of their documents."""
     from cacheblend_rag.app.collection import ARTICLES_PATH
     from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
     from cacheblend_rag.config import check_whole

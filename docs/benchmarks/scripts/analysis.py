@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.calibration.bench.plots import import_pyplot, save_figure
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.scoring import attention_rows
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.models.kv import LayerKV
+from docs.benchmarks.scripts.plots import import_pyplot, save_figure
 
 __all__ = [
     "attention_deviation",

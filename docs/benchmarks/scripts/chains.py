@@ -15,12 +15,13 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 
-from cacheblend_rag.calibration.evaluation.runner import EvalRun, Evaluation, Journal
-from cacheblend_rag.calibration.evaluation.subject import DEPTH, Subject, scored
+from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.langchain import CacheBlendLLM
+from docs.benchmarks.evaluation.runner import EvalRun, Evaluation
+from docs.benchmarks.evaluation.subject import DEPTH, Subject, scored
 
 __all__ = ["CHAINS", "ChainAnswer", "DocumentChains", "with_chains"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -13,18 +15,20 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag.app.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
-from cacheblend_rag.calibration.bench.common import shown_seconds, table
-from cacheblend_rag.calibration.bench.plots import EDGE, bar_rows
+from cacheblend_rag.app.cli.arguments import add_arguments
 from cacheblend_rag.errors import CacheBlendError
+from docs.benchmarks.scripts.measuring import shown_seconds, table
+from docs.benchmarks.scripts.plots import EDGE, bar_rows
 
 __all__ = [
     "TokenClock",
+    "add_prompt_arguments",
     "draw_ways",
     "greedy",
     "in_eight_bits",
     "in_turn",
     "machine_parser",
+    "options_from",
     "prompt_parser",
     "reported",
     "run_bench",
@@ -54,6 +58,39 @@ def prompt_parser(name: str, about: str | None, **defaults: Any) -> argparse.Arg
     return parser
 
 
+def add_prompt_arguments(
+    parser: argparse.ArgumentParser, *, shape: str, rounds: int, chunks: int = 4, chunk_tokens: int = 512
+) -> None:
+    """Arguments for `BenchOptions`, and a file for the plot."""
+    add_machine_arguments(parser, shape=shape, rounds=rounds)
+    parser.add_argument("--chunks", type=int, default=chunks)
+    parser.add_argument("--chunk-tokens", type=int, default=chunk_tokens)
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser, *, shape: str, rounds: int) -> None:
+    """The model, and how it is run and timed, whatever the prompt."""
+    parser.add_argument("--shape", default=shape, help="model shape, random weights; or the path of a config.json")
+    parser.add_argument("--dtype", default="float32", help='"float32", "bfloat16" or "float16"')
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--plot", metavar="FILE", help="draw the result into a file, such as result.svg")
+    add_arguments(parser, "device")
+
+
+def options_from(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
+    """Options of a benchmark, from arguments of the same names.
+
+    Parameters
+    ----------
+    kind : type
+        A dataclass. An option without an argument keeps its default; lists become tuples.
+    parsed : Namespace
+    """
+    names = {option.name for option in fields(kind)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: value for name, value in vars(parsed).items() if name in names and value is not None}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
 def run_bench(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
@@ -78,12 +115,18 @@ def run_bench(
 
 
 def reported(parser: argparse.ArgumentParser, work: Callable[[], object]) -> int:
-    """Do a script's work; the process's exit status, 2 with the reason on standard error if it is refused."""
+    """Do a script's work; the process's exit status.
+
+    It is 2, with the reason on standard error, if the work is refused, and 130 if it is interrupted.
+    """
     try:
         work()
     except CacheBlendError as error:
         print(f"{parser.prog.rpartition('.')[2]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog.rpartition('.')[2]}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

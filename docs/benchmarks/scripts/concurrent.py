@@ -22,14 +22,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, show_result, table, warmed
-from cacheblend_rag.calibration.bench.plots import save_figure, titled
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table, warmed
+from docs.benchmarks.scripts.plots import save_figure, titled
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["ConcurrentOptions", "draw", "in_other_order", "main", "measure", "show"]
 

@@ -25,16 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    medians,
-    show_result,
-    timed_result,
-    warmed,
-)
-from cacheblend_rag.calibration.bench.plots import save_figure, titled
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -49,6 +40,9 @@ from docs.benchmarks.scripts.common import (
     run_bench,
     table_of_ways,
 )
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, show_result, timed_result, warmed
+from docs.benchmarks.scripts.plots import save_figure, titled
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["PLAIN", "DecodingOptions", "draw", "main", "measure", "show"]
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import table
-from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Span
 from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.measuring import table
+from docs.benchmarks.scripts.plots import pyplot_for, save_figure
 from docs.benchmarks.scripts.yardstick import Yardstick, in_prompt, of_half, open_cases
 
 __all__ = ["draw", "main", "measure"]

@@ -28,14 +28,14 @@ from langchain_core.embeddings import Embeddings
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.options import FolderRAGOptions
-from cacheblend_rag.calibration.bench.common import machine, table
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, load_cases
+from cacheblend_rag.calibration.datasets import EvalCase, load_cases
 from cacheblend_rag.config import DEFAULT_EMBEDDER, BlendConfig
 from cacheblend_rag.retrieval.documents import read_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.retrieved import joined_articles
 from docs.benchmarks.scripts.served import served
 from docs.benchmarks.scripts.yardstick import is_right

@@ -20,30 +20,30 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cacheblend_rag.app.cli.evaluate import add_eval_arguments, open_evaluation
-from cacheblend_rag.calibration.bench.common import machine
-from cacheblend_rag.calibration.bench.plots import import_pyplot
-from cacheblend_rag.calibration.evaluation.datasets import Cases
-from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of
-from cacheblend_rag.calibration.evaluation.plots import (
-    draw_against,
-    draw_least_work,
-    draw_over_chunks,
-    draw_over_ratio,
-    drawn,
-)
-from cacheblend_rag.calibration.evaluation.prompts import Ranker
-from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Evaluation
-from cacheblend_rag.calibration.evaluation.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.calibration.datasets import Cases
+from cacheblend_rag.calibration.passages import Ranker
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import PromptTokenizer
+from docs.benchmarks.evaluation.command import add_eval_arguments, open_evaluation
+from docs.benchmarks.evaluation.methods import BLENDED, own_ratios, rule_of
+from docs.benchmarks.evaluation.plots import (
+    draw_against,
+    draw_least_work,
+    draw_over_chunks,
+    draw_over_ratio,
+    drawn,
+)
+from docs.benchmarks.evaluation.runner import EvalOptions, Evaluation
+from docs.benchmarks.evaluation.summary import MethodRow, main_measure, write_summary
 from docs.benchmarks.scripts.analysis import attention_deviation, kv_deviation, rank_correlation
 from docs.benchmarks.scripts.chains import with_chains
 from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.measuring import machine
+from docs.benchmarks.scripts.plots import import_pyplot
 from tests.toy.cases import ToyCases
 
 __all__ = ["FIGURES", "FigureMaker", "main"]

@@ -42,10 +42,10 @@ from ray.serve.request_router import PendingRequest
 from cacheblend_rag.app.cli.configuration import GivenValue
 from cacheblend_rag.app.fleet.application import fleet
 from cacheblend_rag.app.fleet.routing import chunk_digest
-from cacheblend_rag.calibration.bench.common import machine, table
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.models.loading import load_geometry
 from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.servers import valkey_server
 from docs.benchmarks.scripts.service_times import ServiceTimes
 from docs.benchmarks.scripts.simulator import read_trace, replay, table_of_replays

@@ -20,14 +20,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, show_result, table, warmed
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
 from docs.benchmarks.scripts.concurrent import in_other_order
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table, warmed
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["GapOptions", "main", "measure"]
 

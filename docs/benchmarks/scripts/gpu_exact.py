@@ -17,12 +17,12 @@ from unittest.mock import patch
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.bench.common import read_plainly
-from cacheblend_rag.calibration.bench.shapes import bench_device
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.store import KVStore, MemoryStore
 from docs.benchmarks.scripts.common import greedy
 from docs.benchmarks.scripts.gpu import ROOT
+from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.shapes import bench_device
 from tests import tiny
 
 if TYPE_CHECKING:

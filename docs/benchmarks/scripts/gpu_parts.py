@@ -29,20 +29,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    machine,
-    shown_seconds,
-    timed,
-    warmed,
-)
-from cacheblend_rag.calibration.bench.shapes import BenchOptions, bench_device
-from cacheblend_rag.calibration.bench.ttft import FULL, PREFIX, Cost, cost_of, kv_rate
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, full_recompute, prefix_caching, time_once
+from cacheblend_rag.calibration.timing import timed
 from cacheblend_rag.store import KVStore, MemoryStore
 from docs.benchmarks.scripts.common import TokenClock, greedy
 from docs.benchmarks.scripts.concurrent import in_other_order
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, shown_seconds, warmed
+from docs.benchmarks.scripts.shapes import BenchOptions, bench_device
+from docs.benchmarks.scripts.ttft import FULL, PREFIX, Cost, cost_of, kv_rate
 from docs.benchmarks.scripts.warm import BATCH, prefill_batch
 
 __all__ = ["Findings", "Sizes", "decode", "main", "memory", "profiles", "tiny_sizes", "ttft", "versions", "warm"]

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.scripts.plots import pyplot_for, save_figure
 from docs.benchmarks.scripts.throughput import draw_prompt, zipf
 
 __all__ = ["HitRates", "TraceOptions", "draw", "main", "simulate"]

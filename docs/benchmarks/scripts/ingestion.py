@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.common import machine
+from docs.benchmarks.scripts.measuring import machine
 from docs.benchmarks.scripts.served import metric_of, served
 
 __all__ = ["main", "measured"]

@@ -1,4 +1,4 @@
-"""llama.cpp in turn with the methods of ``cacheblend-rag bench ttft``, on the very same weights.
+"""llama.cpp in turn with the methods of ``ttft``, on the very same weights.
 
 ``python -m docs.benchmarks.scripts.llama_cpp --shape smollm2-135m --methods prefix default``
 
@@ -25,18 +25,17 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.app.cli.bench import add_ttft_arguments, options_from
-from cacheblend_rag.calibration.bench.common import show_result
-from cacheblend_rag.calibration.bench.plots import draw_ttft
-from cacheblend_rag.calibration.bench.shapes import bench_device
-from cacheblend_rag.calibration.bench.ttft import TTFTOptions, ttft_table
-from cacheblend_rag.calibration.bench.ttft import measure as measure_ttft
 from cacheblend_rag.calibration.comparison import PrefillResult, kept_ids
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.prompt import Prompt
-from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.common import options_from, reported, script_parser
 from docs.benchmarks.scripts.gguf_file import KINDS, write_gguf
+from docs.benchmarks.scripts.measuring import show_result
+from docs.benchmarks.scripts.plots import draw_ttft
+from docs.benchmarks.scripts.shapes import bench_device
+from docs.benchmarks.scripts.ttft import TTFTOptions, add_ttft_arguments, ttft_table
+from docs.benchmarks.scripts.ttft import measure as measure_ttft
 
 __all__ = [
     "NAMES",

@@ -16,19 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    machine,
-    medians,
-    read_plainly,
-    show_result,
-    table,
-)
-from cacheblend_rag.calibration.bench.plots import save_figure
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
 from cacheblend_rag.calibration.profiler import fit_blend, time_blends
+from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -36,6 +26,9 @@ from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, read_plainly, show_result, table
+from docs.benchmarks.scripts.plots import save_figure
+from docs.benchmarks.scripts.shapes import BenchOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 
 __all__ = ["FACTORS", "OverlapOptions", "draw", "main", "measure", "show"]

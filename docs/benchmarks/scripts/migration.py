@@ -27,11 +27,12 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from transformers import pipeline
 from transformers.generation import LogitsProcessorList
 
-from cacheblend_rag.calibration.bench.common import bench_model, chunk_texts, machine, medians, table
-from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions
+from cacheblend_rag.calibration.timing import chunk_texts, medians
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.langchain import CacheBlendLLM
 from docs.benchmarks.scripts.common import TokenClock
+from docs.benchmarks.scripts.measuring import bench_model, machine, table
+from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions
 
 __all__ = ["MigrationOptions", "main", "measure"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import machine, table
-from cacheblend_rag.calibration.evaluation.statistics import interval
+from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import TokenClock, reported, script_parser
+from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.yardstick import Yardstick, in_prompt, open_cases
 
 __all__ = ["LookupOptions", "main", "measure"]

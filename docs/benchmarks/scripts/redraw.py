@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.plots import draw_ttft, pyplot_for
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts import (
     concurrent,
@@ -29,6 +28,7 @@ from docs.benchmarks.scripts import (
     yardstick,
 )
 from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.plots import draw_ttft, pyplot_for
 
 __all__ = ["KINDS", "Kind", "draw_file", "main"]
 
@@ -51,7 +51,7 @@ class Kind:
 
 # By the command or script that measured it.
 KINDS = {
-    "bench ttft": Kind(("ttft_seconds", "bound_seconds", "times_faster", "prompt_tokens"), draw_ttft),
+    "ttft": Kind(("ttft_seconds", "bound_seconds", "times_faster", "prompt_tokens"), draw_ttft),
     "store": Kind(("bytes_a_second", "records"), store.draw),
     "warm": Kind(("seconds_a_token", "to_batch", "spread", "tokens"), warm.draw),
     "decode": Kind(("seconds_a_token", "to_transformers", "spread", "prompt_tokens"), decode.draw),

@@ -21,7 +21,7 @@ from pathlib import Path
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage, load_cases
+from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index

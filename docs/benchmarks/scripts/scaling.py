@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import machine, show_result, shown_seconds, table
-from cacheblend_rag.calibration.bench.plots import save_figure
-from cacheblend_rag.calibration.bench.shapes import shape_config
 from cacheblend_rag.config import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from docs.benchmarks.scripts.common import machine_parser, run_bench
+from docs.benchmarks.scripts.measuring import machine, show_result, shown_seconds, table
+from docs.benchmarks.scripts.plots import save_figure
 from docs.benchmarks.scripts.scaling_point import PointOptions
+from docs.benchmarks.scripts.shapes import shape_config
 
 __all__ = ["ScalingOptions", "draw", "growth", "main", "measure", "show"]
 

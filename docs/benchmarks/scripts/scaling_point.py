@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, timed, warmed
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.timing import timed
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
@@ -30,6 +29,8 @@ from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.models.shape import ModelShape
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import FusedKV
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, warmed
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["CHECK_LAYER", "POINT_METHODS", "PointOptions", "main", "measure", "work_from"]
 

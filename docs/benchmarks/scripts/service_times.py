@@ -30,11 +30,11 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.common import machine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import TokenClock, greedy, reported, script_parser
+from docs.benchmarks.scripts.measuring import machine
 from docs.benchmarks.scripts.servers import valkey_server
 
 __all__ = ["DEFAULTS_PATH", "ServiceTimes", "fitted", "main", "measure"]

@@ -23,18 +23,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    machine,
-    medians,
-    read_plainly,
-    show_result,
-    table,
-)
-from cacheblend_rag.calibration.bench.plots import save_figure
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds
+from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -42,7 +32,10 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, read_plainly, show_result, table
+from docs.benchmarks.scripts.plots import save_figure
 from docs.benchmarks.scripts.servers import link_process, make_bucket, s3_environment, s3_process, valkey_server
+from docs.benchmarks.scripts.shapes import BenchOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 
 __all__ = ["SharedOptions", "draw", "main", "measure", "show"]

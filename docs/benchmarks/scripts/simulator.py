@@ -41,8 +41,6 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.app.fleet.routing import RoutingRule, chunk_digest
-from cacheblend_rag.calibration.bench.common import table
-from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.fleet_model import (
@@ -55,6 +53,8 @@ from docs.benchmarks.scripts.fleet_model import (
     Request,
     Simulation,
 )
+from docs.benchmarks.scripts.measuring import table
+from docs.benchmarks.scripts.plots import pyplot_for, save_figure
 from docs.benchmarks.scripts.service_times import DEFAULTS_PATH, ServiceTimes
 from docs.benchmarks.scripts.throughput import draw_prompt, zipf
 

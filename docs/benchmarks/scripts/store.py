@@ -21,10 +21,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import machine, medians, show_result, shown_seconds, table, timed
-from cacheblend_rag.calibration.bench.plots import EDGE, bar_rows, save_figure, titled, unboxed
-from cacheblend_rag.calibration.bench.shapes import BenchOptions, shape_config
 from cacheblend_rag.calibration.profiler import drop_cache
+from cacheblend_rag.calibration.timing import medians, timed
 from cacheblend_rag.config import CODEC_NAMES, check_choice
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import SegmentKV
@@ -33,6 +31,9 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import KVRecord, StoredKV, record_key
 from cacheblend_rag.store.record import RecordFormat
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
+from docs.benchmarks.scripts.measuring import machine, show_result, shown_seconds, table
+from docs.benchmarks.scripts.plots import EDGE, bar_rows, save_figure, titled, unboxed
+from docs.benchmarks.scripts.shapes import BenchOptions, shape_config
 
 __all__ = ["StoreOptions", "draw", "main", "measure", "show"]
 

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.common import machine, table
 from cacheblend_rag.calibration.calibrate import end_ids_of
-from cacheblend_rag.calibration.evaluation.answers import shared_cache
+from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.calibration.trials import greedy_answer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.measuring import machine, table
 
 __all__ = ["main"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from cacheblend_rag.app.collection import QUESTIONS_PATH
-from cacheblend_rag.calibration.bench.common import machine, table
 from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.served import served
 from docs.benchmarks.scripts.yardstick import is_right
 

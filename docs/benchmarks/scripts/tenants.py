@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from cacheblend_rag.calibration.bench.common import machine
+from docs.benchmarks.scripts.measuring import machine
 from docs.benchmarks.scripts.served import metric_of, served
 
 __all__ = ["ABUSES", "Phase", "main", "run_trial"]

@@ -26,17 +26,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    chunk_texts,
-    machine,
-    show_result,
-    table,
-)
-from cacheblend_rag.calibration.bench.plots import save_figure, titled
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import PrefillResult, decode_from
+from cacheblend_rag.calibration.timing import chunk_texts
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
@@ -45,6 +36,9 @@ from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
 from docs.benchmarks.scripts.common import greedy, prompt_parser, run_bench
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table
+from docs.benchmarks.scripts.plots import save_figure, titled
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = [
     "BATCHES",

@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, timed
-from cacheblend_rag.calibration.bench.plots import save_figure, titled
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.timing import medians, timed
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
 from docs.benchmarks.scripts.common import draw_ways, in_turn, prompt_parser, run_bench, table_of_ways
+from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result
+from docs.benchmarks.scripts.plots import save_figure, titled
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["BATCH", "WarmOptions", "draw", "main", "measure", "prefill_batch", "show"]
 

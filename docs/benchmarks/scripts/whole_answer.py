@@ -35,13 +35,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.common import bench_prompt, bench_tokenizer, machine
-from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions, random_model
 from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits
 from docs.benchmarks.scripts.gguf_file import write_gguf
 from docs.benchmarks.scripts.llama_cpp import LlamaCpp, LlamaSettings
+from docs.benchmarks.scripts.measuring import bench_prompt, bench_tokenizer, machine
+from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions, random_model
 
 CHUNK_TOKENS, THREADS = 512, 2
 NOTED = (1, 16, 64, 256)  # tokens of an answer

@@ -38,14 +38,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.calibration.calibrate import end_ids_of
-from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage, load_cases
-from cacheblend_rag.calibration.evaluation.methods import rule_of
-from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
-from cacheblend_rag.calibration.evaluation.statistics import interval
+from cacheblend_rag.calibration.comparison import shared_cache
+from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
+from cacheblend_rag.calibration.passages import ChatFrame, build_prompt
 from cacheblend_rag.calibration.prompts import Corpus
+from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt, greedy_answer
 from cacheblend_rag.config import DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.engine import BlendEngine
@@ -60,7 +58,10 @@ from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.record import RecordFormat, as_written
+from docs.benchmarks.evaluation.answers import GreedyAnswers
+from docs.benchmarks.evaluation.methods import rule_of
 from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.plots import pyplot_for, save_figure
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 

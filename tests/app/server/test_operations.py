@@ -13,7 +13,7 @@ import yaml
 
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
-from cacheblend_rag.calibration.bench.shapes import SHAPES, shape_config
+from docs.benchmarks.scripts.shapes import SHAPES, shape_config
 from tests import tiny
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
 

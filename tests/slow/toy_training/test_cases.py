@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.calibration.evaluation.datasets import load_cases
+from cacheblend_rag.calibration.datasets import load_cases
 from cacheblend_rag.errors import ConfigError
 from tests.toy.cases import ToyCases, main
 

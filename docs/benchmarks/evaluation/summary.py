@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import machine, table
-from cacheblend_rag.calibration.evaluation.runner import EvalRun
-from cacheblend_rag.calibration.evaluation.statistics import Interval, interval, paired
+from cacheblend_rag.calibration.statistics import Interval, interval, paired
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.evaluation.runner import EvalRun
+from docs.benchmarks.scripts.measuring import machine, table
 
 _MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl")
 _QUALITY = ("f1", "em", "rouge_l", "forced_exact")

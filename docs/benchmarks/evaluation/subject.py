@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.comparison import PrefillResult, blended, full_recompute, prefix_caching, time_once
-from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
-from cacheblend_rag.calibration.evaluation.datasets import EvalCase
-from cacheblend_rag.calibration.evaluation.methods import Variant
-from cacheblend_rag.calibration.evaluation.statistics import best_f1, best_rouge_l, exact_match, first_line
+from cacheblend_rag.calibration.comparison import (
+    PrefillResult,
+    blended,
+    full_recompute,
+    prefix_caching,
+    shared_cache,
+    time_once,
+)
+from cacheblend_rag.calibration.datasets import EvalCase
+from cacheblend_rag.calibration.statistics import best_f1, exact_match, first_line
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from docs.benchmarks.evaluation.answers import GreedyAnswers
+from docs.benchmarks.evaluation.methods import Variant
+from docs.benchmarks.evaluation.rouge import best_rouge_l
 
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs
@@ -104,10 +104,3 @@ class GreedyAnswers:
         model, tokenizer = self._engine.model, self._engine.tokenizer
         found = decode(model, tokenizer, input_ids=before, cache=cache, logits=logits, options=options)
         return found.token_ids, found.text
-
-
-def shared_cache(cache: Any) -> Any:
-    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other

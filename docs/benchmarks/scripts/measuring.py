@@ -1,4 +1,4 @@
-"""Shared parts of benchmarks: a clock, model and prompt, a store that holds it, tables, and the machine."""
+"""Shared parts of benchmarks: model and prompt, a store that holds it, tables, and the machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import json
 import math
 import os
 import platform
-import random
-import statistics
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,18 +19,17 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.calibration.bench.plots import pyplot_for
-from cacheblend_rag.calibration.bench.shapes import BenchOptions, bench_device, random_model
+from cacheblend_rag.calibration.timing import QUESTION, SYSTEM, timing_prompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
+from docs.benchmarks.scripts.plots import pyplot_for
+from docs.benchmarks.scripts.shapes import BenchOptions, bench_device, random_model
 
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
-_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
-_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 @contextmanager
@@ -41,33 +37,6 @@ def read_plainly() -> Iterator[None]:
     """Within this, layers are read one after another, none of them ahead of its use."""
     with mock.patch.object(pipeline, "_WORTH_A_THREAD", math.inf):
         yield
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that some work takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
-    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
-
-    Parameters
-    ----------
-    columns : mapping of int to Tensor, each [times]
-    times : Tensor, [times]
-        Positive. Relative errors count, so that short times are not drowned by long ones.
-    """
-    kept = dict(columns)
-    first = next(iter(kept))
-    while True:
-        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
-        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
-        negative = [name for name, part in parts.items() if part < 0 and name != first]
-        if not negative:
-            return {name: max(0.0, part) for name, part in parts.items()}
-        del kept[min(negative)]
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:
@@ -85,7 +54,7 @@ def bench_tokenizer() -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([_SYSTEM, _QUESTION, f" {_SYSTEM} {_QUESTION}".lower()], trainer)
+    inner.train_from_iterator([SYSTEM, QUESTION, f" {SYSTEM} {QUESTION}".lower()], trainer)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     # A message is written as it is, so that a chat has the tokens of the same text.
@@ -95,22 +64,7 @@ def bench_tokenizer() -> Any:
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
     """The prompt of a benchmark: a short prefix, chunks, and a question of about 30 tokens."""
-    return Prompt(_SYSTEM, chunk_texts(tokenizer, options.chunks, options.chunk_tokens), _QUESTION)
-
-
-def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
-    """So many chunks of about the wanted number of tokens."""
-    chooser = random.Random(0)
-    words = (_SYSTEM + " " + _QUESTION).lower().split()
-    texts = []
-    for _ in range(count):
-        text = [chooser.choice(words) for _ in range(tokens)]
-
-        def size(length: int, text: list[str] = text) -> int:
-            return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
-
-        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), tokens, key=size) - 1)]))
-    return texts
+    return timing_prompt(tokenizer, options.chunks, options.chunk_tokens)
 
 
 @contextmanager
@@ -142,11 +96,6 @@ def warmed(
         warming = engine.warm(prompt.chunks, progress=False)
         engine.fuse(prompt)  # stores the prefix
         yield engine, warming
-
-
-def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each way's times."""
-    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

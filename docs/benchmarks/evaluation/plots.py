@@ -1,4 +1,4 @@
-"""A run drawn in the paper's manner; needs matplotlib, which the extra ``plots`` installs."""
+"""A run drawn in the paper's manner; needs matplotlib, which the extra ``benchmarks`` installs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.plots import import_pyplot, save_figure
-from cacheblend_rag.calibration.evaluation.runner import EvalRun
-from cacheblend_rag.calibration.evaluation.summary import LOSS, MethodRow, least_work, main_measure
+from docs.benchmarks.evaluation.runner import EvalRun
+from docs.benchmarks.evaluation.summary import LOSS, MethodRow, least_work, main_measure
+from docs.benchmarks.scripts.plots import import_pyplot, save_figure
 
 _NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
 

@@ -1,4 +1,4 @@
-"""How good an answer is (F1 and exact match as LongBench has them, Rouge-L), and means with bootstrap intervals."""
+"""How good an answer is (F1 and exact match as LongBench has them), and means with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import string
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 
-from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.errors import ConfigError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -49,34 +48,6 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
 def first_line(text: str) -> str:
     """The first line with something in it: a short answer ends there (as in the paper's evaluation)."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-@cache
-def rouge_scorer() -> Any:
-    """Rouge-L with stemming, as the paper measures it.
-
-    Raises
-    ------
-    MissingExtraError
-        If rouge-score is not installed.
-    """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise MissingExtraError("rouge-score", "eval") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
-
-
-def best_rouge_l(answer: str, golds: Sequence[str]) -> float:
-    """Rouge-L F-measure with the nearest of several gold answers.
-
-    Raises
-    ------
-    MissingExtraError
-        If rouge-score is not installed.
-    """
-    scorer = rouge_scorer()
-    return max((float(scorer.score(gold, answer)["rougeL"].fmeasure) for gold in golds), default=0.0)
 
 
 @dataclass(frozen=True)

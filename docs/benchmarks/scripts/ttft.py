@@ -1,6 +1,6 @@
 """Time to first token of every method on one prompt of a known model shape, beside the least it could be.
 
-``cacheblend-rag bench ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
+``python -m docs.benchmarks.scripts.ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
 
 All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
 tokenising, looking up, loading, the layers before a check, the check and the question are all in the
@@ -12,8 +12,10 @@ method could take is its arithmetic at full prefill's rate, or reading its KV if
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,21 +24,10 @@ from typing import Any
 import torch
 from langchain_core.messages import HumanMessage, SystemMessage
 
-from cacheblend_rag.calibration.bench.common import (
-    bench_model,
-    bench_prompt,
-    medians,
-    show_result,
-    shown_seconds,
-    table,
-    timed_result,
-    warmed,
-)
-from cacheblend_rag.calibration.bench.plots import draw_ttft
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import METHODS as WAYS
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, prefill_methods, time_rounds
 from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
+from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import known_chunks
@@ -48,6 +39,18 @@ from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
+from docs.benchmarks.scripts.common import add_prompt_arguments, run_bench, script_parser
+from docs.benchmarks.scripts.measuring import (
+    bench_model,
+    bench_prompt,
+    show_result,
+    shown_seconds,
+    table,
+    timed_result,
+    warmed,
+)
+from docs.benchmarks.scripts.plots import draw_ttft
+from docs.benchmarks.scripts.shapes import BenchOptions
 
 METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "invoke", "cold")
 _KV_PLACES = ("disk", "memory", "gpu")
@@ -316,3 +319,31 @@ def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         shown_seconds(result["bound_seconds"][name]),
         f"{result['share_of_bound'][name]:.0%}",
     )
+
+
+def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments for `TTFTOptions`, and a file for the plot."""
+    add_prompt_arguments(parser, shape="qwen2.5-0.5b", rounds=5)
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and chunk starts (default 0.15 0.05)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="NAME",
+        help="full, prefix, reuse, hkvd, gradual-30, gradual-50, starts, default, invoke, cold (default: all)",
+    )
+    parser.add_argument(
+        "--kv", nargs="+", metavar="PLACE", help="where stored KV lies: disk, memory, gpu (default: disk memory)"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the arguments say; the process's exit status."""
+    parser = script_parser("ttft", __doc__)
+    add_ttft_arguments(parser)
+    return run_bench(parser, arguments, TTFTOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Plots of benchmarks: bars that can be told apart without colour. matplotlib comes with the extra ``plots``.
+"""Plots of benchmarks: bars that can be told apart without colour. matplotlib comes with the extra ``benchmarks``.
 
 Each takes pyplot (`pyplot_for`), what the benchmark's last line says, and the file to write.
 """
@@ -33,7 +33,7 @@ def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtraError("matplotlib", "plots") from error
+        raise MissingExtraError("matplotlib", "benchmarks") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,1 +1,0 @@
-"""Measuring: baselines, speed and quality."""
