@@ -330,6 +330,8 @@ class AnswerStats:
         Retrieved documents by what became of them, counted once for each prompt; see `DocumentUse`.
     documents_changed : int
         Those of the hit and the missed ones that a chain had rewritten.
+    verified, corrected : int
+        Answers that were held against full prefill and stayed, and those that were corrected.
     """
 
     requests: int = 0
@@ -342,6 +344,8 @@ class AnswerStats:
     documents_not_found: int = 0
     documents_left_out: int = 0
     documents_changed: int = 0
+    verified: int = 0
+    corrected: int = 0
 
     @property
     def unmatched_share(self) -> float:
@@ -376,6 +380,8 @@ class Tally:
                 documents_left_out=seen.documents_left_out + outcomes["left out"],
                 documents_changed=seen.documents_changed
                 + sum(use.found and bool(use.change) for use in report.documents),
+                verified=seen.verified + (report.verification.status == "verified"),
+                corrected=seen.corrected + (report.verification.status == "corrected"),
             )
 
     def stats(self) -> AnswerStats:

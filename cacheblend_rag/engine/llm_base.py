@@ -180,7 +180,7 @@ class LLMBase(DecodeFields):
             return given
         known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
         fields = _settle(given, (*known, *BlendConfig.names()))
-        options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
+        options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields and name not in known}
         engine = fields.get("engine")
         if engine is None:
             fields |= _loading(fields, (*known - _OF_LOADING, *BlendConfig.names()))

@@ -131,7 +131,8 @@ class LogProbs:
     """Notes how likely the model found each token of an answer.
 
     A logits processor for one answer, to stand before those that change the logits: what is noted is the model's own,
-    before penalties, bias and temperature. One thread may generate while another reads.
+    before penalties, bias and temperature. One thread may generate while another reads. An answer that is verified is
+    decoded twice; pieces are of the first time, and `rest` of the last.
 
     Parameters
     ----------
@@ -142,30 +143,20 @@ class LogProbs:
 
     def __init__(self, tokenizer: Any, top: int) -> None:
         self._tokenizer, self._top = tokenizer, top
-        self._row: torch.Tensor | None = None  # of the token that is about to be taken, [vocab]
-        self._noted: list[tuple[int, float, list[tuple[int, float]]]] = []
-        self._ids: list[int] = []
-        self._context = self._read = self._length = 0  # as in the decoder's text assembler
-        self._given: list[TokenLogProb] = []
-        self._handed_out = 0
+        self._first = self._last = _NotedAnswer(tokenizer, top)
+        self._tokens = 0  # of prompt and answer, when it was called last
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Note the newest token, and give the scores ``[1, vocab]`` back as they are."""
-        if self._row is not None:
-            self._note(int(input_ids[0, -1]), self._row)
-        self._row = scores[0].float().log_softmax(-1)
+        if input_ids.shape[1] <= self._tokens:
+            self._last = _NotedAnswer(self._tokenizer, self._top)
+        self._tokens = input_ids.shape[1]
+        self._last.add(input_ids, scores)
         return scores
 
     def up_to(self, characters: int) -> list[TokenLogProb]:
         """Tokens not handed out before whose text lies within so many characters of the answer."""
-        self._name_noted()
-        begun = self._handed_out
-        while self._handed_out < self._read:
-            one = self._given[self._handed_out]
-            if one.offset + len(one.text) > characters:
-                break
-            self._handed_out += 1
-        return self._given[begun : self._handed_out]
+        return self._first.up_to(characters)
 
     def rest(self, token_ids: Sequence[int], text: str) -> list[TokenLogProb]:
         """Tokens of a finished answer that were not handed out before.
@@ -177,6 +168,41 @@ class LogProbs:
         text : str
             Its text; what ended it, a stop string or a special token, has no part in it.
         """
+        return self._last.rest(token_ids, text, self._first.handed_out)
+
+
+class _NotedAnswer:
+    """The tokens of an answer that is decoded once; see `LogProbs`."""
+
+    def __init__(self, tokenizer: Any, top: int) -> None:
+        self._tokenizer, self._top = tokenizer, top
+        self._row: torch.Tensor | None = None  # of the token that is about to be taken, [vocab]
+        self._noted: list[tuple[int, float, list[tuple[int, float]]]] = []
+        self._ids: list[int] = []
+        self._context = self._read = self._length = 0  # as in the decoder's text assembler
+        self._given: list[TokenLogProb] = []
+        self.handed_out = 0
+        """How many tokens were."""
+
+    def add(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+        """Note the newest token; these are the scores of the one behind it."""
+        if self._row is not None:
+            self._note(int(input_ids[0, -1]), self._row)
+        self._row = scores[0].float().log_softmax(-1)
+
+    def up_to(self, characters: int) -> list[TokenLogProb]:
+        """See `LogProbs.up_to`."""
+        self._name_noted()
+        begun = self.handed_out
+        while self.handed_out < self._read:
+            one = self._given[self.handed_out]
+            if one.offset + len(one.text) > characters:
+                break
+            self.handed_out += 1
+        return self._given[begun : self.handed_out]
+
+    def rest(self, token_ids: Sequence[int], text: str, begun: int) -> list[TokenLogProb]:
+        """See `LogProbs.rest`; ``begun`` tokens were handed out before."""
         if self._row is not None and len(self._noted) < len(token_ids):
             self._note(token_ids[len(self._noted)], self._row)
         del self._noted[len(token_ids) :]  # a GPU may have run one step past the end
@@ -185,7 +211,7 @@ class LogProbs:
             first = self._given[self._read]
             ended = [replace(one, offset=len(text)) for one in self._given[self._read + 1 :]]
             self._given[self._read :] = [replace(first, text=text[self._length :]), *ended]
-        begun, self._handed_out = self._handed_out, len(self._given)
+        self.handed_out = len(self._given)
         return [one for one in self._given[begun:] if one.offset < len(text)]
 
     def _note(self, token: int, row: torch.Tensor) -> None:

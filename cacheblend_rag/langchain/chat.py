@@ -369,7 +369,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
         whole = self._message(request, answer)
         chunk = AIMessageChunk(
-            content=str(whole.content)[held.sent :],
+            content=held.rest(str(whole.content)),
             usage_metadata=whole.usage_metadata,
             response_metadata=whole.response_metadata,
             tool_call_chunks=call_chunks(whole),

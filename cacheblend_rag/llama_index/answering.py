@@ -76,14 +76,14 @@ class AnswerText:
         The newest piece; None if the answer is complete.
     answer : Generation or None
         The whole answer, once it is complete.
-    sent : int or None
-        Characters of it that were handed out in pieces before; None if it was not streamed.
+    sent : str or None
+        The part of it that was handed out in pieces before; None if it was not streamed.
     """
 
     text: str
     delta: str | None = None
     answer: Generation | None = None
-    sent: int | None = None
+    sent: str | None = None
 
     def check_whole(self) -> None:
         """Refuse an answer that was cut, where it is read as JSON.
@@ -97,8 +97,10 @@ class AnswerText:
             raise ValueError(f"{CUT}; it said: {self.text!r}")
 
     def rest(self, content: str) -> str | None:
-        """The newest piece of a response with this content."""
-        return self.delta if self.sent is None else content[self.sent :]
+        """The newest piece of a response with this content; nothing of an answer that was corrected since."""
+        if self.sent is None:
+            return self.delta
+        return content[len(self.sent) :] if content.startswith(self.sent) else ""
 
 
 @dataclass(frozen=True)
@@ -199,4 +201,4 @@ class _Pieces(Generic[R]):
     def last(self, answer: Generation | None) -> Iterator[R]:
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
-            yield self._call.respond(AnswerText(self._call.opening + answer.text, None, answer, len(self._text)))
+            yield self._call.respond(AnswerText(self._call.opening + answer.text, None, answer, self._text))

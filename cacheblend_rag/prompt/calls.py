@@ -196,7 +196,8 @@ class HeldBack:
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None, in_thought: bool = False) -> None:
         self._tools, self._in_thought = tools, in_thought
         self._text = ""
-        self.sent = 0
+        self.handed_out = ""
+        """All that was."""
 
     def feed(self, piece: str) -> str:
         """Text that may be handed out now."""
@@ -204,9 +205,13 @@ class HeldBack:
         if self._tools:
             self._text += piece
             read = parse_calls(self._text, self._tools, in_thought=self._in_thought, whole=False)
-            new = read.content[self.sent :]
-        self.sent += len(new)
+            new = read.content[len(self.handed_out) :]
+        self.handed_out += new
         return new
+
+    def rest(self, content: str) -> str:
+        """The part of a complete answer that is left; nothing if it is another one since, being corrected."""
+        return content[len(self.handed_out) :] if content.startswith(self.handed_out) else ""
 
 
 def _behind_thought(text: str, in_thought: bool) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.cli.arguments import Screen
     from cacheblend_rag.app.folder_rag import Answer, FolderRAG
     from cacheblend_rag.app.options import FolderRAGOptions
+    from cacheblend_rag.report import Verification
 
 _T = TypeVar("_T")
 # Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
@@ -32,6 +33,7 @@ def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_rag_arguments(ask)
     add_arguments(ask, "top-k", "ratio", "max-new-tokens")
     ask.add_argument("--compare", action="store_true", help="answer by all four methods and show them side by side")
+    ask.add_argument("--verify", action="store_true", help="hold the answer against full prefill, and correct it")
     ask.add_argument("--warm", action="store_true", help="afterwards, compute and store the KV of all chunks")
     ask.set_defaults(run=_ask)
 
@@ -43,6 +45,8 @@ def _ask(parsed: argparse.Namespace) -> int:
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
+        if parsed.verify:
+            rag.llm.verify = "always"
         with screen.step("Answering…"):
             answer = rag.ask(parsed.question)
         _show_answer(screen, parsed.question, answer)
@@ -121,6 +125,7 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     screen.show("Question: ", question)
     screen.show("Answer:   ", (answer.text or "(the model gave no words)", "bold green"))
     screen.show("")
+    _show_verification(screen, report.verification)
     screen.show("Sources:")
     tiers = {} if report.plain else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
     for number, source in enumerate(answer.sources, 1):
@@ -138,6 +143,18 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     how = "plain prefill" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
     screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")
+
+
+def _show_verification(screen: Screen, found: Verification) -> None:
+    if found.status == "off":
+        return
+    said = {
+        "verified": "Checked: the full model answers the same.",
+        "corrected": f"Corrected: the first answer went on with {found.before[:_LINE]!r}.",
+        "given up": f"Not checked: {found.reason}.",
+    }
+    screen.show((said[found.status], "dim"))
+    screen.show("")
 
 
 def _time(seconds: float) -> str:

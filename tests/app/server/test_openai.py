@@ -176,6 +176,40 @@ def test_a_conversation_with_documents(chat: openai.OpenAI, chatty: Running) -> 
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
 
 
+@pytest.mark.parametrize("usage", [True, False])
+def test_a_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running, usage: bool) -> None:
+    """By reuse alone a tiny random model says other words than by full prefill."""
+    name = name_of(chat)
+    asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "Which leaf fell?"}]}
+    body = {"documents": [passage(132), passage(133)], "selection": "none"}
+    chat.chat.completions.create(**asked, max_tokens=1, extra_body=body)
+    chatty.service.engine.flush()
+
+    def said(**more: Any) -> Any:
+        return chat.chat.completions.create(**asked, max_tokens=12, extra_body=body | more)
+
+    draft, full = said(), said(selection="all")
+    found, ended = said(verify="always"), said(verify="off")
+    assert found.choices[0].message.content == full.choices[0].message.content != draft.choices[0].message.content
+    assert found.model_extra["cacheblend"][0]["verification"]["status"] == "corrected"
+    assert ended.model_extra["cacheblend"][0]["verification"]["status"] == "off"
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    chunks = list(
+        chat.chat.completions.create(
+            **asked, max_tokens=12, extra_body={**body, "verify": "always"}, stream=True, **options
+        )
+    )
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    assert text == draft.choices[0].message.content
+    (told,) = [one.model_extra["correction"] for one in chunks if "correction" in (one.model_extra or {})]
+    assert told["index"] == 0
+    assert text[: told["position"]] + told["after"] == full.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="verify"):
+        said(verify="sometimes")
+    with client_of(chatty) as http:
+        assert 'verifications_total{status="corrected"}' in http.get("/metrics").text
+
+
 def test_documents_of_a_collection_are_noticed_in_conversations(server: Running, client: openai.OpenAI) -> None:
     with client_of(server) as http:
         upload(http, new_collection(http), {"known.txt": passage(140)})

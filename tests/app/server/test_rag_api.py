@@ -83,6 +83,16 @@ def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> No
     assert report["prompt"] == whole["report"]["prompt"] == [], "each token has to be decoded for that"
 
 
+def test_an_answer_is_verified(client: Any) -> None:
+    asked = {"question": QUESTION, "k": 3, "stream": False, "rule": "none"}
+    full = client.post("/api/collections/archive/ask", json={**asked, "rule": "all"}).json()
+    found = client.post("/api/collections/archive/ask", json={**asked, "verify": "always"}).json()
+    assert found["answer"] == full["answer"]
+    assert found["report"]["verification"]["status"] in ("verified", "corrected")
+    assert full["report"]["verification"]["status"] == "off"
+    assert client.post("/api/collections/archive/ask", json={**asked, "verify": "idle"}).status_code == 422
+
+
 def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     report = ask(client, "archive", ratio=0.4, show_prompt=True)[-2][
         1

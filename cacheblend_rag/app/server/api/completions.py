@@ -79,6 +79,7 @@ class AnswerRequest:
             top_k=body.top_k,
             repetition_penalty=body.repetition_penalty,
             stop=body.stops,
+            verify=body.verify,
         )
 
     def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
@@ -143,8 +144,11 @@ class AnswerRequest:
                 with self.in_time():
                     async for piece in choice.pieces():
                         yield event(None, self.frame([piece], chunk=True))
-                if choice.stream.result is not None:
-                    self.count(choice.stream.result)
+                if (answer := choice.stream.result) is not None:
+                    self.count(answer)
+                    if answer.verification.status == "corrected":
+                        correction = {"index": choice.index, **answer.verification.asdict()}
+                        yield event(None, {**self.frame([], chunk=True), "correction": correction})
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(None, {**self.frame([], chunk=True), **self.closing()})
         except Exception as error:
@@ -312,7 +316,7 @@ class _ChatChoice(Choice):
         async for piece, tokens in self.texts():
             yield self._delta({"content": piece}, tokens)
         message, answer = self.conversation.message(), self.stream.result
-        if rest := str(message.content)[self.conversation.held.sent :]:
+        if rest := self.conversation.held.rest(str(message.content)):
             yield self._delta({"content": rest})
         calls = [{"index": at, **call} for at, call in enumerate(_calls(message))]
         if calls:
@@ -386,4 +390,5 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
         "plain_reason": report.plain_reason,
+        "verification": report.verification.asdict(),
     }

@@ -128,7 +128,7 @@ class Conversation:
                 yield new
 
     def message(self) -> AIMessage:
-        """The whole answer, once the stream has ended; ``held.sent`` characters have been handed out."""
+        """The whole answer, once the stream has ended; ``held`` knows what has been handed out."""
         answer = self.stream.result
         message = self.model._message(self.request, answer) if answer else AIMessage(content="")
         if self.model.one_call:

@@ -50,6 +50,7 @@ from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.storage.catalogue import PendingFile
+from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError, DocumentError
@@ -349,7 +350,8 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
         here.charge([question.tokens + most])
-    answering = _Answering(here, question, engine, slot, most, body.show_prompt)
+    arguments = DecodeArguments(max_new_tokens=most, temperature=0.0, verify=body.verify)
+    answering = _Answering(here, question, engine, slot, arguments, body.show_prompt)
     if body.stream:
         return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
     async with slot:
@@ -360,15 +362,20 @@ class _Answering:
     """One question on its way."""
 
     def __init__(
-        self, here: Session, question: _Question, engine: BlendEngine, slot: Slot, most: int, show_prompt: bool
+        self,
+        here: Session,
+        question: _Question,
+        engine: BlendEngine,
+        slot: Slot,
+        arguments: DecodeArguments,
+        show_prompt: bool,
     ) -> None:
-        self._here, self._question, self._engine, self._slot, self._most = here, question, engine, slot, most
-        self._show_prompt = show_prompt
+        self._here, self._question, self._engine, self._slot = here, question, engine, slot
+        self._arguments, self._show_prompt = arguments, show_prompt
 
     def _begin(self) -> TextStream:
         timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
-        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
-        return self._slot.holds(stream)
+        return self._slot.holds(self._engine.stream(prompt, timeout=timeout, **self._arguments))
 
     async def _report(self, answer: Generation) -> dict[str, Any]:
         self._here.service.answered(answer.report)

@@ -69,11 +69,13 @@ class CompareBody(_Body):
 class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
-    With ``show_prompt``, the report has the prompt token by token.
+    With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
+    prefill, and the report says whether it was corrected.
     """
 
     stream: bool = True
     show_prompt: bool = False
+    verify: Literal["off", "always"] | None = None
 
 
 class ModelInfo(BaseModel):

@@ -55,6 +55,9 @@ class Metrics:
             name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
         )
         self.ratio = Histogram(name + "recompute_ratio", "Recompute ratio of answers.", buckets=_SHARES, registry=one)
+        self.verified = Counter(
+            name + "verifications", "Answers held against full prefill, by how it ended.", ["status"], registry=one
+        )
         self.ingested = Counter(name + "documents", "Documents ingested, by how it ended.", ["state"], registry=one)
         for gauge, text, count in (
             ("queue_waiting", "Requests that wait.", waiting),
@@ -84,6 +87,8 @@ class Metrics:
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
+        if report.verification.status != "off":
+            self.verified.labels(report.verification.status).inc()
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
 

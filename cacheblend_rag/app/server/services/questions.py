@@ -218,6 +218,7 @@ def report_of(
         "turns": turns,
         "stands_alone": stands_alone,
         "resumed": report.resumed_tokens,
+        "verification": report.verification.asdict(),
         "prompt": _tokens(engine, split, answer) if show_prompt else [],
     }
 

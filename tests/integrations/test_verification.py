@@ -1,0 +1,118 @@
+"""Verified answers through the models of both frameworks: the text at the end, and where a correction is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llama_index.core.llms import ChatMessage
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.logits import LogProbs
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
+from tests import tiny
+from tests.probes import CHUNKS, engine_of
+
+TEXT = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell in the end?"
+MOST = {"max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[BlendEngine]:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
+    with engine_of(tokenizer=tokenizer, selection="none") as made:
+        yield made
+
+
+def texts_of(kind: Any, engine: BlendEngine, text: Any) -> tuple[str, str]:
+    """What a model says without blending, and by reuse alone; both differ in tiny random models."""
+
+    def said(of: BlendEngine) -> str:
+        answer = kind(engine=of).invoke(text, **MOST)
+        return str(getattr(answer, "content", answer))
+
+    kind(engine=engine).warm(CHUNKS)
+    full, draft = said(engine.with_config(selection="all")), said(engine)
+    assert full != draft
+    return full, draft
+
+
+def assert_told(found: dict[str, Any], full: str, draft: str) -> None:
+    assert found["status"] == "corrected"
+    assert draft == draft[: found["position"]] + found["before"]
+    assert full == draft[: found["position"]] + found["after"]
+
+
+def test_langchain_chat(engine: BlendEngine) -> None:
+    full, draft = texts_of(ChatCacheBlend, engine, TEXT)
+    llm = ChatCacheBlend(engine=engine, verify="always")
+
+    async def events() -> list[Any]:
+        return [one async for one in llm.astream_events(TEXT, version="v2", **MOST)]
+
+    for ask in (llm, ChatCacheBlend(engine=engine).bind(verify="always")):
+        for message in (ask.invoke(TEXT, **MOST), asyncio.run(ask.ainvoke(TEXT, **MOST)), *ask.batch([TEXT], **MOST)):
+            assert message.content == full
+            assert_told(message.response_metadata["verification"], full, draft)
+        chunks = list(ask.stream(TEXT, **MOST))
+        assert "".join(str(chunk.content) for chunk in chunks) == draft, "words that were said are not said again"
+        assert [one for one in chunks if "verification" in one.response_metadata] == [chunks[-1]]
+        assert_told(chunks[-1].response_metadata["verification"], full, draft)
+    (end,) = [one for one in asyncio.run(events()) if one["event"] == "on_chat_model_end"]
+    assert_told(end["data"]["output"].response_metadata["verification"], full, draft)
+    assert ChatCacheBlend(engine=engine).invoke(TEXT, **MOST).response_metadata["verification"]["status"] == "off"
+    assert llm.stats().corrected == 5
+    assert llm.invoke("What fell?", **MOST).response_metadata["verification"]["status"] == "verified"
+    assert llm.stats().verified == 1
+
+
+def test_langchain_text(engine: BlendEngine) -> None:
+    full, draft = texts_of(CacheBlendLLM, engine, TEXT)
+    llm = CacheBlendLLM(engine=engine, verify="always")
+    assert llm.invoke(TEXT, **MOST) == full
+    assert asyncio.run(llm.ainvoke(TEXT, **MOST)) == full
+    ((generation,),) = llm.generate([TEXT], **MOST).generations
+    assert_told(generation.generation_info["verification"], full, draft)
+    assert "".join(llm.stream(TEXT, **MOST)) == draft
+    assert llm.last_report is not None
+    assert_told(llm.last_report.verification.asdict(), full, draft)
+
+
+def test_llama_index(engine: BlendEngine) -> None:
+    full, draft = texts_of(CacheBlendLLM, engine, TEXT)
+    llm = LlamaLLM(engine=engine, verify="always", **MOST)
+    for response in (llm.complete(TEXT), asyncio.run(llm.acomplete(TEXT))):
+        assert response.text == full
+        assert_told(response.raw["verification"], full, draft)
+    pieces = list(llm.stream_complete(TEXT))
+    assert "".join(one.delta or "" for one in pieces) == draft
+    assert pieces[-1].text == full, "the last response has the answer as it is now"
+    assert_told(pieces[-1].raw["verification"], full, draft)
+
+
+def test_llama_index_chat(engine: BlendEngine) -> None:
+    full, draft = texts_of(ChatCacheBlend, engine, TEXT)
+    llm = LlamaLLM(engine=engine, **MOST)
+    messages = [ChatMessage(content=TEXT, role="user")]
+    response = llm.chat(messages, verify="always")
+    assert response.message.content == full
+    assert_told(response.raw["verification"], full, draft)
+    pieces = list(llm.stream_chat(messages, verify="always"))
+    assert "".join(one.delta or "" for one in pieces) == draft
+    assert pieces[-1].message.content == full
+    assert_told(pieces[-1].raw["verification"], full, draft)
+
+
+def test_log_probabilities_are_those_of_the_answer_at_the_end(engine: BlendEngine) -> None:
+    prompt = Prompt("Read this:", CHUNKS, "What fell in the end?")
+    noted = {name: LogProbs(engine.tokenizer, 0) for name in ("full", "verified", "draft")}
+    full = engine.with_config(selection="all").generate(prompt, max_new_tokens=9, logits_processor=[noted["full"]])
+    found = engine.generate(prompt, max_new_tokens=9, logits_processor=[noted["verified"]], verify="always")
+    assert found.verification.status == "corrected"
+    ours, theirs = (noted[name].rest(full.token_ids, full.text) for name in ("verified", "full"))
+    assert [one.token for one in ours] == [one.token for one in theirs]
+    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
