@@ -221,7 +221,7 @@ LEAST_RATIO = 0.15
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
-VERIFY = ("off", "always")
+VERIFY = ("off", "always", "held")
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
@@ -649,9 +649,9 @@ class BlendConfig:
         choice(VERIFY),
         """
         Whether each answer is held against full prefill before it counts as done, and corrected where the model itself
-        goes on differently. Its first words come as soon as without; the answer is certain after about as long as
-        plain prefill takes. Set it to 'always' where an answer must be the full model's. See
-        docs/explanation/verification.md.
+        goes on differently. Set it to 'always' where an answer must be the full model's and its first words should
+        come early; to 'held' where a stream must never be corrected, since it hands out nothing before it is certain.
+        See docs/explanation/verification.md.
         """,
     )
     guard_share: float = _engine_option(

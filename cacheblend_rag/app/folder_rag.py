@@ -212,7 +212,10 @@ class FolderRAG:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.close(seconds=0)
+        else:
+            self.close()
 
 
 class _SeenPrompt(BaseCallbackHandler):

@@ -500,7 +500,10 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.close(seconds=0)
+        else:
+            self.close()
 
 
 def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:

@@ -161,6 +161,17 @@ def test_every_form_of_asking_verifies() -> None:
         assert_corrected(one, draft)
 
 
+def test_a_held_stream_hands_out_the_verified_answer_alone() -> None:
+    with reused(verify="held") as engine:
+        expected = plain(engine, max_new_tokens=12)
+        stream = engine.stream(PROMPT, max_new_tokens=12)
+        assert list(stream) == [expected.text]
+        assert stream.result is not None
+        assert stream.result.verification.status == "corrected"
+        assert engine.generate(PROMPT, max_new_tokens=12).text == expected.text
+        assert len(list(engine.stream("What fell?", max_new_tokens=12))) > 1, "what is exact is handed out at once"
+
+
 def test_a_seed_is_drawn_where_none_is_given() -> None:
     with reused() as engine:
         answers = []
