@@ -500,10 +500,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.close(seconds=0)
-        else:
-            self.close()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close(seconds=0 if interrupted else CLOSE_SECONDS)
 
 
 def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:
