@@ -249,7 +249,7 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
             sent += held.feed(text[at : at + size])
             at += size
         assert parse_calls(text, TOOLS, in_thought=thought).content.startswith(sent), (text, sent)
-        assert held.sent == len(sent)
+        assert held.handed_out == sent
 
 
 def test_an_answer_begun_as_a_call_is_one_whatever_follows() -> None:
