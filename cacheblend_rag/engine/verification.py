@@ -27,9 +27,9 @@ from cacheblend_rag.report import Verification
 
 # Tokens of a draft that one pass takes: enough that the weights are read seldom, few enough that others wait little.
 _SLICE = 64
-# Lead up to which a token counts as tied, as a multiple of the element type's epsilon and of the highest score. Measured
-# between one pass and steps of one token (docs/explanation/verification.md): at most 15 in float32, 2.8 in bfloat16 and
-# 1.4 in float16. In bfloat16 that would be half a nat, so only scores that are neighbours in the type count as tied.
+# Lead up to which a token counts as tied, as a multiple of the element type's epsilon and of the highest score. Between
+# one pass and steps of one token it changed by 15 at most in float32, 2.8 in bfloat16 and 1.4 in float16. In bfloat16
+# that would be half a nat, so only scores that are neighbours in the type count as tied.
 _ROUNDING = {torch.float32: 32.0, torch.bfloat16: 1.0, torch.float16: 2.0}
 
 
