@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,17 @@ def test_an_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.Monk
         for asked in ("What fell?", PROMPT, Prompt(suffix="What fell?")):  # no chunks; none stored; plain
             said = engine.generate(asked, max_new_tokens=3, verify="always").verification
             assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
+
+
+def test_an_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
+    """The prefix is exact where it stands, but a folder holds it in eight bits."""
+    with engine_of(store=tmp_path) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        asked = Prompt(PROMPT.prefix, [tiny.text(30, 41)], PROMPT.suffix)
+        found = engine.generate(asked, max_new_tokens=3, verify="always")
+        assert (found.report.prefix_hit, found.report.hits) == (True, 0)
+        assert found.verification.reason == ""
+        assert found.verification.seconds > 0
 
 
 def test_the_option_of_a_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
