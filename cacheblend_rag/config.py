@@ -7,6 +7,7 @@ follow the check, the environment variable, the flag, the key in a file of optio
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import textwrap
@@ -257,7 +258,10 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.IGNORECASE)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(field_name, value, remedy)
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        bytes_given = float(match[1]) * _UNITS[match[2].lower()]
+        if math.isinf(bytes_given):
+            raise ConfigError(field_name, value, remedy)
+        size = int(bytes_given)
     elif isinstance(value, int):
         size = value
     else:

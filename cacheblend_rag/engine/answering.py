@@ -134,7 +134,10 @@ class Answering:
                     window=adapter.context_window,
                 )
             seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-            report = report_of_images(prompt, adapter.num_layers, decoded, seconds)
+            found = Verification()
+            if self._verifies(options) != "off" and not _cancelled_by(sink)():
+                found = Verification("verified", len(decoded.token_ids), reason="the prompt was prefilled in full")
+            report = report_of_images(prompt, adapter.num_layers, decoded, seconds, found)
             answer = Generation(decoded.text, decoded.token_ids, report)
             trace.answered(answer)
         return answer
@@ -220,6 +223,8 @@ class Answering:
         """The answer that full prefill gives, if it is to be verified."""
         if self._verifies(options) == "off":
             return CheckedAnswer(draft, Verification(), blend.cache)
+        if cancelled():
+            return CheckedAnswer(draft, Verification("given up", reason="the answer was cut short"), blend.cache)
         if blend.exact:
             found = Verification("verified", len(draft.token_ids), reason="the prompt was prefilled in full")
             return CheckedAnswer(draft, found, blend.cache)

@@ -281,6 +281,15 @@ def test_leaving_a_stream_during_the_check_ends_it(monkeypatch: pytest.MonkeyPat
         assert engine.generate("What fell?", max_new_tokens=2).report.generated_tokens == 2
 
 
+@pytest.mark.parametrize("asked", ["What fell?", PROMPT], ids=["plain", "new"])
+def test_what_is_cut_short_is_not_verified(asked: Any) -> None:
+    with engine_of() as engine:
+        stream = engine.stream(asked, max_new_tokens=400, verify="always")
+        next(stream)
+        stream.close()
+        assert stream.result is None or stream.result.verification.status == "given up"
+
+
 def test_an_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused() as engine:
         monkeypatch.setattr(engine.adapter, "prefill", lambda *given: 1 // 0)
@@ -316,6 +325,21 @@ def test_a_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) ->
         assert int(ties(prompt, scores).argmax()) == (1 if kept else 0)
         assert ties.kept == kept
     assert int(_KeptTies([0], 2, dtype)(prompt, scores).argmax()) == 0
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+def test_scores_that_a_processor_pushed_down_make_no_ties(lowest: float) -> None:
+    class Mask:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            scores[:, :20] = lowest
+            return scores
+
+    with reused() as engine:
+        options: dict[str, Any] = {"max_new_tokens": 30, "logits_processor": [Mask()]}
+        found = engine.generate(PROMPT, verify="always", **options)
+        assert found.token_ids == plain(engine, **options).token_ids
+    assert found.verification.ties == 0
 
 
 def test_no_token_is_kept_once_the_answer_has_left_the_draft() -> None:
