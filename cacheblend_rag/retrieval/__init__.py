@@ -5,6 +5,7 @@ load only where they are used.
 
 ===============  =======================================================================================
 ``documents``    read the files of a folder: plain text, Markdown, HTML, Word, PDF
+``levels``       raised and lowered text of HTML
 ``wordml``       text of Word documents that their converter leaves out
 ``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages

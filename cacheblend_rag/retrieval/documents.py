@@ -24,6 +24,7 @@ from typing import Any
 from xml.parsers import expat
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
+from cacheblend_rag.retrieval.levels import write_levels
 from cacheblend_rag.retrieval.wordml import with_all_text
 
 Reader = Callable[[str, bytes], tuple[str, ...]]
@@ -63,11 +64,6 @@ _BLOCKS: tuple[str, ...] = (
 )
 _BLOCKS += ("hgroup", "legend", "main", "nav", "search", "summary")
 _BLOCK = re.compile(r"display\s*:\s*(block|flex|grid|table|list-item)\b", re.IGNORECASE)
-_RAISED = str.maketrans("0123456789+-−=()", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾")
-_LOWERED = str.maketrans("0123456789+-−=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
-_BY_STYLE = re.compile(r"vertical-align\s*:\s*(super|sub)\b", re.IGNORECASE)
-# Raised letters that are a power and no ending of a word, such as that of "4e".
-_POWERS = "ijkmnxyT"
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _ON_ERROR = ("raise", "skip")
 LEADS_OUT = "it is a link that leads out of the folder"
@@ -156,6 +152,7 @@ def _text_of_html(name: str, markup: str) -> str:
             for element in soup.find_all(_is_unseen):
                 element.decompose()
             _keep_apart(soup)
+            write_levels(soup)
             body = converter.convert_soup(soup)
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
@@ -175,10 +172,8 @@ def _is_unseen(element: Any) -> bool:
 
 
 def _keep_apart(soup: Any) -> None:
-    """Let stand apart in text what stands apart on the screen: blocks, buttons, raised figures, readings of ruby."""
+    """Let stand apart in text what stands apart on the screen: blocks, buttons, readings of ruby."""
     for element in soup.find_all(True):
-        if level := _BY_STYLE.search(str(element.get("style", ""))):
-            element.name = "sub" if level[1].lower() == "sub" else "sup"
         if element.name in ("menu", "dir"):
             element.name = "ul"
         elif element.name in _BLOCKS or (element.name == "span" and _BLOCK.search(str(element.get("style", "")))):
@@ -193,25 +188,6 @@ def _keep_apart(soup: Any) -> None:
             element.append(")")
         elif element.name == "input" and element.get("type") == "checkbox":
             element.replace_with("☒ " if element.has_attr("checked") else "☐ ")
-        elif element.name in ("sup", "sub"):
-            _level(element, *(("^", _RAISED) if element.name == "sup" else ("_", _LOWERED)))
-
-
-def _level(element: Any, mark: str, forms: dict[int, int]) -> None:
-    """Write raised or lowered text in characters that are so by themselves; all of it behind a mark if one has none."""
-    text = element.get_text().strip()
-    is_power = mark == "^" and len(text) == 1 and text in _POWERS
-    is_formula = text.startswith("-") or any(one.isdigit() or one in "+=−" for one in text)
-    if re.search(r"[\[\]]", text) or not (is_power or is_formula):
-        return  # a mark of a note, which stands apart as it is, or the ending of a word
-    if all(ord(one) in forms for one in text) and not element.find(("sup", "sub")):
-        for part in list(element.strings):
-            part.replace_with(part.translate(forms))
-    elif is_power and not str(element.next_sibling or "")[:1].isalnum():
-        element.insert(0, mark)
-    else:
-        element.insert(0, f"{mark}(")
-        element.append(")")
 
 
 def _docx(name: str, data: bytes) -> tuple[str, ...]:

@@ -148,7 +148,27 @@ def test_what_a_browser_does_not_show_is_no_text() -> None:
         ("<p>x<sup><i>n</i>+<b>1</b></sup>, x<sup>1<b>0</b></sup>", "x^(n+1), x¹⁰"),
         ("<p>x<sup>2<sup>3</sup></sup>, x<sup>n<sub>1</sub></sup>", "x^(2³), x^(n₁)"),
         ("<p>x<sup> 2 </sup>y, x<sup>2<!-- 7 --></sup>, x<sup></sup>", "x ² y, x², x"),
-        ("<p>4<sup>e</sup>, n<sup>o</sup>, M<sup>me</sup>, oil<sup>™</sup>, CO<sub>x</sub>", "4e, no, Mme, oil™, COx"),
+        ("<p>4<sup>e</sup>, n<sup>o</sup>, M<sup>me</sup>, oil<sup>™</sup>, CO<sub>x</sub>", "4e, nº, Mme, oil™, CO_x"),
+        ("<p>x<sub>i,j</sub>, C<sub>p,m</sub>, a<sub>max</sub>, V<sub>DD</sub>", "x_(i,j), C_(p,m), a_(max), V_(DD)"),
+        ("<p>x<sub>i</sub>, log<sub>b</sub> a, H<sub>n</sub>O, <i>x<sub>i</sub></i>y", "x_i, log_b a, H_(n)O, x_(i)y"),
+        ("<p>a<sup>b</sup>, n<sup>log n</sup>, x<sup>a/b</sup>, e<sup>x</sup>", "a^b, n^(log n), x^(a/b), e^x"),
+        ("<p>x<sup>2</sup><sub>i</sub>, x<sub>i</sub><sup>2</sup>, x<sub>i</sub><sup>n</sup>", "x²_i, x_i², x_i^n"),
+        ("<p>x<sup>a<sup>b</sup></sup>, x<sup>∞</sup>, A<sup>⊤</sup>, A<sup>*</sup>", "x^(a^b), x^∞, A^⊤, A*"),
+        ("<p>2<sup>p</sup>, sin<sup>k</sup> x, x<sup>(i)</sup>, x<sub>(i)</sub>", "2^p, sin^k x, x^(i), x_(i)"),
+        ("<p>Total<sup>a</sup>, cells<sup>a,b</sup>, R<sup>max</sup>", "Total^a, cells^(a,b), R^(max)"),
+        ("<p>2<sup>nd</sup>, n<sup>th</sup>, (n+1)<sup>th</sup>, 1<sup>er</sup>", "2nd, nth, (n+1)th, 1er"),
+        (
+            "<p>XIX<sup>e</sup>, V<sup>e</sup>, 2<sup>ème</sup>, D<sup>r</sup>, S<sup>te</sup>",
+            "XIXe, Ve, 2ème, Dr, Ste",
+        ),
+        (
+            "<p>M<sup>lle</sup>, N<sup>o</sup> 1, 20 <sup>o</sup>C, 1<sup>a</sup>, oil<sup>TM</sup>",
+            "Mlle, Nº 1, 20 ºC, 1ª, oil™",
+        ),
+        ("<p><sup>a</sup>/<sub>b</sub>, <sup>1</sup>/<sub>2</sub>, <sup>n+1</sup>/<sub>2</sub>", "a/b, ¹/₂, (n+1)/₂"),
+        ("<p>Total<p><sup>a</sup> Small print<p><sub>All of it</sub>", "Total\n\na Small print\n\nAll of it"),
+        ("<p>x<sup><i>[a]</i></sup>, y<sup>[1][2]</sup>, z<sup>a[i]</sup>", "x[a], y[1][2], z^(a[i])"),
+        ("<p>1<sup><sup>st</sup></sup>, m<sup><span style='vertical-align:super'>2</span></sup>", "1st, m²"),
         ("<p>m<span style='Vertical-Align : super'>2</span>, H<span style='vertical-align:sub'>2</span>O", "m², H₂O"),
         ("<p>m<span style='font-size:9px;vertical-align:super'>n+1</span>", "m^(n+1)"),
         ("<header>Boats</header><main>One</main><footer>Two</footer>", "Boats\n\nOne\n\nTwo"),
@@ -328,6 +348,10 @@ def box(text: str) -> str:
         (
             run("x") + raised("n") + raised("+1") + run(" a") + raised("i", "subscript") + raised("1", "subscript"),
             "x^(n+1) a_(i1)",
+        ),
+        (
+            run("x") + raised("i,j", "subscript") + run(", 1") + raised("st") + run(", n") + raised("log n"),
+            "x_(i,j), 1st, n^(log n)",
         ),
         (
             f"<m:oMath {MATH}><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>n+1</m:t></m:r></m:sup>"
