@@ -355,6 +355,8 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, 
     assert strict.tools[0].strict is True
     with pytest.raises(openai.BadRequestError, match=r"send earlier turns in input$"):
         client.responses.create(**asked, store=True)
+    with pytest.raises(openai.BadRequestError, match="send a text"):
+        client.responses.create(**asked | {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]})
     with pytest.raises(openai.BadRequestError, match="context window is 2,048"):
         client.responses.create(**asked, max_output_tokens=2048)
     with pytest.raises(openai.NotFoundError):

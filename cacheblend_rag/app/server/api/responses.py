@@ -285,9 +285,12 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     if isinstance(form, FlatSchema):
         form = {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
     shared = set(AnswerBody.model_fields) - {"stream_options"}
+    messages = _messages(body)
+    if not messages:  # thoughts of a model alone are passed over
+        raise ConfigError("input", "no message", "send a text, or an item of type 'message'")
     return ChatBody(
         **{name: getattr(body, name) for name in shared},
-        messages=_messages(body),
+        messages=messages,
         max_completion_tokens=body.max_output_tokens,
         tools=[ToolDefinition(function=FunctionDefinition(**tool.model_dump(exclude={"type"}))) for tool in body.tools],
         tool_choice=choice,
