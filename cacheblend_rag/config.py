@@ -7,6 +7,7 @@ follow the check, the environment variable, the flag, the key in a file of optio
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import textwrap
@@ -236,7 +237,7 @@ LEAST_RATIO = 0.15
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
-VERIFY = ("off", "always")
+VERIFY = ("off", "always", "held")
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
@@ -272,7 +273,10 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.IGNORECASE)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(field_name, value, remedy)
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        bytes_given = float(match[1]) * _UNITS[match[2].lower()]
+        if math.isinf(bytes_given):
+            raise ConfigError(field_name, value, remedy)
+        size = int(bytes_given)
     elif isinstance(value, int):
         size = value
     else:
@@ -664,9 +668,9 @@ class BlendConfig:
         choice(VERIFY),
         """
         Whether each answer is held against full prefill before it counts as done, and corrected where the model itself
-        goes on differently. Its first words come as soon as without; the answer is certain after about as long as
-        plain prefill takes. Set it to 'always' where an answer must be the full model's. See
-        docs/explanation/verification.md.
+        goes on differently. Set it to 'always' where an answer must be the full model's and its first words should
+        come early; to 'held' where a stream must never be corrected, since it hands out nothing before it is certain.
+        See docs/explanation/verification.md.
         """,
     )
     guard_share: float = _engine_option(

@@ -94,7 +94,7 @@ _CONTAINERS = (
 LARGE = {
     "ModelAdapter": (45, 565),
     "LLMBase": (33, 446),
-    "BlendEngine": (25, 423),
+    "BlendEngine": (25, 426),
     "FaissVectorStore": (26, 404),
     "CacheBlendLLM": (34, 378),
 }

@@ -212,7 +212,8 @@ class FolderRAG:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close(seconds=0 if interrupted else CLOSE_SECONDS)
 
 
 class _SeenPrompt(BaseCallbackHandler):

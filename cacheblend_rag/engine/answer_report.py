@@ -72,7 +72,9 @@ def report_of(
     )
 
 
-def report_of_images(prompt: ImagePrompt, layers: int, decoded: DecodedAnswer, seconds: Seconds) -> BlendReport:
+def report_of_images(
+    prompt: ImagePrompt, layers: int, decoded: DecodedAnswer, seconds: Seconds, verification: Verification
+) -> BlendReport:
     """How a prompt that holds images was answered: by the model's own prefill."""
     ids = prompt.input_ids
     return BlendReport(
@@ -86,6 +88,7 @@ def report_of_images(prompt: ImagePrompt, layers: int, decoded: DecodedAnswer, s
         seconds=seconds,
         generated_tokens=len(decoded.token_ids),
         finish_reason=decoded.finish_reason,
+        verification=verification,
     )
 
 

@@ -101,8 +101,11 @@ class Answering:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             options = self._repeatable(options)
-            draft = self._decode(blend, options, sink)
+            back = self._verifies(options) == "held" and not blend.exact
+            draft = self._decode(blend, options, None if back else sink, cancelled)
             checked = self._verify(blend, draft, options, cancelled)
+            if back and sink:
+                sink.put(checked.decoded.text)
             report = report_of(blend, checked.decoded, draft.first_token_at - blend.ready_at, checked.verification)
             decoded, blend = checked.decoded, dataclasses.replace(blend, cache=checked.cache)
             answer = Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation)
@@ -131,7 +134,10 @@ class Answering:
                     window=adapter.context_window,
                 )
             seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-            report = report_of_images(prompt, adapter.num_layers, decoded, seconds)
+            found = Verification()
+            if self._verifies(options) != "off" and not _cancelled_by(sink)():
+                found = Verification("verified", len(decoded.token_ids), reason="the prompt was prefilled in full")
+            report = report_of_images(prompt, adapter.num_layers, decoded, seconds, found)
             answer = Generation(decoded.text, decoded.token_ids, report)
             trace.answered(answer)
         return answer
@@ -182,7 +188,9 @@ class Answering:
                 raise GenerationError("the answer was given up before its turn came")
             yield trace
 
-    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
+    def _decode(
+        self, blend: Blend, options: DecodeOptions, sink: Cancelled | None, cancelled: Callable[[], bool]
+    ) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
         model = self.pipeline.segments.model
         with model.products(), self.turns.steps(blend) as step:
@@ -194,18 +202,18 @@ class Answering:
                 logits=blend.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=_cancelled_by(sink),
+                cancelled=cancelled,
                 step=step,
                 window=model.adapter.context_window,
             )
 
-    def _verifies(self, options: DecodeOptions) -> bool:
-        return (options.verify or self.pipeline.config.verify) == "always"
+    def _verifies(self, options: DecodeOptions) -> str:
+        return options.verify or self.pipeline.config.verify
 
     def _repeatable(self, options: DecodeOptions) -> DecodeOptions:
         """The options, with a seed where an answer that is drawn will be drawn again."""
         model = self.pipeline.segments.model.adapter.model
-        if not self._verifies(options) or options.seed is not None or not options.samples(model, self.tokenizer):
+        if self._verifies(options) == "off" or options.seed is not None or not options.samples(model, self.tokenizer):
             return options
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
@@ -213,8 +221,10 @@ class Answering:
         self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, cancelled: Callable[[], bool]
     ) -> CheckedAnswer:
         """The answer that full prefill gives, if it is to be verified."""
-        if not self._verifies(options):
+        if self._verifies(options) == "off":
             return CheckedAnswer(draft, Verification(), blend.cache)
+        if cancelled():
+            return CheckedAnswer(draft, Verification("given up", reason="the answer was cut short"), blend.cache)
         if blend.exact:
             found = Verification("verified", len(draft.token_ids), reason="the prompt was prefilled in full")
             return CheckedAnswer(draft, found, blend.cache)

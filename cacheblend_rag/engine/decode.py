@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, is_whole, kind_of, number, whole
+from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, kind_of, number, whole
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
@@ -24,6 +24,12 @@ DEFAULT_NEW_TOKENS = 256
 LEAST_PENALTY = 0.01
 """Repetition penalty from which scores divided by it stay finite."""
 _PENALTY = number(f"from {LEAST_PENALTY}", lambda value: value >= LEAST_PENALTY)
+_TEMPERATURE = number("of 0, which decodes greedily, or of 0.000001 or more", lambda t: t == 0 or t >= 1e-6)
+_GENERATION = kind_of("a GenerationConfig of transformers", lambda value: isinstance(value, GenerationConfig))
+_PROCESSORS = kind_of(
+    "a list of logits processors",
+    lambda value: isinstance(value, Iterable) and all(callable(one) for one in value),
+)
 _GRAMMAR = kind_of("what engine.grammar(schema) gives", lambda value: isinstance(value, Grammar))
 
 
@@ -79,7 +85,7 @@ class DecodeFields(BaseModel):
     max_new_tokens: Annotated[int | None, _checked(whole(1))] = None
     """Most tokens of the answer. None takes the generation config's, else 256, or what the context window has room for
     if that is less."""
-    temperature: Annotated[float | None, _checked(number("of 0 or more; 0 decodes greedily", lambda t: t >= 0))] = None
+    temperature: Annotated[float | None, _checked(_TEMPERATURE)] = None
     """0 decodes greedily. None takes the generation config's choice when one is given, else 0."""
     do_sample: Annotated[bool | None, _checked(FLAG)] = None
     """False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the choice to
@@ -90,16 +96,18 @@ class DecodeFields(BaseModel):
     """Number of the likeliest tokens that are sampled from; 0 for all."""
     repetition_penalty: Annotated[float | None, _checked(_PENALTY)] = None
     """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
-    seed: Annotated[int | None, _checked(kind_of("a whole number", is_whole))] = None
+    seed: Annotated[int | None, _checked(whole(-(2**63), 2**64 - 1))] = None
     """Makes sampling repeatable."""
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
     """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
     an empty list of a call means that none ends it."""
-    generation_config: Any = Field(default=None, exclude=True, repr=False)
+    generation_config: Annotated[Any, _checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
-    logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)
+    logits_processor: Annotated[list[Any], _checked(_PROCESSORS)] = Field(
+        default_factory=list, exclude=True, repr=False
+    )
     """Logits processors of transformers, applied to each step."""
 
 

@@ -299,8 +299,10 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """Most tokens of a prompt with its answer; None if the model's config does not say it."""
         return self.adapter.context_window
 
-    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
+    def tokenize(self, prompt: AnyPrompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""
+        if isinstance(prompt, ImagePrompt):
+            return fitted_images(prompt, None, 0).split
         return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.config))
 
     def image_prompt(
@@ -500,7 +502,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close(seconds=0 if interrupted else CLOSE_SECONDS)
 
 
 def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
@@ -49,11 +48,9 @@ class ModelInUse:
             self._prepack(anew=True)
         return self._identity.value
 
-    @contextmanager
-    def products(self) -> Iterator[None]:
-        """Within this the model multiplies as ``prepack_weights`` says."""
-        with self._prepacked():
-            yield
+    def products(self) -> AbstractContextManager[None]:
+        """Context within which the model multiplies as ``prepack_weights`` says."""
+        return self._prepacked()
 
     def release(self) -> None:
         """Use prepacked weights no more; they go with the last engine over the model."""

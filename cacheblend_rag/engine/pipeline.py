@@ -185,7 +185,7 @@ class Blend:
     lost : int
         Records that failed on the way.
     exact : bool
-        Whether the KV is that of a full prefill: nothing was reused but what is exact where it stands.
+        Whether the KV is that of a full prefill: nothing was read from the store, which may hold it in eight bits.
     ready_at : float
         When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
@@ -435,7 +435,7 @@ class Pipeline:
             done=fusion.done,
             work=work_share(adapter.shape, len(loading.lookup.split.input_ids), fusion.done),
             lost=lost,
-            exact=loading.lookup.kept is None and not fusion.reused_tokens,
+            exact=not loading.lookup.records,
             ready_at=time.perf_counter(),
             jobs=self._write_back(loading.lookup, fusion),
         )

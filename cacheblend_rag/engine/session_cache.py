@@ -65,7 +65,7 @@ class SessionCache:
 
     def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo, learned: str = "") -> None:
         self._store, self._salt, self._like = store, config.salt, like
-        options = {name: getattr(config, name) for name in _BLENDED_BY}
+        options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
         options["condition"] += learned
         self._rule = repr({**options, "selection_options": sorted(config.selection_options.items())})
 

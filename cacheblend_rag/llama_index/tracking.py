@@ -227,7 +227,7 @@ class _Synthesis:
         self, outer: _Synthesis | None, tracker: NodeTracker, documents: tuple[RetrievedDocument, ...] = ()
     ) -> None:
         self.outer, self.documents, self._tracker = outer, documents, tracker
-        self.sums: dict[str, Any] = {**dict.fromkeys(("answers", *_SUMMED), 0), "documents": []}
+        self.sums: dict[str, Any] = {**dict.fromkeys(("answers", *_SUMMED), 0), "documents": [], "verification": {}}
         self._uses: list[DocumentUse] = []
         self._lock = threading.Lock()
 
@@ -240,6 +240,7 @@ class _Synthesis:
             pairs = zip(self._uses or report.documents, report.documents, strict=True)
             self._uses = [min(pair, key=lambda use: _BEST.index(use.outcome)) for pair in pairs]
             self.sums["documents"] = [one.asdict() for one in self._uses]
+            self.sums["verification"] = report.verification.asdict()  # of the last call, whose words the answer has
 
     def end(self) -> None:
         """No more calls come; warn of documents that none of them held."""

@@ -33,8 +33,10 @@ _FENCE = (
 )
 _START = re.compile(rf"{_MARK_START.pattern}|(?P<thought>{_THOUGHT_START})|{_FENCE}", re.MULTILINE)
 # Behind a line's end with a few spaces, more would be code; behind a sentence, whose end is no number of a list.
-_MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d][.!?…。！？])[ \t]*)\Z")
-_BEHIND = ("\n", "\r", CALL_END, "<|", "</s>")  # the line ends, a mark too many, a special token
+_MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d](?:[^\r\n]*\d)?[.!?…。！？])[ \t]*)\Z")
+_LOOKED_BACK = 200  # characters before a mark in which it is seen whether a call may begin there
+# The line ends, a mark too many, a special token.
+_BEHIND = ("\n", "\r", CALL_END, "<|", "</s>", "<tool_response>", "<end_of_turn>")
 _LINE_LEFT = re.compile(r"[ \t,;}\]]*")
 _NOTHING_BUT_JSON = re.compile(r"\s*(?P<call>[{\[])")
 _SPACE = re.compile(r"\s*")
@@ -150,7 +152,7 @@ def parse_calls(
         elif kind != "call":
             at = _fence_end(text, found.end(), found[kind])
         else:
-            begins = not text[free:start].strip() or _MAY_BEGIN.search(text, free, start) is not None
+            begins = not text[free:start].strip() or _may_begin(text, free, start)
             try:
                 some, at = _run(text, start, schemas, whole, begun)
                 if begins:
@@ -212,6 +214,11 @@ class HeldBack:
     def rest(self, content: str) -> str:
         """The part of a complete answer that is left; nothing if it is another one since, being corrected."""
         return content[len(self.handed_out) :] if content.startswith(self.handed_out) else ""
+
+
+def _may_begin(text: str, free: int, start: int) -> bool:
+    """Whether a call that begins at ``start`` begins a line or a sentence; ``free`` text begins before it."""
+    return _MAY_BEGIN.search(text, max(free, start - _LOOKED_BACK), start) is not None
 
 
 def _behind_thought(text: str, in_thought: bool) -> int:

@@ -68,12 +68,12 @@ class Leaving:
     def __get__(self, proxy: StoreProxy | None, owner: type[StoreProxy]) -> Any:
         if proxy is None:
             return self
-        store, (forget, *_) = proxy.__wrapped__, proxy._self_more
-        found = getattr(store, self._name)
+        inner, (forget, *_) = proxy.__wrapped__, proxy._self_more
+        found = getattr(inner, self._name)
 
         @wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
-            read, again = self._reading(store, *args, **kwargs), partial(found, *args, **kwargs)
+            read, again = self._reading(inner, *args, **kwargs), partial(found, *args, **kwargs)
             if read is None:
                 return again()
             if self._asynchronous:

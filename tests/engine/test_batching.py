@@ -76,7 +76,7 @@ def test_of_one_prompt_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     with warm_engine(DiskStore(tmp_path)) as (engine, store):
         expected = engine.generate(PROMPTS[0], max_new_tokens=2)
         store.forget()
-        monkeypatch.delattr("cacheblend_rag.engine.engine.SharedKV")
+        monkeypatch.delattr("cacheblend_rag.engine.answering.SharedKV")
         (answer,) = engine.generate_batch(PROMPTS[:1], max_new_tokens=2)
         assert [call[0] for call in store.calls][:2] == ["open_all", "read_into"]
     assert timeless(answer) == timeless(expected)

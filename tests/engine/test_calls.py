@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -250,7 +251,28 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
             sent += held.feed(text[at : at + size])
             at += size
         assert parse_calls(text, TOOLS, in_thought=thought).content.startswith(sent), (text, sent)
-        assert held.sent == len(sent)
+        assert held.handed_out == sent
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"It was in 2024. <tool_call>{CALL}</tool_call>",
+        f"<tool_call>{CALL}</tool_call><tool_response>",
+        f"<tool_call>{CALL}</tool_call><end_of_turn>",
+        f"{'It fell. ' * 60}<tool_call>{CALL}</tool_call>",
+    ],
+)
+def test_calls_behind_numbers_and_before_marks_of_templates_are_found(text: str) -> None:
+    assert len(parse_calls(text, TOOLS).calls) == 1
+
+
+def test_many_mentions_of_a_mark_take_little_time() -> None:
+    """Each look at a mark is at the text just before it; 121 s were needed once."""
+    text = 'say <tool_call>{"name":"f"}</tool_call> and ' * 400
+    began = time.process_time()
+    assert parse_calls(text, TOOLS).calls == ()
+    assert time.process_time() - began < 5
 
 
 def test_an_answer_begun_as_a_call_is_one_whatever_follows() -> None:

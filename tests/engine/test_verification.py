@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,17 @@ def test_an_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.Monk
             assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
 
 
+def test_an_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
+    """The prefix is exact where it stands, but a folder holds it in eight bits."""
+    with engine_of(store=tmp_path) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        asked = Prompt(PROMPT.prefix, [tiny.text(30, 41)], PROMPT.suffix)
+        found = engine.generate(asked, max_new_tokens=3, verify="always")
+        assert (found.report.prefix_hit, found.report.hits) == (True, 0)
+        assert found.verification.reason == ""
+        assert found.verification.seconds > 0
+
+
 def test_the_option_of_a_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused(verify="always") as engine:
         assert engine.generate(PROMPT, max_new_tokens=4).verification.status in ("verified", "corrected")
@@ -159,6 +171,17 @@ def test_every_form_of_asking_verifies() -> None:
     for one in found:
         assert one.token_ids == expected.token_ids
         assert_corrected(one, draft)
+
+
+def test_a_held_stream_hands_out_the_verified_answer_alone() -> None:
+    with reused(verify="held") as engine:
+        expected = plain(engine, max_new_tokens=12)
+        stream = engine.stream(PROMPT, max_new_tokens=12)
+        assert list(stream) == [expected.text]
+        assert stream.result is not None
+        assert stream.result.verification.status == "corrected"
+        assert engine.generate(PROMPT, max_new_tokens=12).text == expected.text
+        assert len(list(engine.stream("What fell?", max_new_tokens=12))) > 1, "what is exact is handed out at once"
 
 
 def test_a_seed_is_drawn_where_none_is_given() -> None:
@@ -258,6 +281,15 @@ def test_leaving_a_stream_during_the_check_ends_it(monkeypatch: pytest.MonkeyPat
         assert engine.generate("What fell?", max_new_tokens=2).report.generated_tokens == 2
 
 
+@pytest.mark.parametrize("asked", ["What fell?", PROMPT], ids=["plain", "new"])
+def test_what_is_cut_short_is_not_verified(asked: Any) -> None:
+    with engine_of() as engine:
+        stream = engine.stream(asked, max_new_tokens=400, verify="always")
+        next(stream)
+        stream.close()
+        assert stream.result is None or stream.result.verification.status == "given up"
+
+
 def test_an_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused() as engine:
         monkeypatch.setattr(engine.adapter, "prefill", lambda *given: 1 // 0)
@@ -293,6 +325,21 @@ def test_a_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) ->
         assert int(ties(prompt, scores).argmax()) == (1 if kept else 0)
         assert ties.kept == kept
     assert int(_KeptTies([0], 2, dtype)(prompt, scores).argmax()) == 0
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+def test_scores_that_a_processor_pushed_down_make_no_ties(lowest: float) -> None:
+    class Mask:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            scores[:, :20] = lowest
+            return scores
+
+    with reused() as engine:
+        options: dict[str, Any] = {"max_new_tokens": 30, "logits_processor": [Mask()]}
+        found = engine.generate(PROMPT, verify="always", **options)
+        assert found.token_ids == plain(engine, **options).token_ids
+    assert found.verification.ties == 0
 
 
 def test_no_token_is_kept_once_the_answer_has_left_the_draft() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import ChatMessage
+from llama_index.core.memory import ChatMemoryBuffer
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.logits import LogProbs
@@ -68,6 +70,23 @@ def test_langchain_chat(engine: BlendEngine) -> None:
     assert llm.stats().corrected == 5
     assert llm.invoke("What fell?", **MOST).response_metadata["verification"]["status"] == "verified"
     assert llm.stats().verified == 1
+
+
+def test_programs_that_put_streams_together_have_the_verified_answer(engine: BlendEngine) -> None:
+    full, _ = texts_of(ChatCacheBlend, engine, TEXT)
+    llm = ChatCacheBlend(engine=engine, verify="held")
+
+    async def events() -> list[Any]:
+        return [one async for one in llm.astream_events(TEXT, version="v2", **MOST)]
+
+    (end,) = [one for one in asyncio.run(events()) if one["event"] == "on_chat_model_end"]
+    assert end["data"]["output"].content == full
+    assert "".join(str(chunk.content) for chunk in llm.stream(TEXT, **MOST)) == full
+    chat = SimpleChatEngine.from_defaults(
+        llm=LlamaLLM(engine=engine, verify="held", **MOST), memory=ChatMemoryBuffer.from_defaults()
+    )
+    assert "".join(chat.stream_chat(TEXT).response_gen) == full
+    assert chat.chat_history[-1].content == full
 
 
 def test_langchain_text(engine: BlendEngine) -> None:

@@ -212,6 +212,7 @@ def plain_image_tokens(model: Any, prompt: Any, count: int) -> list[int]:
 def test_an_answer_can_be_given_up_and_the_next_comes(llava: ChatCacheBlend) -> None:
     turns = [{"role": "user", "content": [{"type": "image", "url": URL}]}]
     prompt = llava.engine.image_prompt(turns)
+    assert llava.engine.tokenize(prompt).input_ids == prompt.input_ids
     stream = llava.engine.stream(prompt, max_new_tokens=1500)
     next(stream)
     stream.close()

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.app.fleet.calls import Call, Head
 from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
-from cacheblend_rag.app.server.api.requests import event
+from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag.app.server.api.requests import EventStream
+from cacheblend_rag.app.server.api.streams import EventStream
 from cacheblend_rag.app.server.services.collection import BaseCollection
 from cacheblend_rag.app.server.services.questions import compare_all
 from cacheblend_rag.calibration import comparison

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -49,8 +50,16 @@ def confined(attack: str) -> tuple[set[str], str]:
 
 def readers() -> list[int]:
     """Processes that parse for this one."""
-    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return [int(pid) for pid in children if b"security.file_reader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            children = path.read_text().split()
+            found += [int(pid) for pid in children if b"security.file_reader" in _command(pid)]
+    return found
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @LINUX

@@ -2,7 +2,8 @@
 
 =================  ==========================================================================
 ``gatekeeper``     what every request passes: its id, keys, sizes, hosts, origins and headers
-``requests``       the session of a request, clients that go away, server-sent events
+``requests``       the session of a request
+``streams``        server-sent events, and clients that go away
 ``rag``            routes of the page and of collections
 ``rag_bodies``     their bodies
 ``openai``         routes of OpenAI's clients

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage
 
 from cacheblend_rag.app.server.api.conversations import Conversation, ServedChat
 from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, Sampling, document_texts
-from cacheblend_rag.app.server.api.requests import event
+from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot

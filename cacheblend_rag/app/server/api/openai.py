@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request
 
 from cacheblend_rag.app.server.api.completions import AnswerRequest, Chat, Completion
 from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
-from cacheblend_rag.app.server.api.requests import EventStream, Here, unless_gone
+from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.responses import Response
+from cacheblend_rag.app.server.api.streams import EventStream, unless_gone
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.logs import served
 from cacheblend_rag.app.server.services.served_model import check_model

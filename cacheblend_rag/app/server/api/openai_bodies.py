@@ -77,7 +77,7 @@ class AnswerBody(_Body):
     repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
-    verify: Literal["off", "always"] | None = None
+    verify: Literal["off", "always", "held"] | None = None
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None

@@ -40,7 +40,8 @@ from cacheblend_rag.app.server.api.rag_bodies import (
     Suggestion,
     WholeAnswer,
 )
-from cacheblend_rag.app.server.api.requests import EventStream, Here, event, unless_gone
+from cacheblend_rag.app.server.api.requests import Here
+from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.security.file_reader import suffix_of
 from cacheblend_rag.app.server.services.admission_queue import Slot

@@ -75,7 +75,7 @@ class AskBody(CompareBody):
 
     stream: bool = True
     show_prompt: bool = False
-    verify: Literal["off", "always"] | None = None
+    verify: Literal["off", "always", "held"] | None = None
 
 
 class ModelInfo(BaseModel):

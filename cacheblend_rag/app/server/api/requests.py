@@ -1,21 +1,13 @@
-"""Requests: the session of each, work for clients that may go away, and server-sent events."""
+"""The session of a request."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Coroutine
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, cast
 
 from fastapi import Depends, Request
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Service, Session
-
-_T = TypeVar("_T")
 
 
 def service_of(request: Request) -> Service:
@@ -36,77 +28,3 @@ async def session_of(request: Request) -> Session:
 
 Here = Annotated[Session, Depends(session_of)]
 """The session of a request, for its route."""
-
-
-def event(name: str | None, data: Any) -> str:
-    """One event with JSON as its data; OpenAI's streams have no names."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-class EventStream(StreamingResponse):
-    """A stream of events that leaves its slot at the model when it ends, however it ends.
-
-    Parameters
-    ----------
-    events : async iterator of str
-        Events made by `event`.
-    slot : Slot, optional
-        The slot; left also if the client goes before the first event.
-    longest : float, optional
-        Seconds after which the stream is cut: a client that does not read must not keep its slot.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], slot: Slot | None = None, longest: float | None = None) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._slot, self._longest, self._complete = slot, longest, False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the client's leaving cancels what makes them."""
-        try:
-            async with asyncio.timeout(self._longest):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            pass
-        finally:
-            if not self._complete:
-                scope.setdefault("state", {})["gone"] = True
-            if self._slot is not None:
-                await self._slot.leave()
-
-    async def stream_response(self, send: Send) -> None:
-        """See `StreamingResponse.stream_response`."""
-        await super().stream_response(send)
-        self._complete = True
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do some work for a client, and stop as soon as it has gone away.
-
-    Raises
-    ------
-    Problem
-        499 if the client went first; nobody reads it, but logs and metrics do.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Problem(499, "client_gone", "the client went away")
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        # Not awaited one by one: that would raise the work's error once more, and its traceback would end here.
-        await asyncio.wait({task, gone})
-        for one in (task, gone):
-            if not one.cancelled():
-                one.exception()  # known, so that asyncio does not report it
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -31,7 +31,7 @@ from cacheblend_rag.app.server.api.openai_bodies import (
     ToolCall,
     ToolDefinition,
 )
-from cacheblend_rag.app.server.api.requests import event
+from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session

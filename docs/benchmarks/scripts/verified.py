@@ -1,0 +1,183 @@
+"""Verified answers: how many are corrected, whether each is full prefill's, and when it is there.
+
+``python -m docs.benchmarks.scripts.verified --data squad.jsonl --half test --out docs/benchmarks/verified.json``
+
+Each question is asked through LangChain's ``stream`` of a chat model, its passages stored before: blended, blended and
+verified, and by full prefill in the same engine; then transformers' own ``generate`` answers the same ids. All ways
+answer one question before the next one is asked. A verified answer is the text at the end, corrected where it was. It
+counts as full prefill's if it has the same words. An answer is right if it has one of the answers in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.calibration.datasets import EvalCase
+from cacheblend_rag.calibration.statistics import interval
+from cacheblend_rag.config import DTYPES, BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.langchain import ChatCacheBlend
+from docs.benchmarks.scripts.common import TokenClock, reported, script_parser
+from docs.benchmarks.scripts.measuring import machine, table
+from docs.benchmarks.scripts.yardstick import in_prompt, is_right, of_half, open_cases
+
+WAYS = ("blended", "verified", "full", "transformers")
+_MOST = 48  # tokens of an answer
+_ASKED = "Use the following pieces of context to answer the question at the end, in a few words.\n\n"
+
+
+class Asking:
+    """The ways of answering a question by one engine.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    """
+
+    def __init__(self, engine: BlendEngine) -> None:
+        self._engine = engine
+        full = engine.with_config(selection="all")
+        self._models = {
+            "blended": ChatCacheBlend(engine=engine, max_new_tokens=_MOST, temperature=0),
+            "verified": ChatCacheBlend(engine=engine, max_new_tokens=_MOST, temperature=0, verify="always"),
+            "full": ChatCacheBlend(engine=full, max_new_tokens=_MOST, temperature=0),
+        }
+
+    def row(self, case: EvalCase) -> dict[str, Any]:
+        """Answers and times of each way for one question."""
+        chunks = [passage.chunk for passage in case.passages]
+        self._models["blended"].warm(chunks, progress=False)
+        text = _ASKED + "\n\n".join(chunks) + f"\n\nQuestion: {case.question}\nHelpful Answer:"
+        ways: dict[str, Callable[[], dict[str, Any]]] = {
+            name: lambda model=model: _streamed(model, text)  # type: ignore[misc]
+            for name, model in self._models.items()
+        }
+        found = {name: ask() for name, ask in ways.items()}
+        report = self._models["full"].last_report
+        assert report is not None
+        found["transformers"] = self._generated(report.input_ids)
+        for one in found.values():
+            one["right"] = is_right(one["text"], case.answers)
+        return {"id": case.id, "prompt_tokens": report.prompt_tokens, "ways": found}
+
+    def _generated(self, ids: Sequence[int]) -> dict[str, Any]:
+        clock, started = TokenClock(), time.perf_counter()
+        given = torch.tensor([list(ids)], device=self._engine.adapter.device)
+        with torch.no_grad():
+            made = self._engine.model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=_MOST,
+                do_sample=False,
+                logits_processor=[clock],
+            )
+        seconds = time.perf_counter() - started
+        text = self._engine.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+        return {"text": text, "first": clock.times[0] - started, "seconds": seconds}
+
+
+def _streamed(model: ChatCacheBlend, text: str) -> dict[str, Any]:
+    started, first, said, told = time.perf_counter(), 0.0, "", dict[str, Any]()
+    for chunk in model.stream(text):
+        if not first and chunk.content:
+            first = time.perf_counter() - started
+        said += str(chunk.content)
+        told = chunk.response_metadata.get("verification", told)
+    seconds = time.perf_counter() - started
+    if told["status"] == "corrected":
+        said = said[: told["position"]] + told["after"]
+    own = {name: told[name] for name in ("status", "kept_tokens", "ties", "seconds")}
+    return {"text": said, "first": first or seconds, "seconds": seconds, "verification": own}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts and times of all questions."""
+
+    def of(way: str, field: str) -> list[Any]:
+        return [row["ways"][way][field] for row in rows]
+
+    full, right = of("full", "text"), of("full", "right")
+    ways = {}
+    for way in WAYS:
+        same = [text == other for text, other in zip(of(way, "text"), full, strict=True)]
+        kept = [now for now, was in zip(of(way, "right"), right, strict=True) if was]
+        ways[way] = {
+            "same": sum(same),
+            "same_share": asdict(interval([float(one) for one in same])),
+            "right": sum(of(way, "right")),
+            "right_lost": len(kept) - sum(kept),
+            "first_s": statistics.median(of(way, "first")),
+            "seconds": statistics.median(of(way, "seconds")),
+        }
+    pairs = zip(of("verified", "first"), of("blended", "first"), strict=True)
+    status = [one["status"] for one in of("verified", "verification")]
+    return {
+        "questions": len(rows),
+        "prompt_tokens": statistics.median(row["prompt_tokens"] for row in rows),
+        "status": {one: status.count(one) for one in sorted(set(status))},
+        "ties": sum(one["ties"] for one in of("verified", "verification")),
+        "first_ratio": statistics.median(one / other for one, other in pairs),
+        "check_s": statistics.median(one["seconds"] for one in of("verified", "verification")),
+        "ways": ways,
+    }
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The table of a summary."""
+    heads = ("way", "same words as full prefill", "right", "right answers lost", "first word (s)", "whole answer (s)")
+    rows = []
+    for way, one in found["ways"].items():
+        same = f"{one['same']} of {found['questions']}"
+        rows.append(
+            (way, same, str(one["right"]), str(one["right_lost"]), f"{one['first_s']:.2f}", f"{one['seconds']:.2f}")
+        )
+    return table(heads, rows)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Ask all questions, and write what was found."""
+    torch.set_num_threads(parsed.threads)
+    cases = of_half(open_cases(parsed.data), parsed.half)[: parsed.limit]
+    config = BlendConfig(min_tokens=0, write_back="inline")
+    with BlendEngine.from_pretrained(parsed.model, dtype=parsed.dtype, config=config) as engine:
+        asking, rows = Asking(engine), list[dict[str, Any]]()
+        for case in cases:
+            rows.append(asking.row(in_prompt(case, parsed.chunks)))
+            print(".", end="", file=sys.stderr, flush=True)
+    found = summary(rows)
+    options = {name: getattr(parsed, name) for name in ("model", "dtype", "half", "chunks", "threads", "limit")}
+    data = Path(parsed.data).name
+    result = {"options": {**options, "data": data}, "machine": machine(), "summary": found, "rows": rows}
+    if parsed.out:
+        Path(parsed.out).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print("\n" + shown(found))
+    print(json.dumps({name: value for name, value in found.items() if name != "ways"}))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = script_parser("verified", __doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--half", default="dev", choices=("dev", "test", "all"))
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out")
+    parsed = parser.parse_args(arguments)
+    return reported(parser, lambda: run(parsed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
