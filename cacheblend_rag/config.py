@@ -191,6 +191,21 @@ def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> No
         raise ConfigError(name, value, f"there is no such option; {remedy}")
 
 
+def check_mapping(name: str, value: object, what: str = "arguments") -> None:
+    """A dict of arguments, or None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(name, value, f"use a dict of {what}")
+
+
+def check_config(value: object) -> BlendConfig:
+    """Options of an engine; the default ones for None."""
+    if value is None or isinstance(value, BlendConfig):
+        return value or BlendConfig()
+    given = value.items() if isinstance(value, Mapping) else ()
+    like = ", ".join(f"{name}={one!r}" for name, one in given if name in BlendConfig.names())
+    raise ConfigError("config", value, f"give a BlendConfig, such as BlendConfig({like or 'recompute_ratio=0.2'})")
+
+
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
     """A model and its tokenizer, in this order."""
     if isinstance(model, (str, os.PathLike)):

@@ -60,3 +60,13 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not FETCHED.search(page.read_text(encoding="utf-8")), page
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\s*[\"']?https?:|@import", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_the_table_of_changes_has_every_name() -> None:
+    from cacheblend_rag.report import DocumentUse
+
+    told = (DocumentUse.__doc__ or "").partition("    change : str")[2]
+    names = re.findall(r'``"([^"]+)"``', told)
+    assert len(names) > 10
+    page = (ROOT / "docs" / "how-to" / "langchain.md").read_text(encoding="utf-8")
+    assert [name for name in names if f'`"{name}"`' not in page] == []

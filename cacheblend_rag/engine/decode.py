@@ -197,11 +197,14 @@ class DecodeOptions(DecodeFields):
         return config
 
 
-def field_error(error: ValidationError) -> CacheBlendError:
-    """The error of ours that pydantic has wrapped, or one that says the same of the first field."""
+def field_error(error: ValidationError) -> Exception:
+    """The error of ours that pydantic has wrapped, or one that says the same of the first field.
+
+    An error that belongs to no field, such as one of loading a model, is given as it was.
+    """
     first, *_ = error.errors()
     own = first.get("ctx", {}).get("error")
-    if isinstance(own, CacheBlendError):
+    if isinstance(own, CacheBlendError) or (isinstance(own, Exception) and not first["loc"]):
         return own
     return ConfigError(".".join(map(str, first["loc"])), first["input"], first["msg"])
 

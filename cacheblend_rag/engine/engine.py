@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
+from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
@@ -130,7 +130,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         beside: BlendEngine | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
-        model, config = unwrapped(model), config or BlendConfig()
+        model, config = unwrapped(model), check_config(config)
         adapter = ModelAdapter(model, like=config.like or None)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
         if config.check_model:
@@ -214,7 +214,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ConfigError
             If an argument cannot be used.
         """
-        loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
+        config, loaded = check_config(config), load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
         parts = dataclasses.replace(made._parts, names=SpanNames(os.fspath(model)), processor=loaded.processor)

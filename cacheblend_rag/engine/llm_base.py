@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import BlendConfig, check_names
+from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
@@ -309,7 +309,7 @@ class LLMBase(DecodeFields):
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
-            config = dataclasses.replace(config or BlendConfig(), **options)
+            config = dataclasses.replace(check_config(config), **options)
         return cls(engine=BlendEngine(model, tokenizer, config=config, store=store, processor=processor), **own)
 
     # Documents -------------------------------------------------------------------------------
@@ -562,8 +562,7 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
         If ``model_kwargs`` holds one of the other fields, or two contradict one another.
     """
     model_kwargs = fields.get("model_kwargs")
-    if model_kwargs is not None and not isinstance(model_kwargs, Mapping):
-        raise ConfigError("model_kwargs", model_kwargs, "use a dict of arguments of transformers' from_pretrained")
+    check_mapping("model_kwargs", model_kwargs, "arguments of transformers' from_pretrained")
     for name, value in (model_kwargs or {}).items():
         if name in others:
             raise ConfigError("model_kwargs", {name: value}, f"give {name} by itself, beside model_kwargs")
@@ -581,10 +580,13 @@ def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = ""
     Raises
     ------
     ConfigError
-        If one is not known, is given twice, or says what is not so here.
+        If one is not known, is given twice, is of the wrong kind, or says what is not so here.
     """
     settled = dict(given)
+    check_config(given.get("config"))
+    check_mapping("blend", given.get("blend"), "options of BlendConfig")
     for outer in _NESTED:
+        check_mapping(outer, settled.get(outer), "options of decoding")
         for name, value in _one_length(settled.pop(outer, None) or {}).items():
             twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
             if twice is not None:

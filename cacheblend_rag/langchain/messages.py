@@ -167,12 +167,14 @@ def _text_of(block: str | dict[str, Any]) -> str:
     if isinstance(block, str):
         return block
     kind = block.get("type")
-    if kind in ("text", "refusal"):
+    if kind in ("text", "refusal") and kind in block:
         return str(block[kind])
     if kind == "non_standard":
-        return _text_of(block["value"])
+        inner = block.get("value")
+        if isinstance(inner, str) or (isinstance(inner, dict) and ("type" in inner or "cachePoint" in inner)):
+            return _text_of(inner)
     if kind not in _UNREAD and "cachePoint" not in block:
-        raise not_text(str(kind))
+        raise not_text(kind, block)
     return ""
 
 

@@ -29,7 +29,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# Thoughts, cache points and what an answer has cited say nothing to a template.
+# Thoughts, cache points and what an answer has cited say nothing to a template. Content to cite (`CitableBlock`) is to
+# be read, and so it is not passed over.
 _READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint, CitationBlock)
 
 

@@ -42,6 +42,8 @@ _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfold
 
 # Arguments that transformers took once, and what does the same now.
 _QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
+# Values of device_map that leave the choice to transformers, and places that are no device of computing.
+_PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential", "disk", "meta")
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -226,6 +228,7 @@ def load_model(
     """
     device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
     check_choice("dtype", dtype, DTYPES)
+    _check_device_map(model_kwargs.get("device_map"))
     target = _device(device)
     if (base := _base_of(model)) is not None:
         under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
@@ -378,8 +381,14 @@ def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:
         return None
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # it imports what it may quantise with
 
-    said = said if isinstance(said, dict) else said.to_dict()
+    if not isinstance(said, Mapping) and not hasattr(said, "to_dict"):
+        raise ConfigError("quantization_config", said, f"this names no method; {_INSTEAD}")
+    said = said if isinstance(said, Mapping) else said.to_dict()
     method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        method = "bitsandbytes"
+    if method is None:
+        raise ConfigError("quantization_config", dict(said), f"name its method as quant_method; {_INSTEAD}")
     if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
         raise ConfigError("quantization_config", method, f"this transformers does not know the method; {_INSTEAD}")
     return str(method)
@@ -507,3 +516,19 @@ def _device(device: str) -> torch.device:
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # a build without it raises what it likes
         raise ConfigError("device", device, 'there is none that PyTorch can use; use "auto" or "cpu"') from error
     return target
+
+
+def _check_device_map(device_map: Any) -> None:
+    """Devices that there are, in the forms in which transformers takes them."""
+    places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    for place in places:
+        if place is None or place in _PLACINGS:
+            continue
+        try:
+            if not isinstance(place, str | int | torch.device):
+                raise ConfigError("device", place, "use a name, a number or a torch.device")
+            _device(_device_name(place))
+        except ConfigError as error:
+            placings = ", ".join(map(repr, _PLACINGS[:4]))
+            remedy = f"use a device that PyTorch has here, such as 'cpu', or one of {placings}"
+            raise ConfigError("device_map", device_map, remedy) from error

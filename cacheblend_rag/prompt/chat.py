@@ -172,10 +172,12 @@ def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **op
     return other if said in other else written
 
 
-def not_text(kind: str) -> PromptError:
-    """The error for a message that holds a block of another kind than text."""
+def not_text(kind: object, block: Mapping[str, Any] | None = None) -> PromptError:
+    """The error for a message that holds a block of another kind than text, or one that does not name its type."""
+    held = f" that holds {', '.join(map(repr, block)) or 'nothing'}" if kind is None and block is not None else ""
+    named = f"a block without a type{held}" if kind is None else f"a block of type {kind!r}"
     return PromptError(
-        f"a message holds a block of type {kind!r}, which is not read here: leave the block out, or say in words what "
+        f"a message holds {named}, which is not read here: leave the block out, or say in words what "
         "it holds; all models read text, and those that take images read images too"
     )
 

@@ -151,6 +151,7 @@ TEXTS = {
     "arguments as a list": '<tool_call>{"name": "find", "arguments": ["leaf"]}</tool_call>',
     "arguments as words": '<tool_call>{"name": "find", "arguments": "the leaf"}</tool_call>',
     "broken": '<tool_call>{"name": </tool_call>',
+    "without an end, and a sentence": f"<tool_call>{CALL}\nThat is a call.",
     "cut": '<tool_call>\n{"name": "find", "arguments": {"wh',
     "the second of two cut": f'<tool_call>{CALL}{{"name": "fi',
     "words behind it": f"<tool_call>{CALL} is how it is written.",

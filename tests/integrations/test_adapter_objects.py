@@ -125,6 +125,18 @@ def test_a_model_is_loaded_by_the_arguments_that_transformers_takes(kind: Any, g
         ({"model_kwargs": "bfloat16"}, "use a dict"),
         ({"dtype": torch.int8}, "'int8' .*use one of 'auto'"),
         ({"device": 97}, "cuda:97.*use"),
+        ({"model_kwargs": {"device_map": "cuda:97"}}, "^device_map='cuda:97' .*use"),
+        ({"model_kwargs": {"device_map": {"": 97}}}, "^device_map={'': 97} .*use"),
+        ({"model_kwargs": {"device_map": "bogus"}}, "^device_map='bogus' .*'auto', 'balanced'"),
+        ({"model_kwargs": {"device_map": 3.5}}, "^device_map=3.5 .*'auto', 'balanced'"),
+        ({"model_kwargs": {"quantization_config": {"a": 1}}}, "^quantization_config={'a': 1} .*quant_method"),
+        ({"model_kwargs": {"quantization_config": "int8"}}, "^quantization_config='int8' .*BitsAndBytesConfig"),
+        (
+            {"config": {"recompute_ratio": 0.2}},
+            r"^config={'recompute_ratio': 0.2} .*BlendConfig\(recompute_ratio=0.2\)",
+        ),
+        ({"blend": 3}, "^blend=3 .*use a dict"),
+        ({"generate_kwargs": 3}, "^generate_kwargs=3 .*use a dict"),
         ({"load_in_4bit": True}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
         ({"task": "summarization"}, "leave it out"),
         ({"repo_id": "a/b"}, "use model_id"),
@@ -140,6 +152,42 @@ def test_arguments_of_loading_that_do_not_go_are_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=remedy):
         kind.from_model_id(saved, **QUICK, **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_that_belongs_to_no_field_is_told_as_it_is(
+    kind: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise AssertionError("the GPU has gone")
+
+    monkeypatch.setattr(kind, "_make_engine", fail)
+    with pytest.raises(AssertionError, match=r"^the GPU has gone"):
+        kind.from_model_id(saved, **QUICK)
+
+
+@pytest.mark.parametrize("outer", ["pipeline_kwargs", "generate_kwargs"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_verification_is_an_option_of_decoding_wherever_it_is_given(
+    kind: Any, outer: str, engine: BlendEngine, saved: Path
+) -> None:
+    verify: dict[str, Any] = {outer: {"verify": "always"}}
+    makers = (
+        lambda **given: kind.from_engine(engine, **QUICK, **given),
+        lambda **given: kind.from_model_id(saved, **QUICK, **given),
+        lambda **given: kind.from_model(engine.model, engine.tokenizer, **QUICK, **given),
+    )
+    for make in makers:
+        llm = make(**verify)
+        say(llm)
+        assert llm.last_report.verification.status == "verified"
+        llm = make()
+        say(llm, **verify)
+        assert llm.last_report.verification.status == "verified"
+        say(llm)
+        assert llm.last_report.verification.status == "off"
+    with pytest.raises(ConfigError, match=f"{outer}=.*leave 'verify' out"):
+        kind.from_engine(engine, verify="off", **verify)
 
 
 def test_a_base_model_is_no_chat_model_and_is_refused_before_it_is_loaded(
@@ -520,7 +568,14 @@ def test_wrong_objects_get_a_sentence(kind: Any) -> None:
         make("a/name", tokenizer)
     with pytest.raises(ConfigError, match="tokenizer='dict'"):
         make(model, {})
+    with pytest.raises(ConfigError, match=r"config={'recompute_ratio': 0.2} .*BlendConfig\(recompute_ratio=0.2\)"):
+        make(model, tokenizer, config={"recompute_ratio": 0.2})
+    if kind is None:
+        with pytest.raises(ConfigError, match=r"config=0.2 .*BlendConfig"):
+            BlendEngine.from_pretrained("no model is looked for", config=0.2)
     if kind is not None:
+        with pytest.raises(ConfigError, match=r"config={}.*BlendConfig"):
+            kind.from_model(model, tokenizer, config={}, recompute_ratio=0.2)
         with pytest.raises(ConfigError, match="use from_model"):
             kind.from_model_id(model)
         with pytest.raises(ConfigError, match="use from_model"):

@@ -115,6 +115,12 @@ def test_each_method_has_an_identity_of_its_own(saved: Path) -> None:
     assert len(found) == len(METHODS)
 
 
+def test_a_dict_that_names_the_bits_is_taken_as_transformers_takes_it(saved: Path) -> None:
+    by_dict = load_model(saved, device="cpu", quantization_config={"load_in_4bit": True})
+    by_object = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_4bit=True))
+    assert by_dict.fingerprint() == by_object.fingerprint() != load_model(saved, device="cpu").fingerprint()
+
+
 @pytest.mark.slow
 def test_identities_are_the_same_in_every_process(saved: Path) -> None:
     code = (

@@ -202,6 +202,26 @@ def test_what_another_model_was_given_or_found_is_not_passed_over(chat: ChatCach
             chat.invoke([HumanMessage("What fell?"), AIMessage([block])])
 
 
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"type": "non_standard", "value": {}}, "a block of type 'non_standard', which"),
+        ({"type": "non_standard", "value": {"a": 1}}, "a block of type 'non_standard', which"),
+        ({"type": "non_standard"}, "a block of type 'non_standard', which"),
+        ({"type": "non_standard", "value": {"type": "doc"}}, "a block of type 'doc', which"),
+        ({"type": "text"}, "a block of type 'text', which"),
+        ({"text": "Hello", "a": 1}, "a block without a type that holds 'text', 'a', which"),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_not_read_is_named_by_what_it_says_of_itself(
+    chat: ChatCacheBlend, block: dict[str, Any], named: str
+) -> None:
+    for message in (HumanMessage([block]), AIMessage(["What fell?", block])):
+        with pytest.raises(PromptError, match=named):
+            chat.invoke([message])
+
+
 # Streams ------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, CitationBlock, TextBlock, ThinkingBlock
+from llama_index.core.base.llms.types import ChatMessage, CitableBlock, CitationBlock, TextBlock, ThinkingBlock
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.memory import ChatMemoryBuffer
 
+from cacheblend_rag.errors import PromptError
 from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes
 from tests.integrations.llama_index.test_matrix import force, say
@@ -89,3 +90,9 @@ async def test_thoughts_and_citations_of_another_model_are_passed_over(mode: str
                 _ = [one async for one in said] if mode.startswith("a") else list(said)
         fed.append(answers.infos[0]["input_ids"])
     assert fed[0] == fed[1]
+
+
+def test_content_to_cite_is_to_be_read_and_is_not_passed_over() -> None:
+    block = CitableBlock(title="A", source="a", content="Leaves fall.")
+    with pytest.raises(PromptError, match="a block of type 'citable', which is not read here: leave the block out"):
+        make_llm(True).chat([ChatMessage(role="user", blocks=[block, TextBlock(text="What falls?")])])
