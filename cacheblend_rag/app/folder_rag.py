@@ -23,7 +23,7 @@ from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.write_back import CLOSE_SECONDS
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, closing_seconds
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.prompt import Prompt
@@ -212,8 +212,7 @@ class FolderRAG:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self.close(seconds=0 if interrupted else CLOSE_SECONDS)
+        self.close(seconds=closing_seconds(kind))
 
 
 class _SeenPrompt(BaseCallbackHandler):

@@ -100,17 +100,9 @@ class Answering:
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
-            options = self._repeatable(options)
-            back = self._verifies(options) == "held" and not blend.exact
-            draft = self._decode(blend, options, None if back else sink, cancelled)
-            checked = self._verify(blend, draft, options, cancelled)
-            if back and sink:
-                sink.put(checked.decoded.text)
-            report = report_of(blend, checked.decoded, draft.first_token_at - blend.ready_at, checked.verification)
-            decoded, blend = checked.decoded, dataclasses.replace(blend, cache=checked.cache)
-            answer = Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation)
+            answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
-            self._keep(pipeline.keep(blend, answer.token_ids))
+            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
         self.guard.watch(fit.prompt, answer, pipeline, self.turns.scheduler, self.turns.write_back)
         return answer
 
@@ -134,10 +126,9 @@ class Answering:
                     window=adapter.context_window,
                 )
             seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-            found = Verification()
-            if self._verifies(options) != "off" and not _cancelled_by(sink)():
-                found = Verification("verified", len(decoded.token_ids), reason="the prompt was prefilled in full")
-            report = report_of_images(prompt, adapter.num_layers, decoded, seconds, found)
+            report = report_of_images(
+                prompt, adapter.num_layers, decoded, seconds, self._unchecked(decoded, options, sink)
+            )
             answer = Generation(decoded.text, decoded.token_ids, report)
             trace.answered(answer)
         return answer
@@ -188,7 +179,19 @@ class Answering:
                 raise GenerationError("the answer was given up before its turn came")
             yield trace
 
-    def _decode(
+    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Any]:
+        """The answer to a fused prompt, verified if it is to be, and the KV behind it."""
+        options = self._repeatable(options)
+        held = self._verifies(options) == "held" and not blend.exact
+        draft = self._draft(blend, options, None if held else sink, _cancelled_by(sink))
+        checked = self._verify(blend, draft, options, sink)
+        decoded = checked.decoded
+        if held and sink:
+            sink.put(decoded.text)
+        report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
+        return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation), checked.cache
+
+    def _draft(
         self, blend: Blend, options: DecodeOptions, sink: Cancelled | None, cancelled: Callable[[], bool]
     ) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
@@ -217,18 +220,21 @@ class Answering:
             return options
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
+    def _unchecked(self, decoded: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None) -> Verification:
+        """The verification of an answer that needs no check: none is asked for, it was cut, or full prefill gave it."""
+        if self._verifies(options) == "off":
+            return Verification()
+        if _cancelled_by(sink)():
+            return Verification("given up", reason="the answer was cut short")
+        return Verification("verified", len(decoded.token_ids), reason="the prompt was prefilled in full")
+
     def _verify(
-        self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, cancelled: Callable[[], bool]
+        self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
     ) -> CheckedAnswer:
         """The answer that full prefill gives, if it is to be verified."""
-        if self._verifies(options) == "off":
-            return CheckedAnswer(draft, Verification(), blend.cache)
-        if cancelled():
-            return CheckedAnswer(draft, Verification("given up", reason="the answer was cut short"), blend.cache)
-        if blend.exact:
-            found = Verification("verified", len(draft.token_ids), reason="the prompt was prefilled in full")
-            return CheckedAnswer(draft, found, blend.cache)
-        model, turns = self.pipeline.segments.model, self.turns
+        model, turns, cancelled = self.pipeline.segments.model, self.turns, _cancelled_by(sink)
+        if self._verifies(options) == "off" or blend.exact or cancelled():
+            return CheckedAnswer(draft, self._unchecked(draft, options, sink), blend.cache)
         try:
             with model.products():
                 return check(

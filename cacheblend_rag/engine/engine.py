@@ -27,7 +27,7 @@ from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
 from cacheblend_rag.engine.turns import Lifetime, Turns
-from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
@@ -139,11 +139,12 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         # Engines over one model take turns.
         scheduler = scheduler_of(model, None if beside is None else beside._parts.turns.scheduler)
         write_back, lifetime = WriteBack(scheduler), Lifetime()
+        pipeline = open_pipeline(in_use, PromptTokenizer(tokenizer, config.separator), config, opened)
         parts = EngineParts(
             tokenizer=tokenizer,
             processor=lambda: processor,
-            pipeline=open_pipeline(in_use, PromptTokenizer(tokenizer, config.separator), config, opened),
-            turns=Turns(scheduler, in_use, BatchedDecode(adapter), write_back, config, lifetime),
+            pipeline=pipeline,
+            turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
             guard=QualityGuard(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
@@ -252,9 +253,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """
         if changes.get("selection", self.config.selection) != self.config.selection:
             changes = {"selection_options": {}, **changes}
-        config = dataclasses.replace(self.config, **changes)
-        pipeline = self._parts.pipeline.with_config(config)
-        return self._changed(pipeline=pipeline, turns=dataclasses.replace(self.turns, config=config))
+        return self._changed(pipeline=self._parts.pipeline.with_config(dataclasses.replace(self.config, **changes)))
 
     def with_learned(self, context: LearnedContext | None) -> BlendEngine:
         """An engine over the same model and store that holds a learned context, as if it were kept beside the store.
@@ -285,6 +284,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     def _changed(self, **changes: Any) -> BlendEngine:
         """Another engine that shares everything else with this one."""
+        if "pipeline" in changes:
+            changes["turns"] = dataclasses.replace(self.turns, segments=changes["pipeline"].segments)
         other = BlendEngine.__new__(BlendEngine)
         other._consist_of(dataclasses.replace(self._parts, base=self, **changes))
         return other
@@ -495,15 +496,14 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self._parts.prefetcher.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
-            self.turns.model.release()
+            self.turns.segments.model.release()
             if self._parts.owns_store:
                 self.store.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self.close(seconds=0 if interrupted else CLOSE_SECONDS)
+        self.close(seconds=closing_seconds(kind))
 
 
 def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:

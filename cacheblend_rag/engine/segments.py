@@ -76,6 +76,11 @@ class Segment:
         """Ids that are computed behind `shared_ids`: the rest of its context, then its own."""
         return self.context_ids[len(self.context_ids) - self.head :] + self.token_ids
 
+    @property
+    def passes(self) -> tuple[object, ...]:
+        """Equal for segments that one pass can compute; see `Segments.compute`."""
+        return self.shared_ids, self.regime, id(self.contexts)
+
 
 @dataclass
 class LatestContexts:

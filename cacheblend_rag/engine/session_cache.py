@@ -18,6 +18,7 @@ from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
+from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
 _log = logging.getLogger(__name__)
@@ -94,11 +95,7 @@ class SessionCache:
         """Tokens at the beginning that both have, no chunk cut in two; the last one is always computed."""
         if dataclasses.replace(info, token_ids=()) != dataclasses.replace(self._like, token_ids=()):
             return 0
-        common = 0
-        for ours, theirs in zip(split.input_ids[:-1], info.token_ids, strict=False):
-            if ours != theirs:
-                break
-            common += 1
+        common = common_length(split.input_ids[:-1], info.token_ids)
         return min([common, *(span.start for span in split.chunks if span.start < common < span.stop)])
 
     def job(

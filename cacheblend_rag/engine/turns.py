@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import Step
-from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.pipeline import Blend, Pauses
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler
+from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.batched_decode import BatchedDecode
@@ -40,31 +40,32 @@ class Turns:
     ----------
     scheduler : Scheduler
         Engines over one model share it.
-    model : ModelInUse
+    segments : Segments
+        Those of the engine's pipeline: its model and its options.
     batched_decode : BatchedDecode
         Takes the steps of several answers in one pass.
     write_back : WriteBack
         Closed with the engine; from then on nobody gets the model.
-    config : BlendConfig
     lifetime : Lifetime
         All who may still use the model hold it.
     """
 
     scheduler: Scheduler
-    model: ModelInUse
+    segments: Segments
     batched_decode: BatchedDecode
     write_back: WriteBack
-    config: BlendConfig
     lifetime: Lifetime
 
-    @contextmanager
-    def alone(self) -> Iterator[ModelTime]:
-        """Hold the model and the store for one request, with no other under way."""
-        with self._held(lambda: 0) as spent:
-            yield spent
+    @property
+    def config(self) -> BlendConfig:
+        """The options."""
+        return self.segments.config
 
-    @contextmanager
-    def beside_others(self, prompt: Prompt, new_tokens: int | None) -> Iterator[ModelTime]:
+    def alone(self) -> AbstractContextManager[ModelTime]:
+        """Hold the model and the store for one request, with no other under way."""
+        return self._held(lambda: 0)
+
+    def beside_others(self, prompt: Prompt, new_tokens: int | None) -> AbstractContextManager[ModelTime]:
         """Hold the model and the store for a prompt, beside others that have begun.
 
         Parameters
@@ -74,13 +75,10 @@ class Turns:
             Most tokens of its answer.
         """
         if not self.several:
-            with self.alone() as spent:
-                yield spent
-            return
+            return self.alone()
         # No tokenizer makes more tokens than there are bytes.
         size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
-        with self._held(partial(self._room_beside, size + (new_tokens or _ANSWER_TOKENS))) as spent:
-            yield spent
+        return self._held(partial(self._room_beside, size + (new_tokens or _ANSWER_TOKENS)))
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -97,14 +95,14 @@ class Turns:
         """
         with self.scheduler.background():
             self.check_open()
-            self.model.look()
+            self.segments.model.look()
             yield
 
     @contextmanager
     def _held(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
         with self.scheduler.entered(beside) as spent:
             self.check_open()
-            self.model.look()
+            self.segments.model.look()
             yield spent
 
     def check_open(self) -> None:
@@ -127,7 +125,7 @@ class Turns:
         """Pauses of a prefill, in which others use the model; None if there are no others."""
         if not self.several:
             return None
-        on_cpu = self.model.adapter.device.type == "cpu"
+        on_cpu = self.segments.model.adapter.device.type == "cpu"
 
         def going_on() -> None:
             if cancelled():
@@ -155,7 +153,7 @@ class Turns:
             blend.input_ids,
             blend.cache,
             most=self.config.prompt_lookup,
-            window=self.model.adapter.context_window or sys.maxsize,
+            window=self.segments.model.adapter.context_window or sys.maxsize,
             take=self.step,
             wanted=lambda: self.scheduler.alone,
         )

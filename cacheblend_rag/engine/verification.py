@@ -23,6 +23,7 @@ from cacheblend_rag.engine.pipeline import Pauses
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import CacheMark
+from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.report import Verification
 
 # Tokens of a draft that one pass takes: enough that the weights are read seldom, few enough that others wait little.
@@ -120,19 +121,13 @@ def _compared(draft: DecodedAnswer, decoded: DecodedAnswer, ties: int, seconds: 
         return Verification("verified", kept_tokens=len(draft.token_ids), ties=ties, seconds=seconds)
     return Verification(
         "corrected",
-        kept_tokens=_in_common(draft.token_ids, decoded.token_ids),
-        position=(kept := _in_common(draft.text, decoded.text)),
+        kept_tokens=common_length(draft.token_ids, decoded.token_ids),
+        position=(kept := common_length(draft.text, decoded.text)),
         before=draft.text[kept:],
         after=decoded.text[kept:],
         ties=ties,
         seconds=seconds,
     )
-
-
-def _in_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the beginning that both have."""
-    shorter = min(len(one), len(other))
-    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def tie_bound(scores: torch.Tensor, dtype: torch.dtype) -> float:

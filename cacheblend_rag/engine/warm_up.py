@@ -45,9 +45,9 @@ def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segmen
     list of Segment
         The longest first; all behind the same shared context, or the same contexts, and of the same regime.
     """
-    groups: dict[tuple[tuple[int, ...], int, int], list[Segment]] = {}
+    groups: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
-        groups.setdefault((segment.shared_ids, segment.regime, id(segment.contexts)), []).append(segment)
+        groups.setdefault(segment.passes, []).append(segment)
     for group in groups.values():
         batch: list[Segment] = []
         wanted = longest = 0

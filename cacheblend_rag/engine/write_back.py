@@ -24,6 +24,13 @@ _log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
 """Most seconds for which KV is still stored while an engine is closed or the interpreter ends."""
+
+
+def closing_seconds(error: type[BaseException] | None) -> float:
+    """Seconds for which KV is still stored where a ``with`` block ends by an error; an interrupt leaves no time."""
+    return 0.0 if error is not None and issubclass(error, KeyboardInterrupt) else CLOSE_SECONDS
+
+
 # Tokens of a pass that several chunks share; a request may have to wait for it. A pass of few tokens takes longer for
 # each, so small chunks are computed together. Larger ones gain nothing; alone they have the same bits, whatever else is
 # missing.
@@ -66,9 +73,7 @@ class Job:
     def shares_pass(self, other: Job) -> bool:
         """Whether it and another may be done in one pass."""
         one, two = self.segment, other.segment
-        if one is None or two is None or self.compute != other.compute or one.contexts is not two.contexts:
-            return False
-        return (one.shared_ids, one.regime) == (two.shared_ids, two.regime)
+        return one is not None and two is not None and self.compute == other.compute and one.passes == two.passes
 
 
 NamedJobs = Sequence[tuple[str, Job]]

@@ -319,10 +319,14 @@ def _start_ids(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the beginning that both have: of ids, or of text."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """The ids with which both begin."""
-    number = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return tuple(one[:number])
+    return tuple(one[: common_length(one, other)])
 
 
 def _longest_common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -257,3 +257,11 @@ def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:
     model = tiny.model()
     with engine_of(model), engine_of() as other, pytest.raises(ConfigError, match="beside"):
         BlendEngine(model, tiny.tokenizer(), beside=other)
+
+
+def test_the_turns_of_a_view_are_over_the_models_products_that_it_multiplies_by() -> None:
+    with engine_of() as engine:
+        view = engine.with_config(prepack_weights=False, max_concurrent=3)
+        assert (view.turns.config, view.turns.segments.model.products) == (view.config, view.products)
+        assert view.products != engine.products
+        assert view.turns.scheduler is engine.turns.scheduler
