@@ -18,7 +18,7 @@ from functools import cache, partial, wraps
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from cacheblend_rag.errors import ConfigError
 
@@ -237,7 +237,9 @@ LEAST_RATIO = 0.15
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
-VERIFY = ("off", "always", "held")
+Verify = Literal["off", "always", "held"]
+"""Names of `BlendConfig.verify`."""
+VERIFY: tuple[str, ...] = get_args(Verify)
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',

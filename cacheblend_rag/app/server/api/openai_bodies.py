@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend_rag.config import Verify
 from cacheblend_rag.engine.decode import LEAST_PENALTY
 
 _Count = Annotated[int, Field(ge=1, le=16)]
@@ -77,7 +78,7 @@ class AnswerBody(_Body):
     repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
-    verify: Literal["off", "always", "held"] | None = None
+    verify: Verify | None = None
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
+from cacheblend_rag.config import Verify
 
 Name = Annotated[str, StringConstraints(max_length=500)]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
@@ -75,7 +76,7 @@ class AskBody(CompareBody):
 
     stream: bool = True
     show_prompt: bool = False
-    verify: Literal["off", "always", "held"] | None = None
+    verify: Verify | None = None
 
 
 class ModelInfo(BaseModel):
