@@ -201,6 +201,10 @@ class Choice:
         """Those of what is left."""
         return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
 
+    def all_of(self, answer: Generation) -> Sequence[TokenLogProb] | None:
+        """Those of a whole answer, whatever was handed out before."""
+        return None if self.noted is None else self.noted.whole(answer.token_ids, answer.text)
+
 
 class Completion(AnswerRequest):
     """One request for completions."""

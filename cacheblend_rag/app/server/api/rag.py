@@ -83,6 +83,7 @@ async def state(here: Here) -> PageState:
             rules=list(RULES),
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
+            verify=config.verify,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
