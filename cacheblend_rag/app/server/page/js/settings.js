@@ -45,12 +45,7 @@ function build() {
     ...tokens.nodes,
     el("div", { class: "field" }, el("label", { for: "instructions", text: "Instructions" }), told),
     el("p", { class: "hint", id: "instructions-help", text: "What the model is told before the passages. Empty: as shown." }),
-    el(
-      "div",
-      { class: "field" },
-      el("label", { for: "verify-switch", text: "Check answers" }),
-      el("span", { class: "switch" }, verify, el("span", { class: "track", "aria-hidden": "true" })),
-    ),
+    el("label", { class: "switch field" }, el("span", { text: "Check answers" }), verify, el("span", { class: "track", "aria-hidden": "true" })),
     el("p", { class: "hint", id: "verify-help", text: "Holds each answer against the full model when nothing else is asked, and corrects it." }),
     el("p", { class: "hint", id: "verified" }),
     el("div", { class: "row" }, again, reset),
