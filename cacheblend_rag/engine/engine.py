@@ -158,9 +158,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self._parts = parts
         pipeline, segments = parts.pipeline, parts.pipeline.segments
         self.config, self.store = pipeline.config, pipeline.store
-        self.tokenizer = parts.tokenizer
-        self.verifications = parts.verifications
-        """Answers that are verified when nothing else waits, and the counts of all verifications."""
+        self.tokenizer, self.verifications = parts.tokenizer, parts.verifications
         self.adapter = segments.model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
@@ -237,10 +235,9 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def with_config(self, **changes: Any) -> BlendEngine:
         """An engine over the same model and store with other options.
 
-        It shares everything with this one, so requests of both still wait for one another, and
-        it ends when this one is closed; closing it does nothing. Verifications are shared too: they are counted
-        together, and a ratio that they have raised is raised for both. ``verify_share`` and ``verify_bound`` may
-        differ; they say how the answers of each are sampled and judged.
+        It shares everything with this one, so requests of both still wait for one another, and it ends when this one is
+        closed; closing it does nothing. Verifications are counted together, and a ratio that they have raised is raised
+        for both; ``verify_share`` and ``verify_bound`` are those of whichever answered.
 
         Parameters
         ----------
@@ -497,7 +494,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         if self._parts.base is not None or write_back.closed:
             return
         self._parts.prefetcher.close()
-        write_back.stop()
         self.verifications.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
