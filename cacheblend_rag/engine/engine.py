@@ -156,9 +156,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     def _consist_of(self, parts: EngineParts) -> None:
         self._parts = parts
-        pipeline, segments = parts.pipeline, parts.pipeline.segments
-        self.config, self.store = pipeline.config, pipeline.store
-        self.tokenizer, self.verifications = parts.tokenizer, parts.verifications
+        self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
+        self.config, self.store, segments = pipeline.config, pipeline.store, pipeline.segments
         self.adapter = segments.model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
@@ -475,7 +474,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self.chunks.forget(chunks, prefix=prefix)
 
     def flush(self) -> None:
-        """Wait until everything computed is stored, on other machines too, and every answer that waits is verified."""
+        """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""
         self.verifications.wait()
         self.turns.write_back.flush()
         self.store.flush()
