@@ -186,13 +186,14 @@ class Library:
         store: TombstonedStore,
         shared: Container[str] = (),
         peers: Peers | None = None,
+        give_up: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self.tenant, self._embeddings = tenant, embeddings
         self._lock = threading.RLock()
         folder = tenant.folder / "documents"
         self.catalogue = _open(folder) if peers is None else Catalogue(peers.backend)
         self.incoming = Incoming(folder / "incoming", self.catalogue, peers)
-        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared)
+        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared, give_up)
         self._collections = OwnCollections(self.catalogue, embeddings)
         tenant.remembers(self._latest_texts)
         self.following: Following | None = None

@@ -313,11 +313,19 @@ class Session:
     def __init__(self, service: Service, tenant: Tenant, peers: Peers | None = None) -> None:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
-        self.library = Library(tenant, service.embeddings, self.engines, service.tombstones, shared, peers)
-        self.schemas = SchemaCheck(service.limits)
         self.verifications = AnswerVerifications(
             service.ids, lambda found: service.metrics.verification(found), lambda: service.stopping
         )
+        self.library = Library(
+            tenant,
+            service.embeddings,
+            self.engines,
+            service.tombstones,
+            shared,
+            peers,
+            self.verifications.give_up,
+        )
+        self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:

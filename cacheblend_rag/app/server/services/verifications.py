@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.engine import BlendEngine
@@ -56,6 +57,7 @@ class AnswerVerifications:
     def __init__(self, ids: str, count: Callable[[Verification], object], stops: Callable[[], bool]) -> None:
         self._ids, self._count, self._stops = ids, count, stops
         self._results = OrderedDict[str, Future[Verification]]()
+        self._waiting: dict[str, Callable[[str], None]] = {}  # what gives each of them up
         self._latest: dict[str, deque[bool]] = {}
         self._lock = threading.Lock()
 
@@ -78,12 +80,15 @@ class AnswerVerifications:
         result.set_running_or_notify_cancel()  # requests that wait for it cannot cancel it
         with self._lock:
             self._results[shown.id] = result
+            self._waiting[shown.id] = partial(engine.verifications.give_up, found.id)
             while len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
 
         def done(found: Verification) -> None:
             self._add(model, found)
             self._count(found)
+            with self._lock:
+                self._waiting.pop(shown.id, None)
             result.set_result(replace(found, id=shown.id))
 
         engine.verifications.call_when_done(found.id, done)
@@ -105,12 +110,18 @@ class AnswerVerifications:
             await asyncio.wait({done}, timeout=min(left, _LOOKING))
         return result.result() if result.done() else Verification("waiting", id=id)
 
+    def give_up(self, reason: str) -> None:
+        """Let no check of an earlier answer go on; when this returns, none stores anything any more."""
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for give_up in waiting:
+            give_up(reason)
+
     def latest(self, model: str) -> LatestAnswers:
         """Counts of a model."""
         with self._lock:
             answers = self._latest.get(model, ())
-            waiting = sum(not one.done() for one in self._results.values())
-            return LatestAnswers(len(answers), sum(answers), waiting)
+            return LatestAnswers(len(answers), sum(answers), len(self._waiting))
 
     def _add(self, model: str, found: Verification) -> None:
         if found.status in ("verified", "corrected"):

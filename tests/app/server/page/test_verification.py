@@ -13,29 +13,15 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, serving
 from tests.app.server.page.driving import ask, compare_off, easy_questions, events, probe, state_of, stream
-from tests.toy.bundle import BundledQuestion, read_questions
+from tests.toy.bundle import read_questions
 
 ASK, VERIFICATION = re.compile("/ask$"), re.compile(r"/api/answers/[^/]+/verification\?wait=\d+$")
 CHECKED = "✓Checked: the full model answers the same."
-# It needs two passages, which reuse alone does not bring together.
-SECOND = "Which prize did Theo Bjordahl take home from Velvetmas?"
 
 
 def line(turn: Locator) -> Locator:
     """The line of an answer that tells of its check."""
     return turn.locator(".verification[role=status]")
-
-
-def reuse_alone(page: Page) -> None:
-    """Let answers be made without recomputing a token."""
-    compare_off(page)
-    page.locator("#rule").select_option("none")
-
-
-def question_of_two_passages() -> BundledQuestion:
-    """A question that the toy answers otherwise by reuse alone."""
-    (found,) = [one for one in read_questions() if one.question == SECOND]
-    return found
 
 
 def answer_with(page: Page, text: str, verification: dict[str, Any], sources: Any = ()) -> None:
@@ -63,8 +49,6 @@ REPORT = {
 
 
 def test_an_answer_gets_its_tick_and_the_next_can_be_asked_at_once(page: Page) -> None:
-    compare_off(page)
-    first, second = (question.question for question in easy_questions()[:2])
     held = threading.Event()
 
     def late(route: Route) -> None:
@@ -74,45 +58,44 @@ def test_an_answer_gets_its_tick_and_the_next_can_be_asked_at_once(page: Page) -
             route.fulfill(json={**FIELDS, "id": route.request.url.split("/")[-2]})
 
     page.route(VERIFICATION, late)
-    ask(page, first)  # nothing is stored yet, so it may be the full model's own
-    again = ask(page, first)
-    expect(line(again)).to_have_text("…Being checked")
-    ask(page, second)  # while the one before is still to be checked
-    expect(line(page.locator(".turn"))).to_have_text([CHECKED, "…Being checked", "…Being checked"])
+    waiting_turn(page)
+    ask(page, easy_questions()[0].question)  # while the one before is still to be checked
+    lines = line(page.locator(".turn"))
+    expect(lines).to_have_text([re.compile("^…Being checked$"), re.compile("^[…✓]")])
     held.set()
-    expect(line(page.locator(".turn"))).to_have_text([CHECKED] * 3)
+    expect(lines).to_have_text([CHECKED] * 2)
     expect(page.locator("#verified")).to_have_text(
-        re.compile(r"^Of the last (\d+) answers, \d+ (was|were) the full model's word for word\.$")
+        re.compile(r"^Of the last \d+ answers, \d+ (was|were) the full model's word for word\.$")
     )
     page.reload()
     page.locator("body[data-ready]").wait_for()
-    expect(line(page.locator(".turn").last)).to_have_text(CHECKED)
+    expect(lines).to_have_text([CHECKED] * 2)
 
 
-def test_a_correction_takes_the_place_of_the_answer(page: Page, address: str) -> None:
-    """A real one: the server checks it in the background, and the page asks for what it found."""
-    reuse_alone(page)
-    one = question_of_two_passages()
-    expect(line(ask(page, one.question))).to_have_text(re.compile("^[✓≠]"))  # its passages are stored then
-    page.get_by_role("button", name="New", exact=True).click()
-    before = page.evaluate("async () => (await (await fetch('api/verifications')).json())")
-    with page.expect_request(ASK) as asked:
+def waiting_turn(page: Page) -> Locator:
+    """An answer that is still to be checked: nothing is to be done where no passage was read from the store."""
+    compare_off(page)
+    for one in reversed(easy_questions()):
+        page.get_by_role("button", name="New", exact=True).click()
         turn = ask(page, one.question)
-    assert asked.value.post_data_json["verify"] == "idle"
-    words = turn.locator(".words")
-    expect(line(turn)).to_contain_text(
-        "≠Corrected: this is the full model's answer. Words that changed are underlined."
-    )
-    expect(words).to_contain_text(one.answers[0])
-    final = words.text_content() or ""
-    changed = words.locator("ins").all_text_contents()
+        if turn.locator("[data-status=waiting]").count():
+            return turn
+    pytest.fail("no answer had to be checked")
+
+
+def test_a_correction_takes_the_place_of_the_answer(page: Page) -> None:
+    """A real one: the server checks answers in the background, and the page asks for what it found."""
+    turn = corrected_turn(page)
+    words, question = turn.locator(".words"), turn.locator(".question").text_content() or ""
+    final, changed = words.text_content() or "", words.locator("ins").all_text_contents()
     assert changed
-    assert all(text in final for text in changed)
+    body = {"question": question, "rule": "all", "verify": "off", "stream": False}
+    assert page.evaluate(POST, ["api/collections/archive/ask", body])["answer"].strip() == final.strip()
 
     turn.get_by_role("button", name="Show the first text").click()
     expect(turn.get_by_role("button", name="Show the answer")).to_be_focused()
-    assert one.answers[0] not in (words.text_content() or "")
-    expect(words.locator("del")).to_have_count(len(changed))
+    expect(words).not_to_have_text(final)
+    expect(words.locator("del").first).to_be_visible()
     expect(line(turn)).to_contain_text("This is the first text.")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     turn.get_by_role("button", name="Copy the answer").click()
@@ -121,24 +104,45 @@ def test_a_correction_takes_the_place_of_the_answer(page: Page, address: str) ->
     turn.get_by_role("button", name="Show the answer").click()
     expect(words).to_have_text(final)
 
-    after = page.evaluate("async () => (await (await fetch('api/verifications')).json())")
-    assert (after["answers"], after["same"]) == (min(200, before["answers"] + 1), before["same"])
-    expect(page.locator("#verified")).to_have_text(
-        re.compile(f"^Of the last {after['answers']} answers, {after['same']} w")
-    )
+    latest = page.evaluate("async () => (await fetch('api/verifications')).json()")
+    assert latest["answers"] > latest["same"]
+    told = re.compile(rf"^Of the last {latest['answers']} answers, {latest['same']} w|^The last answer was corrected")
+    expect(page.locator("#verified")).to_have_text(told)
     with page.expect_request(ASK) as asked:
         ask(page, easy_questions()[0].question)
+    assert asked.value.post_data_json["verify"] == "idle"
     assert asked.value.post_data_json["history"][0]["answer"].strip() == final.strip()
     page.reload()
     page.locator("body[data-ready]").wait_for()
     turn = page.locator(".turn").first
     expect(turn.locator(".words")).to_have_text(final)
-    expect(turn.locator("ins")).to_have_count(len(changed))
+    assert turn.locator("ins").all_text_contents() == changed
     expect(turn.get_by_role("button", name="Show the first text")).to_be_visible()
     page.get_by_role("button", name="History").click()
     with page.expect_download() as saved:
-        page.get_by_role("button", name=f"Save conversation: {one.question}").first.click()
+        page.get_by_role("button", name=f"Save conversation: {question}").first.click()
     assert final.strip() in Path(saved.value.path()).read_text(encoding="utf-8")
+
+
+POST = """async ([path, body]) => {
+  const headers = { "Content-Type": "application/json" };
+  return (await fetch(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+}"""
+
+
+def corrected_turn(page: Page) -> Locator:
+    """An answer that was corrected: by reuse alone the toy answers some questions wrongly that need two passages."""
+    compare_off(page)
+    page.locator("#rule").select_option("none")
+    for one in read_questions():
+        if one.kind == "within":
+            continue
+        page.get_by_role("button", name="New", exact=True).click()
+        turn = ask(page, one.question)
+        expect(line(turn)).to_have_text(re.compile("^[✓≠]"))
+        if turn.locator("[data-status=corrected]").count():
+            return turn
+    pytest.fail("every answer was the full model's")
 
 
 PASSAGES = ["Junko Tabei stood on the summit of Everest in 1975.", "Surtsey rose from the sea in November 1963."]
@@ -148,7 +152,7 @@ SOURCES = [
 ]
 
 
-def test_citations_are_those_of_the_text_on_show(page: Page) -> None:
+def test_citations_are_those_of_the_text_on_show(page: Page, problems: list[str]) -> None:
     compare_off(page)
     kept = "🏝️ One sentence stays.\n\n"
     before, after = "**Junko** Tabei stood on the summit in 1975.", "**Surtsey** rose from the sea in 1963."
@@ -170,6 +174,8 @@ def test_citations_are_those_of_the_text_on_show(page: Page) -> None:
     assert words.locator("del").all_text_contents() == ["Junko", "Tabei stood on", "summit", "1975."]
     marks.click()
     expect(page.locator("#passage-title")).to_have_text("0.md")
+    expect(page.locator("#passage .hint").last).to_contain_text("deleted")  # the server has no such document
+    problems.clear()  # which the browser notes
 
 
 class Held:
@@ -273,11 +279,8 @@ def test_a_server_that_was_started_again_has_lost_its_checks(browser: Browser, t
     visitor.set_default_timeout(PATIENCE_MS)
     with serving(tmp_path) as address:
         page = open_page(visitor, address)
-        compare_off(page)
         page.route(VERIFICATION, lambda route: route.abort("connectionrefused"))  # it goes away before it can tell
-        question = easy_questions()[0].question
-        ask(page, question)
-        turn = ask(page, question)
+        turn = waiting_turn(page)
         expect(line(turn)).to_contain_text("Being checked.")
     page.unroute(VERIFICATION)
     with serving(tmp_path, port=int(address.rstrip("/").rpartition(":")[2])):
