@@ -171,6 +171,8 @@ class Library:
         Texts whose KV stays whatever the tenant deletes.
     peers : Peers, optional
         Where servers share the catalogue; by default the tenant has one of its own, in its folder.
+    give_up : callable, optional
+        See `Erasing`.
 
     Raises
     ------
