@@ -21,21 +21,27 @@ def until(true: Callable[[], _T], seconds: float = 30.0) -> _T:
     ends = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < ends, f"not true after {seconds:.0f} s: {found!r}"
-        time.sleep(0.005)  # between two looks; nothing is proved by it
+        time.sleep(0.01)  # between two looks; nothing is proved by it
     return found
 
 
 class Clock:
-    """A clock that stands still until a test moves it on; to be handed in as ``clock``."""
+    """A clock that a test moves on; to be handed in as ``clock``.
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    Parameters
+    ----------
+    beside : callable
+        Another clock, with which it runs besides; by default one that stands still.
+    """
+
+    def __init__(self, beside: Callable[[], float] = lambda: 0.0) -> None:
+        self._beside, self._ahead = beside, 0.0
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        return self.now
+        return self._beside() + self._ahead
 
     def advance(self, seconds: float) -> None:
         """Let so many seconds pass."""
         with self._lock:
-            self.now += seconds
+            self._ahead += seconds
