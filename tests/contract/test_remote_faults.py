@@ -25,7 +25,7 @@ from docs.benchmarks.scripts.remote_faults import Place, RemoteTrials, clients_a
 from docs.benchmarks.scripts.remote_reliability import main
 from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_environment, s3_server, valkey_server
 from tests.contract.store_contract import make, same
-from tests.probes import until
+from tests.waiting import until
 
 # Of stores that answer: a machine that does other work stands still for seconds at times.
 PATIENT = 10.0
