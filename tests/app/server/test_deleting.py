@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.services.ingestion import Ingestion
 from cacheblend_rag.app.server.services.library import Incoming
 from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.storage import catalogue
@@ -167,20 +168,25 @@ def test_no_text_of_what_was_deleted_stays_in_the_files(
 def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    becoming, deleted, add = threading.Event(), threading.Event(), catalogue.Catalogue.add
+    becoming, deleting = threading.Event(), threading.Event()
+    add, dismiss = catalogue.Catalogue.add, Ingestion.dismiss
 
     def held(*given: Any) -> None:
         becoming.set()
-        assert deleted.wait(30)
+        assert deleting.wait(30)
         add(*given)
+
+    def noted(*given: Any) -> bool:
+        deleting.set()
+        return dismiss(*given)
 
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
         monkeypatch.setattr(catalogue.Catalogue, "add", held)
+        monkeypatch.setattr(Ingestion, "dismiss", noted)
         client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(970)))])
         assert becoming.wait(30)
         assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
-        deleted.set()
         settle(service_of(client))
         assert ids_of(client, id) == {}
         assert hits(client, 970) == 0
