@@ -197,7 +197,7 @@ def test_a_server_ends_when_it_is_told_to_whatever_runs(model: Path, docs: Path,
             assert process.is_alive()
             return re.search(line, log.read_text("utf-8") if log.exists() else "", re.MULTILINE)
 
-        found = until(lambda: logged(r"^Open http.*:(\d+)$"), 60)
+        found = until(lambda: logged(r"^Open http.*:(\d+)$"), 180)
         assert found is not None
         port = int(found[1])
         body = b'{"question": "Which?"}'

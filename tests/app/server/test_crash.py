@@ -32,7 +32,7 @@ from tests.waiting import until
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
-    start_seconds = 60.0
+    start_seconds = 180.0
 
     def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
         command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,7 @@ def chat(client: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize("name", ["chat_template", "chat_template ", "Chat_Template"])
 def test_a_request_brings_no_template_of_its_own(templated: Running, name: str, bomb: str) -> None:
     with client_of(templated) as client:
-        started = time.monotonic()
-        answer = chat(client, **{name: bomb})
-        assert time.monotonic() - started < 1, "nothing of it has run"
+        answer = chat(client, **{name: bomb})  # which would be ended with another error if it had run
     assert answer.status_code in (400, 422)
     assert answer.json()["error"]["field"].startswith("chat_template_kwargs")
 
@@ -122,11 +120,10 @@ def test_arguments_of_a_template() -> None:
 
 def test_only_what_runs_within_is_ended() -> None:
     ended = []
-    for seconds in (0.05, 5.0):
+    for seconds, rounds in ((0.05, itertools.count()), (60.0, range(1000))):
         try:
             with within(seconds):
-                until = time.monotonic() + 1
-                while time.monotonic() < until:
+                for _ in rounds:
                     pass
             ended.append(False)
         except Problem:
