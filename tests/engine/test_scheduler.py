@@ -41,7 +41,7 @@ def test_requests_go_before_background_work() -> None:
     started.wait(5)
     threads.append(threading.Thread(target=in_background, args=(scheduler, lambda: order.append("background"))))
     threads[1].start()
-    until(lambda: scheduler.background_waits)
+    until(lambda: scheduler._background)
     for number, name in enumerate(("second", "third"), 1):
         threads.append(threading.Thread(target=request, args=(name,)))
         threads[-1].start()
@@ -140,7 +140,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str) ->
     def request() -> None:
         """Work, and leave once all others have asked again."""
         work("request")
-        until(lambda: over.is_set() or (scheduler.background_waits and (kind != "whole requests" or scheduler.waiting)))
+        until(lambda: over.is_set() or (scheduler._background and (kind != "whole requests" or scheduler.waiting)))
 
     def requests() -> None:
         while not over.is_set():
@@ -162,7 +162,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str) ->
             asked = [pool.submit(one) for one in ([requests] * 2 if kind == "whole requests" else [steps])]
             until(lambda: scheduler.waiting == len(asked))
             background = pool.submit(pieces)
-            until(lambda: scheduler.background_waits)
+            until(lambda: scheduler._background)
         try:
             background.result(20)
         finally:
@@ -174,7 +174,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str) ->
 
 
 def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
-    clock, events = Clock(), list[str]()
+    clock, events, ended = Clock(), list[str](), list[str]()
     scheduler = Scheduler(clock)
 
     def run(given: Sequence[str]) -> list[str]:
@@ -184,7 +184,7 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
 
     def answer() -> None:
         with scheduler.entered(lambda: 3):
-            while scheduler.under_way > 1 or not events:  # until both passes have ended
+            while len(ended) < 2:
                 scheduler.step("token", run)
 
     def prefill(name: str) -> None:
@@ -193,6 +193,7 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
                 events.append(name)
                 clock.advance(7.0)
                 scheduler.give_way(7.0)
+            ended.append(name)
 
     with ThreadPoolExecutor(3) as pool:
         with scheduler:
@@ -369,7 +370,7 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
         assert isinstance(leaving.exception(5), KeyboardInterrupt)
         go.set()
         staying.result(5)
-    assert (scheduler.under_way, scheduler.waiting) == (0, 0)
+    assert (scheduler._begun, scheduler.waiting) == (0, 0)
     in_background(scheduler, lambda: None)
 
 
@@ -438,3 +439,31 @@ def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.
         for one in asked:
             one.result(5)
     assert events == ["layer", "later"]
+
+
+def test_background_work_that_steps_aside_goes_on_after_all_requests() -> None:
+    scheduler, order = Scheduler(), list[str]()
+    begun = threading.Event()
+
+    def long() -> None:
+        begun.set()
+        until(lambda: scheduler.waiting == 2)
+        scheduler.step_aside()
+        order.append("background")
+
+    def request() -> None:
+        with scheduler:
+            order.append("request")
+
+    threads = [threading.Thread(target=in_background, args=(scheduler, long))]
+    threads[0].start()
+    assert begun.wait(5)
+    threads += [threading.Thread(target=request) for _ in range(2)]
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert order == ["request", "request", "background"]
+    with scheduler.background(), scheduler.background():
+        scheduler.step_aside()  # held twice, it cannot
+    assert (scheduler._begun, scheduler.waiting) == (0, 0)
