@@ -50,7 +50,7 @@ _OTHER_HASH = "DO NOT MATCH THE HASHES"
 
 
 def starters_of(kind: str) -> list[str]:
-    """Names of the starters of a kind."""
+    """Names of the starters of a kind, the smallest first."""
     return [name for name, starter in STARTERS.items() if starter.kind == kind]
 
 
@@ -339,8 +339,8 @@ def _not_fetched(name: str, reason: str) -> ModelLoadError:
 def _another(name: str) -> str:
     """How to name another model in place of a starter."""
     starter = STARTERS[name]
-    smaller = [one for one in starters_of(starter.kind) if STARTERS[one].wheel_bytes < starter.wheel_bytes]
-    instead = "".join(f"the smaller {one!r} or " for one in smaller[-1:])
+    alike = starters_of(starter.kind)  # the smallest first
+    instead = "".join(f"the smaller {one!r} or " for one in alike[: alike.index(name)][-1:])
     option = "--embedder" if starter.kind == "embedder" else "--model"
     return f"name {instead}the folder or hub id of another {starter.kind} ({option})"
 

@@ -4,8 +4,8 @@
 
 With an empty cache of its own, ``cacheblend-rag ask`` fetches a model, indexes the bundled articles and answers. Then
 it is asked another question. After that a server with the same cache gets the page's suggested questions three times,
-with its default settings: with nothing stored before the first, again with every passage stored, and by full prefill.
-An answer is right if it has one of the answers in the file of questions. ``--all`` asks every bundled question. A model
+with its default settings: first with few passages stored, again with every passage stored, and by full prefill. An
+answer is right if it has one of the answers in the file of questions. ``--all`` asks every bundled question. A model
 that is no starter, such as a GGUF file, is measured in the same way; only fetching it is not.
 """
 
@@ -86,7 +86,8 @@ def _measured(model: str, questions: Sequence[Mapping[str, Any]]) -> dict[str, A
         cache = Path(folder) / "cache"
         asks = [_timed_ask(model, question, cache) for question in (_FIRST, _SECOND)]
         disk = folder_bytes(cache / "cacheblend_rag" / "models" / model) if model in STARTERS else None
-        with asked_server(["--model", model], XDG_CACHE_HOME=str(cache)) as asking:
+        same = ["--model", model, "--data-dir", str(cache / "cacheblend_rag")]
+        with asked_server(same, XDG_CACHE_HOME=str(cache)) as asking:
             answers = list(_ask_all(asking, questions))
     name = Path(model).name
     fetched = STARTERS[model].wheel_bytes + STARTERS[DEFAULT_EMBEDDER].wheel_bytes if model in STARTERS else None
