@@ -37,6 +37,7 @@ __all__ = [
     "starter_named",
     "starter_path",
     "starters_of",
+    "stronger_starter",
 ]
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ def starter_named(model: str | os.PathLike[str], kind: str) -> str | None:
     if os.path.isdir(model):
         _log.warning("%r is the starter model; the folder of this name in the working directory is ./%s", model, model)
     return model
+
+
+def stronger_starter(model: str | os.PathLike[str]) -> str | None:
+    """The strongest starter that this machine has the memory for, if the model is a weaker one; None otherwise."""
+    names, memory = starters_of("language model"), total_memory()
+    if model not in names or memory is None:
+        return None
+    stronger = names[names.index(os.fspath(model)) + 1 :]
+    return next((name for name in reversed(stronger) if STARTERS[name].memory_bytes <= memory), None)
 
 
 def starter_path(name: str) -> Path:

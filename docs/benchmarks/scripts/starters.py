@@ -2,11 +2,11 @@
 
 ``python -m docs.benchmarks.scripts.starters --model smollm2``
 
-With an empty cache of its own, ``cacheblend-rag ask`` fetches a model, indexes the bundled articles and answers. Then
-it is asked another question. After that a server with the same cache gets the page's suggested questions three times,
-with its default settings: first with few passages stored, again with every passage stored, and by full prefill. An
-answer is right if it has one of the answers in the file of questions. ``--all`` asks every bundled question. A model
-that is no starter, such as a GGUF file, is measured in the same way; only fetching it is not.
+With an empty cache of its own, ``cacheblend-rag models get`` fetches and converts a model. Then ``cacheblend-rag ask``
+indexes the bundled articles and answers, and answers another question. After that a server with the same cache gets the
+page's suggested questions three times, with its default settings: first with few passages stored, again with every
+passage stored, and by full prefill. An answer is right if it has one of the answers in the file of questions. ``--all``
+asks every bundled question.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from cacheblend_rag.app.collection import QUESTIONS_PATH
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL
 from cacheblend_rag.models.model_folders import folder_bytes
-from cacheblend_rag.models.starters import STARTERS
+from cacheblend_rag.models.starters import STARTERS, starters_of
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.served import ROOT
@@ -37,12 +37,11 @@ WAYS = {"first": None, "again": None, "full": 1.0}
 """Each way, and the recompute ratio that is asked for; None is the default."""
 
 
-def _timed_ask(model: str, question: str, cache: Path) -> dict[str, Any]:
-    """Seconds of a command and what it printed."""
-    command = [sys.executable, "-m", "cacheblend_rag.app.cli", "ask", question, "--model", model]
+def _timed(cache: Path, *arguments: str) -> tuple[dict[str, Any], list[str]]:
+    """Seconds and memory of a command, and the lines that it printed."""
     started, before = time.perf_counter(), _processor_seconds()
     run = subprocess.run(
-        command,
+        [sys.executable, "-m", "cacheblend_rag.app.cli", *arguments],
         env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -51,16 +50,20 @@ def _timed_ask(model: str, question: str, cache: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     if run.returncode:
         raise SystemExit(run.stderr)
-    lines = run.stdout.splitlines()
-    answer = next(number for number, line in enumerate(lines) if line.startswith("Answer:"))
-    end = lines.index("Sources:")
-    return {
-        "question": question,
+    used = {
         "seconds": round(seconds, 1),
         "processor_seconds": round(_processor_seconds() - before, 1),
-        "answer": "\n".join(lines[answer:end]).removeprefix("Answer:").strip(),
-        "first_token": next(line for line in lines if line.startswith("Time to first token")),
+        "most_memory_until_now": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     }
+    return used, run.stdout.splitlines()
+
+
+def _timed_ask(cache: Path, model: str, question: str) -> dict[str, Any]:
+    used, lines = _timed(cache, "ask", question, "--model", model)
+    start = next(number for number, line in enumerate(lines) if line.startswith("Answer:"))
+    answer = "\n".join(lines[start : lines.index("Sources:")]).removeprefix("Answer:").strip()
+    first_token = next(line for line in lines if line.startswith("Time to first token"))
+    return {"question": question, **used, "answer": answer, "first_token": first_token}
 
 
 def _processor_seconds() -> float:
@@ -81,44 +84,52 @@ def _ask_all(asking: Asking, questions: Sequence[Mapping[str, Any]]) -> Iterator
     yield from found
 
 
-def _measured(model: str, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _measured(model: str, questions: Sequence[Mapping[str, Any]], there: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "cache"
-        asks = [_timed_ask(model, question, cache) for question in (_FIRST, _SECOND)]
-        disk = folder_bytes(cache / "cacheblend_rag" / "models" / model) if model in STARTERS else None
-        same = ["--model", model, "--data-dir", str(cache / "cacheblend_rag")]
-        with asked_server(same, XDG_CACHE_HOME=str(cache)) as asking:
+        cache = Path(there or folder)
+        fetching, _ = _timed(cache, "models", "get", model, DEFAULT_EMBEDDER)
+        asks = [_timed_ask(cache, model, question) for question in (_FIRST, _SECOND)]
+        own = cache / "cacheblend_rag"
+        with asked_server(["--model", model, "--data-dir", str(own)], XDG_CACHE_HOME=str(cache)) as asking:
             answers = list(_ask_all(asking, questions))
-    name = Path(model).name
-    fetched = STARTERS[model].wheel_bytes + STARTERS[DEFAULT_EMBEDDER].wheel_bytes if model in STARTERS else None
-    return {"model": name, "fetched_bytes": fetched, "model_disk_bytes": disk, "ask": asks, "questions": answers}
+        return {
+            "model": model,
+            "bytes_to_fetch": STARTERS[model].wheel_bytes,
+            "bytes_on_disk": folder_bytes(own / "models" / model),
+            "get": fetching,
+            "ask": asks,
+            "questions": answers,
+        }
 
 
 def _row(one: Mapping[str, Any]) -> list[str]:
-    fetched = "" if one["fetched_bytes"] is None else f"{one['fetched_bytes'] / 1e6:,.0f} MB"
-    disk = "" if one["model_disk_bytes"] is None else f"{one['model_disk_bytes'] / 1e9:.1f} GB"
+    sizes = [f"{one['bytes_to_fetch'] / 1e6:,.0f} MB", f"{one['bytes_on_disk'] / 1e9:.1f} GB"]
+    sizes.append(f"{max(used['most_memory_until_now'] for used in (one['get'], *one['ask'])) / 1e9:.1f} GB")
+    times = [f"{used['seconds']:.0f} s ({used['processor_seconds']:.0f} s)" for used in (one["get"], *one["ask"])]
     right = [str(sum(asked[way]["right"] for asked in one["questions"])) for way in WAYS]
     seconds = [f"{statistics.median(asked[way]['seconds'] for asked in one['questions']):.1f} s" for way in WAYS]
-    return [
-        one["model"],
-        fetched,
-        disk,
-        *(f"{ask['seconds']:.0f} s ({ask['processor_seconds']:.0f} s)" for ask in one["ask"]),
-        *right,
-        *seconds,
-    ]
+    return [one["model"], *sizes, *times, *right, *seconds]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script."""
     parser = script_parser("starters", __doc__)
-    parser.add_argument("--model", action="append", metavar="NAME", help="repeatable; the default model if left out")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        choices=starters_of("language model"),
+        help="repeatable; the default if left out",
+    )
     parser.add_argument("--all", action="store_true", help="every bundled question, not only those that are suggested")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="fetch into this folder what is not in it, and leave it there"
+    )
     options = parser.parse_args(arguments)
     questions = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
     questions = [one for one in questions if options.all or one["suggested"]]
-    found = [_measured(model, questions) for model in options.model or [DEFAULT_MODEL]]
-    heads = ["model", "fetched", "on disk", "first ask (of a processor)", "second ask"]
+    found = [_measured(model, questions, options.cache) for model in options.model or [DEFAULT_MODEL]]
+    heads = ["model", "to fetch", "on disk", "memory", "get (of a processor)", "first ask", "second ask"]
     heads += [f"right of {len(questions)}, {way}" for way in WAYS] + [f"median seconds, {way}" for way in WAYS]
     print(table(heads, [_row(one) for one in found]))
     print(json.dumps({"machine": machine("cpu"), "models": found}))
