@@ -70,7 +70,7 @@ class FolderRAGOptions:
     model: str | os.PathLike[str] = option(
         DEFAULT_MODEL,
         _MODEL,
-        "A folder, hub id or GGUF file. The model that answers.",
+        "A starter, folder, hub id or GGUF file. The model that answers.",
         flag="model",
         metavar="PATH_OR_ID",
     )
@@ -199,9 +199,7 @@ def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
     stronger = stronger_starter(DEFAULT_MODEL) if DEFAULT_MODEL in models else None
     if stronger is None or stronger in models:
         return None
-    size = (
-        "fetched already" if is_fetched(stronger) else f"{STARTERS[stronger].wheel_bytes / 1e9:.1f} GB to fetch, once"
-    )
+    size = "fetched already" if is_fetched(stronger) else f"{STARTERS[stronger].wheel_bytes / 1e9:.1f} GB to fetch"
     return f"{stronger} answers more questions rightly than {DEFAULT_MODEL}: add --model {stronger} ({size})"
 
 

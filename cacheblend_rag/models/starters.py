@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
+_SHARE = 0.75  # of the machine's memory; what else runs on it takes some, too
 _COPIED = 2**20  # bytes at a time
 # What pip says of a file that is another than its hash says.
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
@@ -86,12 +87,12 @@ def starter_named(model: str | os.PathLike[str], kind: str) -> str | None:
 
 
 def stronger_starter(model: str | os.PathLike[str]) -> str | None:
-    """The strongest starter that this machine has the memory for, if the model is a weaker one; None otherwise."""
+    """The strongest starter that this machine has ample memory for, if the model is a weaker one; None otherwise."""
     names, memory = starters_of("language model"), total_memory()
     if model not in names or memory is None:
         return None
     stronger = names[names.index(os.fspath(model)) + 1 :]
-    return next((name for name in reversed(stronger) if STARTERS[name].memory_bytes <= memory), None)
+    return next((name for name in reversed(stronger) if STARTERS[name].memory_bytes <= _SHARE * memory), None)
 
 
 def starter_path(name: str) -> Path:

@@ -122,9 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="repeatable; the default if left out",
     )
     parser.add_argument("--all", action="store_true", help="every bundled question, not only those that are suggested")
-    parser.add_argument(
-        "--cache", metavar="FOLDER", help="fetch into this folder what is not in it, and leave it there"
-    )
+    parser.add_argument("--cache", metavar="FOLDER", help="fetch into this folder, and leave it there")
     options = parser.parse_args(arguments)
     questions = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
     questions = [one for one in questions if options.all or one["suggested"]]
