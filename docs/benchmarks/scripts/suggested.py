@@ -34,7 +34,7 @@ _COMPARED = ("full", "prefix", "reuse", "blend")
 WAYS = (*_COMPARED, "first", "conversation", "conversation_full")
 
 
-class Asking:
+class _Asking:
     """A server that questions are asked of."""
 
     def __init__(self, client: httpx.Client) -> None:
@@ -69,17 +69,16 @@ class Asking:
 
 
 @contextmanager
-def asked_server(arguments: Sequence[str], **environment: str) -> Iterator[Asking]:
-    """A server in a process of its own, with arguments of its command and variables of its environment."""
+def _server(arguments: Sequence[str]) -> Iterator[_Asking]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(Path(folder), {"ada": _KEY}, arguments, environment) as url,
+        served(Path(folder), {"ada": _KEY}, arguments) as url,
         httpx.Client(base_url=url, headers={"Authorization": f"Bearer {_KEY}"}, timeout=600) as client,
     ):
-        yield Asking(client)
+        yield _Asking(client)
 
 
-def judged(one: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
+def _judged(one: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
     """An answer beside what the file of questions says."""
     accepted, report = [one["answer"], *one["aliases"]], got["report"]
     texts = [source["text"] for source in got["sources"] if source["document"] in one["files"]]
@@ -94,9 +93,9 @@ def judged(one: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_itself(one: Mapping[str, Any], server: Asking, full: bool) -> dict[str, Any]:
+def _by_itself(one: Mapping[str, Any], server: _Asking, full: bool) -> dict[str, Any]:
     """A question's answers; with ``full``, that of full prefill alone."""
-    found = {"first": judged(one, server.ask(one["question"], 1.0 if full else None))}
+    found = {"first": _judged(one, server.ask(one["question"], 1.0 if full else None))}
     for method, answer in {} if full else server.compare(one["question"]).items():
         found[method] = {"answer": answer, "right": is_right(answer, [one["answer"], *one["aliases"]])}
     return found
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ways, found = ("first",) if options.all else WAYS, list[dict[str, Any]]()
     if not options.all:
         questions = [one for one in questions if one["suggested"] or one["question"] in options.also]
-    with asked_server(options.serve) as server:
+    with _server(options.serve) as server:
         for one in questions:
             found.append(
                 {"question": one["question"], "suggested": one["suggested"]} | _by_itself(one, server, options.all)
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way, ratio in (("conversation", None), ("conversation_full", 1.0)):
             turns = server.converse([one["question"] for one, _ in offered], ratio)
             for (one, row), got in zip(offered, turns, strict=True):
-                row[way] = judged(one, got)
+                row[way] = _judged(one, got)
     print(table(["question", "found", "tokens", *ways], list(_rows(found, ways))))
     print(json.dumps({"machine": machine("cpu"), "questions": found}))
     return 0
