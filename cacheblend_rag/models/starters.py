@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_folders import fetched_folder, is_whole, made_once, models_path, sha256_of
-from cacheblend_rag.models.starter_table import STARTERS, Package, Starter
+from cacheblend_rag.models.starter_table import STARTERS, STRONGEST, Package, Starter
 
 __all__ = [
     "STARTERS",
@@ -87,12 +87,11 @@ def starter_named(model: str | os.PathLike[str], kind: str) -> str | None:
 
 
 def stronger_starter(model: str | os.PathLike[str]) -> str | None:
-    """The strongest starter that this machine has ample memory for, if the model is a weaker one; None otherwise."""
-    names, memory = starters_of("language model"), total_memory()
-    if model not in names or memory is None:
+    """The starter that was measured to answer better, if this machine has ample memory for it; None otherwise."""
+    memory = total_memory()
+    if model == STRONGEST or memory is None or STARTERS[STRONGEST].memory_bytes > _SHARE * memory:
         return None
-    stronger = names[names.index(os.fspath(model)) + 1 :]
-    return next((name for name in reversed(stronger) if STARTERS[name].memory_bytes <= _SHARE * memory), None)
+    return STRONGEST
 
 
 def starter_path(name: str) -> Path:

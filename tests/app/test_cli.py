@@ -243,7 +243,9 @@ def test_a_server_names_a_stronger_starter_where_it_finds_the_memory(
     monkeypatch.setattr(app, "serve", lambda settings: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["serve", "--docs", str(docs), "--data-dir", str(tmp_path / "data"), *more]) == 0
-    assert (f"--model {STRONGER} (1.1 GB to fetch)" in capsys.readouterr().err) is named
+    said = capsys.readouterr().err
+    assert (f"--model {STRONGER} (1.1 GB to fetch)" in said) is named
+    assert ("answers more questions rightly" in said) is named
 
 
 @pytest.mark.parametrize(("variable", "coloured"), [("NO_COLOR", False), ("FORCE_COLOR", True), ("", False)])
