@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from cacheblend_rag.models.adapter import ModelAdapter
 
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
@@ -49,6 +49,9 @@ def free_memory_on(device: torch.device) -> int | None:
         return free_memory()
     if device.type != "cuda":
         return None
+
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
