@@ -107,7 +107,7 @@ def test_the_tolerance_holds_on_prompts_nobody_has_seen(
         assert tried.work == pytest.approx(settings.work, abs=0.05)
 
 
-def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     searched, checks = stubbed(models)
     few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
 
@@ -208,7 +208,7 @@ def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypa
     assert settings_of(finding, TOLERANCE).selection == "all"
 
 
-def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+def test_report_says_what_was_chosen(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
     assert "nothing recomputed" in report(*found["calm"])
     assert "of full prefill's" in report(*found["middling"])
     assert "of their tokens recomputed" in report(*found["middling"])
@@ -253,7 +253,7 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     assert len(given_up.divergences) == 2
 
 
-def test_what_does_too_much_work_is_left_after_a_prompt(models: dict[str, Any]) -> None:
+def test_rule_with_too_much_work_is_left_after_one_prompt(models: dict[str, Any]) -> None:
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     trials = TrialSet(adapter, segments, prompts(0, 4), full=full_of(adapter, 4))
     dear = SelectBoundary(0.5)
@@ -264,7 +264,7 @@ def test_what_does_too_much_work_is_left_after_a_prompt(models: dict[str, Any]) 
     assert trials.try_rule(dear, below=0.2).whole, "what is known is not tried again"
 
 
-def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
+def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None:
     """The KV of a chunk, and full prefill's answer, for as long as a prompt holds them."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     (prompt,) = prompts(0, 1)
@@ -282,7 +282,7 @@ def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
     assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
 
 
-def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_search_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, asked = CalibrationOptions(tolerance=TOLERANCE / 20, answer_tokens=4), prompts(0, 6)
     tried, try_one = [], TrialSet.measure
 
@@ -374,7 +374,7 @@ SETTINGS = BlendSettings(
 )
 
 
-def test_a_profile_of_an_earlier_version_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
+def test_old_profile_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
     path, profile = tmp_path / "profile.json", MachineProfile(blends={"m": SETTINGS})
     profile.save(path)
     saved = json.loads(path.read_text(encoding="utf-8"))
@@ -437,7 +437,7 @@ def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
     assert policy_of(flat).head_share() == pytest.approx(2 / 24)
 
 
-def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = policy_of(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
     assert "does not tolerate blending within 0.01 nats" in caplog.text

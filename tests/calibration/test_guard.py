@@ -50,7 +50,7 @@ def asked(engine: BlendEngine, times: int = 1) -> GuardStatus:
     return engine.guard.status
 
 
-def test_a_check_measures_the_answer_that_was_given(model: Any) -> None:
+def test_check_measures_the_answer_that_was_given(model: Any) -> None:
     with warmed(model, guard_share=1.0, guard_bound=100.0) as engine:
         answer = engine.generate(PROMPT, max_new_tokens=6)
         engine.flush()
@@ -79,7 +79,7 @@ def test_it_is_off_by_default_and_leaves_out_what_it_cannot_judge(model: Any) ->
         assert asked(engine) == GuardStatus(), "a plain prefill answered"
 
 
-def test_a_share_is_sampled(model: Any) -> None:
+def test_guard_samples_a_share_of_requests(model: Any) -> None:
     with warmed(model, guard_share=0.3, guard_bound=100.0) as engine:
         status = asked(engine, 20)
     assert status.requests == 20
@@ -127,7 +127,7 @@ def test_within_the_bound_nothing_changes(model: Any) -> None:
         assert engine.generate(PROMPT, max_new_tokens=1).report.recompute_ratio == 0.1
 
 
-def test_a_check_gives_way_to_requests_and_is_dropped_in_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_gives_way_to_requests_and_is_dropped_in_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
     def waiting(scheduler: Scheduler) -> int:
@@ -156,7 +156,7 @@ def test_checks_that_cannot_be_done_do_not_end_all_checking(model: Any, monkeypa
         assert asked(engine).measured == 1
 
 
-def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes during a check is answered before the check is done."""
     order: list[str] = []
     begun, arrived = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.Monk
     assert (status.measured, status.dropped) == (2, 0)
 
 
-def test_a_store_that_changed_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_changed_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with warmed(model, guard_share=1.0, write_back="off") as engine:
         scheduler = scheduler_of(model)
         background = scheduler.background
@@ -207,7 +207,7 @@ def test_kept_prompts_do_not_disturb_it(model: Any) -> None:
         assert engine.guard.status.requests == 1
 
 
-def test_what_raising_does_to_each_rule() -> None:
+def test_raising_lifts_the_ratio_of_each_rule() -> None:
     rules: list[tuple[SelectionRule, SelectionRule]] = [
         (SelectHKVD((1,), 0.1), SelectHKVD((1,), 0.3)),
         (SelectHKVD((1, 2), 0.5, (0.5, 0.1)), SelectHKVD((1, 2), 0.5, (0.5, 0.3))),

@@ -71,7 +71,7 @@ def take(catalogue: Catalogue, id: str, *texts: str, name: str = "") -> None:
 class CatalogueContract:
     """Inherited by the tests of each catalogue, which give ``catalogue``: an empty one with a collection."""
 
-    def test_a_collection(self, catalogue: Catalogue) -> None:
+    def test_collection_is_created_with_its_name_and_embedder(self, catalogue: Catalogue) -> None:
         catalogue.create("other", "Ängste", [1.5, 2])
         assert sorted(catalogue.collections()) == [("mine", "Mine"), ("other", "Ängste")]
         assert catalogue.embedder_fingerprint("other") == [1.5, 2]
@@ -102,7 +102,7 @@ class CatalogueContract:
         assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [[9, 9, 9, 9]]
         assert catalogue.embedder_fingerprint("mine") == [7]
 
-    def test_a_passage_may_have_vectors_of_several_parts(self, catalogue: Catalogue) -> None:
+    def test_passage_may_have_vectors_of_several_parts(self, catalogue: Catalogue) -> None:
         catalogue.uploads.accept("job", "mine", [one := file("a")])
         chunks, parts = read("one", "two")[0], [np.eye(3, 4, dtype=np.float32), np.full(4, 7, dtype=np.float32)]
         catalogue.add([(one, chunks, parts)])
@@ -113,7 +113,7 @@ class CatalogueContract:
         assert [len(vector) for vector in catalogue.vectors("mine")[1]] == [1, 3]
         assert [catalogue.passages(ids)[id].page for id in ids] == [1, 2]
 
-    def test_an_upload_on_its_way(self, catalogue: Catalogue) -> None:
+    def test_upload_is_listed_until_its_files_are_done(self, catalogue: Catalogue) -> None:
         catalogue.uploads.accept("job", "mine", [file("1"), file("2"), file("3")])
         assert catalogue.uploads.jobs() == [("job", "mine")]
         assert catalogue.uploads.job("job") == "mine"
@@ -153,7 +153,7 @@ class CatalogueContract:
         assert [catalogue.uploads.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
         assert len(catalogue.documents("mine")) == 4
 
-    def test_a_file_that_failed_is_listed_until_it_is_dismissed(
+    def test_failed_file_is_listed_until_it_is_dismissed(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
@@ -181,7 +181,7 @@ class CatalogueContract:
         ]  # bounded as one comes
         assert catalogue.uploads.job("job 1") is None
 
-    def test_a_deletion(self, catalogue: Catalogue) -> None:
+    def test_deletion_removes_documents_at_once_and_keeps_tombstones(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one", "two")
         take(catalogue, "b", "three")
         used = catalogue.bytes_used()
@@ -204,7 +204,7 @@ class CatalogueContract:
         assert catalogue.texts_of("a") == []
         assert catalogue.bytes_used() < used
 
-    def test_a_collection_goes_with_all_it_holds(self, catalogue: Catalogue) -> None:
+    def test_collection_goes_with_all_it_holds(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one")
         catalogue.uploads.accept("job", "mine", [file("1")])
         catalogue.deletions.delete(["a"], ["k"], "mine")
@@ -224,7 +224,7 @@ class CatalogueContract:
         assert [one.id for one in catalogue.documents("mine")] == ["b"]
         assert catalogue.deletions.tombstones() == ["k1"]
 
-    def test_a_change_that_fails_changes_nothing(self, catalogue: Catalogue) -> None:
+    def test_failed_change_changes_nothing(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one")
         catalogue.uploads.accept("job", "mine", [file("b"), file("c")])
         with pytest.raises(Exception, match=r"(?i)unique"):
@@ -275,14 +275,14 @@ class TestSharedCatalogue(CatalogueContract):
         catalogue.add([(file("c"), *read("text"))])
         assert [peers_of(catalogue).bytes_of(id) for id in "abc"] == [b"", b"", b""]
 
-    def test_a_text_that_the_database_does_not_take(self, catalogue: Catalogue) -> None:
+    def test_text_with_nul_is_refused(self, catalogue: Catalogue) -> None:
         with pytest.raises(DocumentError, match="NUL"):
             take(catalogue, "a", "one\0")
         with pytest.raises(DocumentError):
             catalogue.holds("\0")
         assert catalogue.documents("mine") == []
 
-    def test_a_file_is_read_by_one_server(self, postgres: PostgresServer, tmp_path: Path) -> None:
+    def test_file_is_read_by_one_server(self, postgres: PostgresServer, tmp_path: Path) -> None:
         tenant = f"tenant-{next(_names)}"
         databases = [database_of(postgres, tmp_path / name) for name in ("a", "b")]
         a, b = [Catalogue(PostgresBackend(one, tenant)) for one in databases]
@@ -330,7 +330,7 @@ class TestSharedCatalogue(CatalogueContract):
             one.close()
 
 
-def test_a_file_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None:
+def test_catalogue_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None:
     """It was written by statements that knew SQLite alone."""
     folder = tmp_path / "documents"
     folder.mkdir()
@@ -360,7 +360,7 @@ def test_a_file_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None
         assert file.execute("PRAGMA user_version").fetchone() == (1,), "programs before this one still read it"
 
 
-def test_a_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path: Path) -> None:
     address = f"postgresql://127.0.0.1:{postgres.port}"
     with psycopg.connect(f"{address}/postgres", autocommit=True) as connection:
         connection.execute("CREATE DATABASE old")
@@ -407,7 +407,7 @@ def test_new_tables_are_those_of_the_first_version(postgres: PostgresServer, tmp
     database.close()
 
 
-def test_what_is_no_database_and_what_cannot_be_used(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_unusable_database_is_refused_without_its_password(postgres: PostgresServer, tmp_path: Path) -> None:
     rag = FolderRAGOptions(docs=tmp_path, data_dir=tmp_path, config=BlendConfig())
     for address in ("postgresql://u:hush@host/db", "postgresql://host/db?password=hush", "mysql://host/db"):
         with pytest.raises(ConfigError, match="database") as refused:

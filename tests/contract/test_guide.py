@@ -31,7 +31,7 @@ class TestMountStore(BoundedStoreContract):
 
 
 @pytest.mark.parametrize("damage", ["emptied", "truncated", "altered", "a folder instead"])
-def test_a_damaged_record_is_a_logged_miss(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_is_a_logged_miss(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     store = GUIDE.MountStore(tmp_path)
     store.put("a", make(1))
     (path,) = tmp_path.glob("*.kv")

@@ -81,7 +81,7 @@ def test_recompute_hides_no_loading_that_a_scoring_pass_waits_for() -> None:
     assert every.recomputed_chunks == tuple(range(6)), "0.45 and 0.6 s are more than a prefill"
 
 
-def test_what_blended_passes_really_take_lowers_the_ratio() -> None:
+def test_measured_cost_of_blended_passes_lowers_the_ratio() -> None:
     """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
     slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
     assert slow.blended(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
@@ -142,14 +142,14 @@ def test_the_cheapest_device_that_hides_is_chosen() -> None:
     assert known.plan("m", SIX, 1000, ratio=0.25).recompute_ratio == 0.25
 
 
-def test_what_keeping_costs() -> None:
+def test_cost_is_price_times_bytes_and_months() -> None:
     known = LoadingController(MachineProfile(), {"d": Device("d", 1.0, price=0.10)})
     assert known.cost("d", 50e9, 6) == pytest.approx(30.0)
     with pytest.raises(ConfigError, match="device='x'"):
         known.cost("x", 1, 1)
 
 
-def test_what_is_not_known_is_named() -> None:
+def test_controller_names_unknown_models_and_devices() -> None:
     with pytest.raises(ConfigError, match="cacheblend-rag profile"):
         controller(disk=1e9).plan("other", SIX, 1000, device="disk")
     with pytest.raises(ConfigError, match="use one of 'disk'"):
@@ -178,7 +178,7 @@ def test_only_a_large_drift_is_logged_and_corrected(caplog: pytest.LogCaptureFix
 # Files --------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_kept_and_read(tmp_path: Path) -> None:
+def test_profile_is_kept_and_read(tmp_path: Path) -> None:
     profile = MachineProfile({"m": PrefillProfile(0.1, 2e-3, 3e-7)}, {"disk": Device("disk", 1e9, 1e-4, 0.1)})
     path = tmp_path / "profile.json"
     assert MachineProfile.load(path) is None
@@ -197,7 +197,7 @@ def test_a_profile_is_kept_and_read(tmp_path: Path) -> None:
     ["", "[]", "{}", '{"prefill": 5, "devices": {}}', '{"prefill": {"m": {"x": 1}}, "devices": {}}',
      '{"prefill": {}, "devices": {"d": {"name": "d", "throughput": -1}}}', "[" * 100_000],
 )  # fmt: skip
-def test_a_damaged_profile_is_an_error_of_ours_and_costs_no_request(
+def test_damaged_profile_is_an_error_of_ours_and_costs_no_request(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "kv" / "profile.json"
@@ -267,7 +267,7 @@ def test_blended_passes_are_timed_over_rows_they_report() -> None:
     assert min(low.seconds, high.seconds) > 0
 
 
-def test_a_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
+def test_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
     device = measure_folder(tmp_path / "kv", size=3 * 10**6)
     assert device.throughput > 0
     assert device.latency > 0
@@ -277,7 +277,7 @@ def test_a_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
         measure_folder(tmp_path / "file")
 
 
-def test_a_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
+def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path) as engine:
         found, path = profile_machine(engine, lengths=(16, 32, 64), size=2 * 10**6)
@@ -331,7 +331,7 @@ def test_the_controller_chooses_the_ratio_and_the_report_says_what_it_expected(t
         assert engine.with_config(selection="none").fuse(PROMPT).report.recomputed_tokens == (0,) * 4
 
 
-def test_what_is_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> None:
+def test_chunk_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path, write_back="off") as engine:
         cold = engine.fuse(PROMPT)

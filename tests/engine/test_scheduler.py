@@ -55,7 +55,7 @@ def test_requests_go_before_background_work() -> None:
     assert sorted(order[1:3]) == ["second", "third"]
 
 
-def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
+def test_scheduler_is_free_after_an_error_and_lets_its_holder_in_twice() -> None:
     scheduler = Scheduler()
     with pytest.raises(ZeroDivisionError), scheduler, scheduler:
         raise ZeroDivisionError
@@ -67,7 +67,7 @@ def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> N
     assert not other.is_alive()
 
 
-def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> None:
+def test_step_runs_at_once_for_a_lone_holder_and_within_another() -> None:
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler:
         assert scheduler.step(4, doubled) == 8
@@ -219,7 +219,7 @@ def steps_between_parts_of_long_passes() -> list[list[float]]:
     return between
 
 
-def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_once() -> None:
+def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
     """Between two requests, and between a search and its answer, a client does not want the model for a moment."""
     scheduler, ended, used = Scheduler(), threading.Event(), list[float]()
 

@@ -198,7 +198,7 @@ class Doubled(ForwardOverride):
         return 2 * rows
 
 
-def test_what_stands_for_a_module_acts_only_where_it_is_wanted() -> None:
+def test_forward_override_acts_only_on_the_thread_that_uses_it() -> None:
     module, rows = nn.Identity(), torch.ones(3)
     stand_ins = ForwardOverrides([Doubled(module)])
     with ThreadPoolExecutor(1) as pool:

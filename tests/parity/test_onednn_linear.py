@@ -71,7 +71,7 @@ def test_where_it_is_not_preferred_nothing_changes(
     assert not products
 
 
-def test_what_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
+def test_layer_that_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
     class Own(nn.Linear):
         pass
 

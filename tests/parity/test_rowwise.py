@@ -52,7 +52,7 @@ def test_rows_come_in_blocks(small_blocks: None, shape: tuple[int, ...], blocks:
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_is_not_plainly_rows_comes_whole(small_blocks: None) -> None:
+def test_calls_that_are_not_plain_rows_come_whole(small_blocks: None) -> None:
     module = Watched()
     rows = torch.randn(20, 4)
     with computed_in_blocks.of(module, [module]).in_use():
@@ -113,7 +113,7 @@ def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest
         torch.testing.assert_close(one.values, other.values)
 
 
-def test_a_compiled_model_is_left_alone() -> None:
+def test_compiled_model_is_left_alone() -> None:
     model = tiny.model("llama")
     assert ModelAdapter(model).row_by_row.modules
     model.model.layers[0].compile(backend="eager")

@@ -97,7 +97,7 @@ def test_among_equals_the_least_loaded_is_first() -> None:
     assert rank_replicas(request("a"), held, ongoing) == REPLICAS[::-1]
 
 
-def test_a_request_without_chunks_goes_to_the_least_loaded() -> None:
+def test_request_without_chunks_goes_to_the_least_loaded_replica() -> None:
     ongoing = dict.fromkeys(REPLICAS, 3) | {"replica-5": 2}
     assert rank_replicas({}, dict.fromkeys(REPLICAS, holding("a")), ongoing)[0] == "replica-5"
     assert rank_replicas({}, {}, {}) == []
@@ -110,7 +110,7 @@ def test_load_weighs_by_the_share_held() -> None:
         assert rank_replicas(request("a", "b", "c", "d"), held, ongoing, rule)[0] == first
 
 
-def test_a_summary_is_read_back_and_has_a_bounded_size() -> None:
+def test_summary_is_read_back_and_has_a_bounded_size() -> None:
     digests = [chunk_digest(str(number)) for number in range(MOST_CHUNKS + 500)]
     held = HeldChunks.of(digests[:300], digests[200:])
     text = json.dumps(held.summary())
@@ -128,11 +128,11 @@ def test_a_summary_is_read_back_and_has_a_bounded_size() -> None:
         *({"memory": "AAAA", "disk": ""}, {"memory": "é", "disk": ""}, {"memory": "AAAA" * 54_000, "disk": ""}),
     ],
 )
-def test_a_damaged_summary_holds_nothing(damaged: object) -> None:
+def test_damaged_summary_holds_nothing(damaged: object) -> None:
     assert HeldChunks.read(damaged) == HeldChunks()
 
 
-def test_a_digest_is_that_of_the_text_and_the_tenant() -> None:
+def test_digest_depends_on_text_and_tenant() -> None:
     digests = {chunk_digest("text"), chunk_digest("text "), chunk_digest("text", "tenant"), chunk_digest("\ud800")}
     assert len(digests) == 4
     assert chunk_digest("bc", "a") != chunk_digest("c", "ab")

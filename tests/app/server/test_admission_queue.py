@@ -78,7 +78,7 @@ async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
+async def test_slot_given_to_a_leaving_client_goes_to_the_next() -> None:
     queue = AdmissionQueue(1, 10, 10.0)
     slot = await queue.slot("a")
     gone, stays = asyncio.create_task(queue.slot("a")), asyncio.create_task(queue.slot("a"))
@@ -91,7 +91,7 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     assert queue.waiting == 0
 
 
-async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
+async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str, seconds: float) -> None:
@@ -107,7 +107,7 @@ async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
     assert 3 <= served[:33].count("long") <= 5
 
 
-async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> None:
+async def test_returning_tenant_has_no_claim_to_unused_slots() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str) -> None:
@@ -139,7 +139,7 @@ async def test_one_of_several_tenants_has_half_of_the_places() -> None:
     await more
 
 
-async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() -> None:
+async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> None:
     """Long prompts would have half of the places for as long as they take, and so half of the model."""
     queue = AdmissionQueue(4, 10, 10.0, lambda: 4)
     held = {tenant: await queue.slot(tenant) for tenant in "abcd"}

@@ -78,7 +78,7 @@ def gone(server: Running) -> float:
     return float(told)
 
 
-def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running, slow: Slow) -> None:
+def test_unread_stream_ends_and_frees_its_slot(server: Running, slow: Slow) -> None:
     before = gone(server)
     with client_of(server) as client, client.stream("POST", ASK, json=QUESTION) as answer:
         pieces = answer.iter_text()  # dropping it would close the connection
@@ -175,7 +175,7 @@ def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> No
     until(lambda: server.service.queue.served == 0)
 
 
-def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None:
+def test_answer_ends_at_its_time_limit(narrow: Running, slow: Slow) -> None:
     with client_of(narrow) as client:
         events = read_events(client.post(ASK, json=QUESTION).text)
         assert [name for name, _ in events[-2:]] == ["error", "done"]
@@ -200,7 +200,7 @@ async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -
     until(lambda: (server.service.queue.waiting, server.service.queue.served) == (0, 0))
 
 
-def test_what_happened_is_counted(server: Running) -> None:
+def test_metrics_count_an_answer(server: Running) -> None:
     with client_of(server) as client:
         client.post(ASK, json={**QUESTION, "max_tokens": 4})
         text = client.get("/metrics").text

@@ -143,7 +143,7 @@ def test_every_kind_is_read_within_the_limits_by_one_process(tmp_path: Path) -> 
 
 
 @LINUX
-def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> None:
+def test_file_that_kills_the_reader_is_blamed_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "good").write_text("good text")
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
     narrow = Limits(document_chars=100_000, parse_seconds=3, parse_bytes=400_000_000)
@@ -157,7 +157,7 @@ def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> 
         assert reader.read(tmp_path / "good", "d.txt").pages == ("good text",)
 
 
-def test_an_error_calls_the_upload_the_file(tmp_path: Path) -> None:
+def test_error_names_the_upload_as_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"no PDF")
     with Reader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
         reader.read(tmp_path / "bad", "contract.pdf")

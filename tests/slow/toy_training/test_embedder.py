@@ -33,7 +33,7 @@ def test_bundled_questions_mostly_find_their_passages() -> None:
         assert sum(found) / len(found) >= 0.95
 
 
-def test_a_short_training_run_loads(tmp_path: Path) -> None:
+def test_short_training_run_loads(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     train(EmbedderOptions(tmp_path, towns=2, triplets_a_town=40, epochs=1, vocab_size=600, dimension=8))
     model = SentenceTransformer(str(tmp_path), device="cpu")

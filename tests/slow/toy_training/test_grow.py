@@ -40,7 +40,7 @@ def test_layers_are_spread_evenly() -> None:
     assert spread(3, 3) == (0, 1, 2)
 
 
-def test_a_deeper_llama_computes_the_same(model: Any, ids: torch.Tensor) -> None:
+def test_deeper_llama_computes_the_same(model: Any, ids: torch.Tensor) -> None:
     grown = grow(model, "llama", (None, 0, None, 1, None), ids)
     assert grown.config.num_hidden_layers == len(grown.model.layers) == 5
     torch.testing.assert_close(logits(grown, ids), logits(model, ids))
@@ -54,7 +54,7 @@ def test_new_layers_are_not_stuck(model: Any, ids: torch.Tensor) -> None:
     assert new.mlp.down_proj.weight.grad.abs().max() > 0
 
 
-def test_a_qwen3_begins_near_the_llama(model: Any, ids: torch.Tensor) -> None:
+def test_qwen3_begins_near_the_llama(model: Any, ids: torch.Tensor) -> None:
     torch.manual_seed(1)
     plain = type(model)(model.config).eval()
     for layer in plain.model.layers:  # queries and keys of length 2 and 0.5, no head longer than another
@@ -70,7 +70,7 @@ def test_a_qwen3_begins_near_the_llama(model: Any, ids: torch.Tensor) -> None:
     assert (near - before).norm() < 0.3 * (logits(grown, ids) - before).norm()
 
 
-def test_a_qwen3_grows_into_a_deeper_one(model: Any, ids: torch.Tensor) -> None:
+def test_qwen3_grows_into_a_deeper_one(model: Any, ids: torch.Tensor) -> None:
     first = grow(model, "qwen3", (0, 1), ids)
     deeper = grow(first, "qwen3", (0, None, 1), ids)
     torch.testing.assert_close(logits(deeper, ids), logits(first, ids))

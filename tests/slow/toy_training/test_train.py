@@ -46,7 +46,7 @@ def in_order(tokenizer: Any, name: str, seed: int, count: int, **changes: Any) -
     return islice(SequenceMaker(tokenizer, seed).sequences(stage), count)
 
 
-def test_an_untrained_model_already_looks_for_what_followed() -> None:
+def test_untrained_model_already_looks_for_what_followed() -> None:
     torch.manual_seed(0)
     model = build_model(Shape(layers=2), 500, 0, 1).eval()
     model.set_attn_implementation("eager")
@@ -111,7 +111,7 @@ def introduced(context: str) -> list[tuple[str, str]]:
     return pairs + [(name, role) for role, name in re.findall(r"The (\w+) is " + named + r"\.", context)]
 
 
-def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
+def test_short_run_ends_in_a_model_that_loads_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     monkeypatch.setattr("tests.toy.train.train_tokenizer", lambda: tokenizer)
@@ -198,13 +198,13 @@ def test_the_layer_that_is_told_is_the_layer_that_is_guided(tokenizer: Any) -> N
     assert not torch.allclose(*moved)
 
 
-def test_a_model_that_must_begin_with_another_says_so(tmp_path: Path) -> None:
+def test_model_that_must_begin_with_another_says_so(tmp_path: Path) -> None:
     shape = replace(TINY, architecture="qwen3")
     with pytest.raises(ConfigError, match="start"):
         Trainer(TrainOptions(tmp_path, compile=False, workers=0), shape)
 
 
-def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+def test_unknown_stage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     monkeypatch.setattr("tests.toy.train.train_tokenizer", lambda: tokenizer)
     options = TrainOptions(tmp_path, compile=False, workers=0)
     Trainer(options, TINY).export()
@@ -348,7 +348,7 @@ def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, n
     assert found > 20
 
 
-def test_a_description_is_looked_up_where_the_other_tells_it(tokenizer: Any) -> None:
+def test_description_is_looked_up_where_the_other_tells_it(tokenizer: Any) -> None:
     found = 0
     for sequence in in_order(tokenizer, "wide", 2, 12, wide=1.0, bare_comparisons=0.0):
         for at, start, end in sequence.owners:
@@ -372,7 +372,7 @@ def test_the_wider_archive_is_read_at_the_end_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_look_is_measured_on_the_attention_that_the_model_pays(architecture: str) -> None:
+def test_look_is_measured_on_the_attention_that_the_model_pays(architecture: str) -> None:
     torch.manual_seed(0)
     model = build_model(Shape(layers=2, architecture=architecture), 300, 0, 1).eval()
     for name, weight in model.named_parameters():
