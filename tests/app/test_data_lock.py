@@ -56,7 +56,7 @@ def test_second_process_is_refused_with_the_owners_name_and_loses_nothing(model:
     again.end(signal.SIGTERM)
 
 
-def test_it_is_held_within_a_process_too_and_given_up_from_any_thread(tmp_path: Path) -> None:
+def test_lock_holds_within_a_process_and_is_released_from_any_thread(tmp_path: Path) -> None:
     held = DataLock(tmp_path)
     with pytest.raises(ConfigError, match=f"data_dir=.*in use by process {os.getpid()}"):
         DataLock(tmp_path)

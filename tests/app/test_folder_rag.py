@@ -37,7 +37,7 @@ def test_last_read_chunks_stay_in_memory(tmp_path: Path) -> None:
     assert media == [("disk",) * 6] * 2, "whoever wants no copies has none"
 
 
-def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:
+def test_folder_rag_answers_questions_that_full_reuse_gets_wrong(tmp_path: Path) -> None:
     asked = [one for one in read_questions() if one.kind == "reference"]
     right: dict[str, int] = {"blended": 0, "reuse": 0}
     with FolderRAG(toy(tmp_path)) as rag:

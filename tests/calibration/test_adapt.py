@@ -241,7 +241,7 @@ def test_learned_without_a_context_is_refused(model: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", [None, "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="])
-def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
+def test_learned_context_is_kept_unchanged_and_encrypted_like_records(
     model: Any, adapted: AdaptResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     if key:

@@ -158,7 +158,9 @@ def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
     return first, second
 
 
-def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_tries_the_next_share_where_a_rule_fails(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
     searched, checks = stubbed(models)
 
@@ -232,7 +234,7 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
+def test_hard_prompts_of_many_decide(models: dict[str, Any]) -> None:
     """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     every, few = (

@@ -70,7 +70,7 @@ def test_check_measures_the_answer_that_was_given(model: Any) -> None:
     torch.testing.assert_close(rows[0], whole[-len(ids) - 1 : -1], atol=1e-4, rtol=1e-4)
 
 
-def test_it_is_off_by_default_and_leaves_out_what_it_cannot_judge(model: Any) -> None:
+def test_guard_is_off_by_default_and_leaves_out_answers_it_cannot_judge(model: Any) -> None:
     with warmed(model) as engine:
         assert asked(engine) == GuardStatus()
     with engine_of(model, guard_share=1.0, write_back="off") as engine:

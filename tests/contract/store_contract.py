@@ -177,7 +177,7 @@ class StoreContract:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
 
-    def test_one_at_a_time_has_the_claim(self, store: KVStore) -> None:
+    def test_claim_is_held_by_one_at_a_time(self, store: KVStore) -> None:
         with store.claim("a") as first, store.claim("b") as other:
             assert first
             assert other

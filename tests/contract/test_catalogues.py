@@ -215,7 +215,7 @@ class CatalogueContract:
         catalogue.deletions.purge(9)
         assert catalogue.bytes_used() == 0
 
-    def test_one_replaces_another_and_what_comes_again_is_not_erased(self, catalogue: Catalogue) -> None:
+    def test_document_replaces_another_and_returning_texts_are_not_erased(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one", name="n.txt")
         one = file("b", "n.txt")
         catalogue.uploads.accept("job", "mine", [one])
@@ -302,7 +302,7 @@ class TestSharedCatalogue(CatalogueContract):
         databases[1].close()
         databases[0].close()
 
-    def test_who_follows_sees_all_changes_in_their_order(self, catalogue: Catalogue) -> None:
+    def test_follower_sees_all_changes_in_their_order(self, catalogue: Catalogue) -> None:
         at, registered = peers_of(catalogue).position()
         assert registered == 1
         take(catalogue, "a", "one")

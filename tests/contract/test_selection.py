@@ -228,7 +228,7 @@ def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str,
     assert model.config._attn_implementation == before
 
 
-def test_of_rows_before_the_question_nothing_undefined_is_read() -> None:
+def test_scoring_reads_no_undefined_rows_before_the_question() -> None:
     """Text between chunks is computed before the question, whose KV may then hold whatever was in memory."""
     adapter = ModelAdapter(tiny.model())
     ids, rows = torch.arange(5, 45), torch.tensor([0, 1, 12, 13, *range(30, 40)])

@@ -72,7 +72,7 @@ def test_record_of_several_prompts_is_read_once(tmp_path: Path, max_concurrent: 
     assert list(map(timeless, together)) == list(map(timeless, alone))
 
 
-def test_of_one_prompt_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_of_one_shares_no_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warm_engine(DiskStore(tmp_path)) as (engine, store):
         expected = engine.generate(PROMPTS[0], max_new_tokens=2)
         store.forget()

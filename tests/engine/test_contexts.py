@@ -117,7 +117,7 @@ def test_every_chunk_in_a_context_can_be_found_there() -> None:
                 assert not part or finder([known])(ids)
 
 
-def test_where_chunks_are_few_prose_stands_before_them() -> None:
+def test_prose_stands_before_few_chunks() -> None:
     tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
     alone, few = contexts([]), contexts(TEXTS[:1])
     assert [len(ids) for ids in alone.ids] == [len(ids) for ids in few.ids] == [60, 60]

@@ -53,7 +53,7 @@ def test_word_that_differs_is_no_part_of_a_cut_document() -> None:
 
 
 @pytest.mark.parametrize("left", [CUT_LEAST - 1, CUT_LEAST])
-def test_of_a_document_that_was_cut_enough_must_be_left(left: int) -> None:
+def test_cut_document_is_found_only_if_enough_of_it_is_left(left: int) -> None:
     document = "x1" * 200
     for cut in (document[:left], document[-left:]):
         prompt = seen(f"Use: {cut}.", document.replace("x1", "x1", 1))
@@ -153,7 +153,7 @@ LETTERS = st.text(alphabet="ab \n\"'&<\\-\u00e9\u0301\ufb01\u4e2d\U0001f600", mi
     before=st.text(alphabet="ab \n", max_size=30),
     between=st.sampled_from(["", "\n\n", " ", "...", '", "', "ab"]),
 )
-def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome(
+def test_changed_documents_leave_the_prompt_as_it_is_and_have_one_outcome_each(
     parts: list[tuple[str, Callable[[str], str], bool]], before: str, between: str
 ) -> None:
     documents = list(dict.fromkeys(text for text, _, _ in parts))

@@ -97,7 +97,7 @@ def test_prompt_beyond_the_window_is_refused_with_remedies() -> None:
             engine.generate("word " * 500)  # a text without chunks is no exception
 
 
-async def test_it_is_refused_in_asynchronous_forms() -> None:
+async def test_asynchronous_calls_refuse_prompts_beyond_the_window() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError):
             await engine.agenerate(prompt_of(8))
@@ -134,7 +134,7 @@ def test_prompt_that_just_fits_can_be_fused_and_not_answered() -> None:
         assert len(engine.generate(prompt_of(3)).token_ids) == 1
 
 
-def test_of_a_batch_none_is_answered_if_one_is_too_long() -> None:
+def test_too_long_prompt_stops_its_whole_batch() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError, match="prompt 2 of 3 has"):
             engine.generate_batch([prompt_of(2), prompt_of(8), prompt_of(1)], max_new_tokens=2)

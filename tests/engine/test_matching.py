@@ -55,7 +55,7 @@ def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]
     assert match_chunks(text, registry(*known)).chunks == known
 
 
-def test_of_overlapping_chunks_the_longest_is_taken() -> None:
+def test_longest_of_overlapping_chunks_is_taken() -> None:
     inner = "an old mill by the river."
     prompt = match_chunks(f"Use: {ONE}\n\n{inner}\n\nWho?", registry(inner, ONE), SEPARATOR)
     assert prompt.chunks == (ONE, inner)

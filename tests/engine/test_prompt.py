@@ -189,7 +189,7 @@ def test_without_texts_between_chunks_the_separator_stands_there() -> None:
     assert Prompt("", ["a"], "why").written("|").text == "|a|why"
 
 
-def test_with_texts_between_chunks_everything_is_joined_as_it_is() -> None:
+def test_texts_between_chunks_are_joined_as_they_are() -> None:
     written = Prompt("Read: ", ["a", "b"], ". Why?", [" and "], preamble="Hm. ").written("|")
     assert written.text == "Read: Hm. a and b. Why?"
     assert [written.text[first:last] for first, last in written.chunks] == ["a", "b"]

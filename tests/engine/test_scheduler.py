@@ -79,7 +79,7 @@ def test_step_runs_at_once_for_a_lone_holder_and_within_another() -> None:
     other.result(5)
 
 
-def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
+def test_waiting_request_goes_first_and_steps_are_taken_together() -> None:
     scheduler, events = Scheduler(), []
 
     def run(given: Sequence[str]) -> list[str]:
@@ -176,7 +176,7 @@ def requests_to_background(kind: str) -> float:
     return spent["requests"] / spent["background"]
 
 
-def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
+def test_long_pass_that_gives_way_lets_others_take_steps_for_as_long() -> None:
     # A machine that stands still meanwhile spoils what is measured.
     tries = (steps_between_parts_of_long_passes() for _ in range(5))
     assert any(all(len(steps) <= 6 and sum(steps) > 0.06 for steps in between[:-1]) for between in tries)
@@ -248,7 +248,7 @@ def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
     assert 0.6 < others < 1.2, "two others, each as much as the long pass, which took half a second"
 
 
-def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
+def test_lone_waiter_does_not_keep_a_long_pass_from_ending() -> None:
     scheduler, events = Scheduler(), list[str]()
 
     def alone() -> None:
@@ -293,7 +293,7 @@ def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_st
     assert seconds["long"] - seconds["short"] == pytest.approx(alone["long"] - alone["short"], abs=0.15)
 
 
-def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
+def test_lone_waiter_is_let_in_before_later_ones() -> None:
     scheduler, events = Scheduler(), []
     begun, go = threading.Event(), threading.Event()
 
@@ -321,7 +321,7 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
-def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_waiter_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()
     wait = threading.Condition.wait
 

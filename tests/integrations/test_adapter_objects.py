@@ -246,7 +246,7 @@ def test_values_are_refused_before_anything_is_generated(kind: Any, engine: Blen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_two_lengths_the_last_counts(kind: Any, engine: BlendEngine) -> None:
+def test_last_of_two_lengths_counts(kind: Any, engine: BlendEngine) -> None:
     """A call's own is behind what `bind` has bound, whatever the names of both are."""
     made = kind(engine=engine, max_tokens=3, max_new_tokens=4)
     assert made.max_new_tokens == 4

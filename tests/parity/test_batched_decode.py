@@ -140,7 +140,7 @@ def test_beyond_windows_too(family: str) -> None:
     check_together(tiny.model(family, **WINDOWS[family]), True)
 
 
-def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_run_beside_a_batch_gives_its_own_result(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     steps, found = BatchedDecode(ModelAdapter(model)), []
     expected = tiny.full_prefill(model, list(range(3, 40))).logits
@@ -164,7 +164,7 @@ def test_plainly_attending_model_takes_its_steps_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(rope: str) -> None:
+def test_length_dependent_frequencies_answer_one_after_another(rope: str) -> None:
     with engine_of(tiny.model("llama", rope), max_concurrent=4) as engine:
         held = Held()
         with ThreadPoolExecutor(2) as pool:
@@ -198,7 +198,7 @@ def test_answers_under_way_at_once_are_those_given_alone(engine: BlendEngine, pa
 
 
 @pytest.mark.usefixtures("nobody_is_late")
-def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[int]) -> None:
+def test_answer_that_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[int]) -> None:
     lengths = [3, 9, 6, 12]
     alone = [engine.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, lengths, strict=True)]
     passes.clear()
@@ -320,7 +320,7 @@ def test_request_is_let_in_between_two_slices_of_a_prefill(
     assert report.prompt_tokens == sum(passed) - passed[1]
 
 
-def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
+def test_max_concurrent_of_one_answers_one_after_another(engine: BlendEngine) -> None:
     one_by_one = engine.with_config(max_concurrent=1)
     first, second = Held(), Held()
     second.go.set()

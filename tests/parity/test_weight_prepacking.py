@@ -310,7 +310,7 @@ def test_contexts_nest_and_leave_nothing_even_when_one_fails() -> None:
 
 
 @needs_bfloat16
-def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list[int]) -> None:
+def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int]) -> None:
     model, ids = model_of(), torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids)
     expected.loss.backward()

@@ -85,7 +85,7 @@ def test_sets_with_many_chunks_in_common_mostly_share_a_home() -> None:
     assert same > 0.6 * 400, "4 of 6 chunks are in both"
 
 
-def test_whoever_holds_most_tokens_is_first_and_memory_comes_before_disk() -> None:
+def test_replica_with_most_tokens_is_first_and_memory_comes_before_disk() -> None:
     chunks = request("a", "b") | request("long", tokens=500)
     held = {"one": holding("a", "b"), "two": holding("long"), "three": holding("long", disk=True)}
     assert rank_replicas(chunks, held, idle("one", "two", "three", "four")) == ["two", "three", "one", "four"]

@@ -63,7 +63,7 @@ def test_summary_leaves_out_text_between_chunks(tmp_path: Path, opened: Opened) 
     assert held(store) == ([], [0, 1, 2, 3])
 
 
-def test_one_that_is_started_again_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:
+def test_restarted_summary_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:
     opened(SummarizedStore(DiskStore(tmp_path / "kv", 10**9))).warm(CHUNKS)
     store = SummarizedStore(TieredStore([MemoryStore(10**8), DiskStore(tmp_path / "kv", 10**9)]))
     engine = opened(store)

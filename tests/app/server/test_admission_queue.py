@@ -44,7 +44,7 @@ async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
+async def test_full_queue_says_when_to_come_again() -> None:
     queue = AdmissionQueue(1, 2, 10.0)
     slot = await queue.slot("a")
     waiting = [asyncio.create_task(queue.slot("a")) for _ in range(2)]
@@ -62,7 +62,7 @@ async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
     assert queue.served == 0
 
 
-async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
+async def test_waiting_client_that_times_out_or_leaves_blocks_no_slot() -> None:
     queue = AdmissionQueue(1, 10, 0.05)
     slot = await queue.slot("a")
     with pytest.raises(Problem) as late:
@@ -157,7 +157,7 @@ async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> 
     await (await waiting["a"]).leave()  # of two, each may have half
 
 
-async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
+async def test_request_alone_in_its_tenant_keeps_no_other_tenant_waiting() -> None:
     queue, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: Alone = "") -> None:
@@ -175,7 +175,7 @@ async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> N
     assert events[3:] == ["a alone", "a later"]
 
 
-async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.admission_queue._DRAIN", 0.05)
     queue = AdmissionQueue(2, 10, 10.0)
     long = await queue.slot("a")
@@ -192,7 +192,7 @@ async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypat
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> None:
+async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     queue, served = AdmissionQueue(1, 1, 10.0), []
     slot = await queue.slot("a")
     assert not await slot.give_way()  # nobody waits
@@ -211,7 +211,7 @@ async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> Non
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
+async def test_client_that_leaves_while_giving_way_blocks_no_slot() -> None:
     queue = AdmissionQueue(1, 10, 0.05)
     slot = await queue.slot("a")
     stays = asyncio.create_task(queue.slot("b"))
@@ -253,7 +253,7 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
+async def test_lone_request_that_leaves_lets_the_others_in() -> None:
     queue = AdmissionQueue(2, 10, 0.05)
     first = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))

@@ -98,7 +98,7 @@ def test_unread_stream_ends_and_frees_its_slot(server: Running, slow: Slow) -> N
         ("/v1/responses", {"model": "", "input": "the", "max_output_tokens": 400, "stream": True}),
     ],
 )
-def test_who_leaves_before_the_whole_answer_frees_its_place(
+def test_client_that_leaves_before_the_whole_answer_frees_its_slot(
     server: Running, slow: Slow, path: str, body: dict[str, Any]
 ) -> None:
     before = gone(server)
@@ -113,7 +113,7 @@ def test_who_leaves_before_the_whole_answer_frees_its_place(
     until(lambda: gone(server) == before + 1)
 
 
-def test_who_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
+def test_client_that_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
     with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
         pieces = answer.iter_text()
         next(pieces)

@@ -80,7 +80,7 @@ def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Clien
     assert answers["full"] == answers["prefix"]
 
 
-def test_whoever_waits_is_let_in_after_one_pass(
+def test_comparison_lets_waiting_requests_in_after_each_pass(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []

@@ -71,7 +71,7 @@ def test_half_sent_heads_of_one_address_leave_room_for_others_and_end(careful: R
         assert all(one.startswith(b"HTTP/1.1 408") for one in answers)
 
 
-def test_of_many_addresses_those_that_wait_give_way(careful: Running) -> None:
+def test_idle_connections_of_many_addresses_give_way(careful: Running) -> None:
     with ExitStack() as open_ones:
         for number in range(80):  # which is more than there may be
             open_ones.enter_context(connected(careful, HALF, f"127.0.1.{number % 4 + 1}"))

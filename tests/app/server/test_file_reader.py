@@ -84,7 +84,7 @@ def _command(pid: str) -> bytes:
         "return os.posix_spawn('/bin/true', ['true'], {{}})",
     ],
 )
-def test_it_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Path) -> None:
+def test_reader_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("there")
     before = (tmp_path / "there").stat()
     held, outcome = confined(attack.format(folder=tmp_path, port=9, parent=os.getpid()))
@@ -95,7 +95,7 @@ def test_it_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Pat
 
 
 @LINUX
-def test_it_reads_no_file_but_code(tmp_path: Path) -> None:
+def test_reader_reads_no_file_but_code(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     held, outcome = confined(f"return open({str(tmp_path / 'secret')!r}).read()")
     if "reading" not in held:
@@ -109,7 +109,7 @@ def test_it_reads_no_file_but_code(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_it_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "ada=ada-0123456789abcdef")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     (tmp_path / "a.txt").write_text("some text")

@@ -44,7 +44,7 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
     assert state["suggestions"] == []
 
 
-def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_stored(
+def test_state_and_estimate_tell_disk_use_and_kv_size_before_storing(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.api.rag._SAMPLED", 16)

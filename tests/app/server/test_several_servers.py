@@ -400,7 +400,7 @@ def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
     print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
 
 
-def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+def test_one_server_erases_shared_kv_and_the_text_goes_when_all_have_followed(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     with valkey_server() as valkey, contextlib.ExitStack() as stack:

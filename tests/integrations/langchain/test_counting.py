@@ -100,7 +100,7 @@ def test_count_equals_the_tokens_of_the_prompt(chat: ChatCacheBlend) -> None:
         [HumanMessage([{"type": "image", "base64": "AAAA"}, {"type": "text", "text": "leaf " * 20}])],
     ],
 )
-def test_whatever_a_message_holds_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
+def test_every_kind_of_message_content_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
     assert 20 <= chat.get_num_tokens_from_messages(messages) <= 200
     assert chat.get_num_tokens_from_messages([*TALK, *messages]) > chat.get_num_tokens_from_messages(TALK)
 

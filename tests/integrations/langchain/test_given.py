@@ -164,7 +164,7 @@ def test_documents_left_out_by_a_reranker_are_left_out() -> None:
     assert [one["outcome"] for one in ended.infos[0]["documents"]] == ["miss", "miss", "left out"]
 
 
-def test_one_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_document_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with tiny_engine() as engine:
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
         upper = RunnableLambda(lambda given: "\n".join(one.page_content.upper() for one in given)) | llm

@@ -55,7 +55,7 @@ async def test_the_error_comes_unchanged_in_every_mode(kind: Any, engine: BlendE
 
 @pytest.mark.parametrize("config", [None, {"max_concurrency": 2}])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_of_a_batch_the_others_are_answered(
+async def test_too_long_prompt_leaves_the_rest_of_a_batch_answered(
     kind: Any, config: RunnableConfig | None, engine: BlendEngine
 ) -> None:
     model = kind(engine=engine, max_new_tokens=4)

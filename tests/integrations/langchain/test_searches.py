@@ -145,7 +145,7 @@ def test_only_what_is_returned_is_known() -> None:
 
 
 @pytest.mark.parametrize("make", [in_memory, ours])
-def test_it_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
+def test_tracked_store_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
     store = make()
     tracked = track(store)
     assert isinstance(tracked, type(store))

@@ -54,7 +54,7 @@ print(before, untracked, len(known_chunks))
     assert done.stdout.split() == ["0", "0", "1"], done.stderr
 
 
-def test_it_can_be_switched_off_for_good_and_for_a_while() -> None:
+def test_tracking_can_be_switched_off_for_good_and_for_a_while() -> None:
     assert retrieve()
     with tracking_off():
         assert not retrieve()

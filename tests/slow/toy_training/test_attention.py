@@ -59,7 +59,7 @@ def test_output_and_gradients_are_those_of_transformers(architecture: str, lengt
         (torch.device("cuda"), True, NO_AMX, False),
     ],
 )
-def test_it_is_for_bfloat16_without_amx(
+def test_products_are_faster_for_bfloat16_without_amx(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, narrow: bool, known: dict[str, bool], faster: bool
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)

@@ -22,7 +22,7 @@ def test_recall_of_passages_that_name_what_is_asked() -> None:
         assert result.naming >= 0.95, result
 
 
-def test_it_is_small() -> None:
+def test_embedder_takes_less_than_a_megabyte() -> None:
     assert sum(path.stat().st_size for path in EMBEDDER_PATH.rglob("*") if path.is_file()) < 1_000_000
 
 

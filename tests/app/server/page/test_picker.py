@@ -112,7 +112,7 @@ def test_the_picker_has_its_place_at_every_width(page: Page, width: int) -> None
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_where_there_is_one_model_there_is_no_picker(page: Page, address: str) -> None:
+def test_single_model_has_no_picker(page: Page, address: str) -> None:
     state = state_of(address)
     page.route(re.compile("/api/state$"), lambda route: route.fulfill(json={**state, "models": state["models"][:1]}))
     page.reload()
