@@ -225,23 +225,23 @@ class _Reading:
             remedy = "give a list of ids; this kind of store cannot list what it would delete without them"
             raise ConfigError("ids", None, remedy)
 
-    def before(self) -> dict[str, None]:
+    def list_present(self) -> dict[str, None]:
         if self._ids is None:
             return _texts(self._contents.documents() if self._contents else ())
         return _texts(getattr(self._contents, "get_by_ids", self._store.get_by_ids)(self._ids))
 
-    async def abefore(self) -> dict[str, None]:
+    async def alist_present(self) -> dict[str, None]:
         if self._ids is None:
-            return await asyncio.to_thread(self.before)
+            return await asyncio.to_thread(self.list_present)
         return _texts(await getattr(self._contents, "aget_by_ids", self._store.aget_by_ids)(self._ids))
 
-    def left(self, before: Collection[str], done: bool) -> list[str]:
+    def find_gone(self, before: Collection[str], done: bool) -> list[str]:
         if self._emptied:
             return list(before) if done else []
-        return self._without_held(before, self.before() if before else {})
+        return self._without_held(before, self.list_present() if before else {})
 
-    async def aleft(self, before: Collection[str], done: bool) -> list[str]:
-        after = await self.abefore() if before else {}
+    async def afind_gone(self, before: Collection[str], done: bool) -> list[str]:
+        after = await self.alist_present() if before else {}
         return await asyncio.to_thread(self._without_held, before, after)
 
     def _without_held(self, before: Collection[str], after: Collection[str]) -> list[str]:

@@ -276,9 +276,9 @@ def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None
     chunk = (prompt.chunks[0], (), segments.chunk(prompt.chunks[0]).ids)
     kv = beside.compute(*chunk)
     assert beside.compute(*chunk) is kv
-    answer = full.of(one.tokens.input_ids)
-    assert full.of(one.tokens.input_ids) is answer
-    assert full.of(two.tokens.input_ids) is not answer
+    answer = full.answer(one.tokens.input_ids)
+    assert full.answer(one.tokens.input_ids) is answer
+    assert full.answer(two.tokens.input_ids) is not answer
     expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks, 2).compute)
     rule = SelectBoundary(0.2).fit(6)
     assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
@@ -398,7 +398,7 @@ def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: 
     before = MachineProfile.load(path)
     assert before is not None
     assert before.blends == {}
-    joined = before.joined(MachineProfile(blends={"m": SETTINGS}))
+    joined = before.merge(MachineProfile(blends={"m": SETTINGS}))
     joined.save(path)
     assert MachineProfile.load(path) == joined
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ def make(seed: int = 0, tokens: int = 5) -> KVRecord:
         tuple(torch.randn((HEADS, tokens, DIM), generator=generator) for _ in range(LAYERS)) for _ in range(2)
     )
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+    return KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
 
 
 def encoded(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:

@@ -81,7 +81,7 @@ class CatalogueContract:
         take(catalogue, "a", "three", name="a.txt")
         assert [one.name for one in catalogue.documents("mine")] == ["B.txt", "a.txt"]  # by code point
         assert catalogue.counts("mine") == (2, 3)
-        assert catalogue.named("mine", ["a.txt", "c.txt"]) == ["a"]
+        assert catalogue.ids_by_name("mine", ["a.txt", "c.txt"]) == ["a"]
         assert catalogue.holds("a", "mine")
         assert not catalogue.holds("a", "other")
         assert not catalogue.holds("b\0", "mine") if not catalogue.backend.shared else True
@@ -131,12 +131,12 @@ class CatalogueContract:
         assert catalogue.bytes_used() == 10 + len(b'text{"page": 1}') + 16
         assert (
             catalogue.uploads.jobs_waiting(),
-            catalogue.uploads.taken("job"),
-            catalogue.uploads.unwarmed("job"),
+            catalogue.uploads.count_taken("job"),
+            catalogue.uploads.count_unwarmed("job"),
         ) == (0, 1, 1)
         assert catalogue.uploads.to_warm(9) == [("2", "2.txt", "job")]
-        catalogue.uploads.warmed(["2"])
-        assert (catalogue.uploads.to_warm(9), catalogue.uploads.unwarmed("job")) == ([], 0)
+        catalogue.uploads.mark_warmed(["2"])
+        assert (catalogue.uploads.to_warm(9), catalogue.uploads.count_unwarmed("job")) == ([], 0)
         catalogue.uploads.end_job("job")
         assert catalogue.uploads.jobs() == []
         assert catalogue.uploads.job("job") == "mine"
@@ -148,7 +148,7 @@ class CatalogueContract:
         for number in range(4):
             catalogue.uploads.accept(f"job {number}", "mine", [one := file(str(number), job=f"job {number}")])
             catalogue.add([(one, *read("text"))])
-            catalogue.uploads.warmed([str(number)])
+            catalogue.uploads.mark_warmed([str(number)])
             catalogue.uploads.end_job(f"job {number}")
         assert [catalogue.uploads.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
         assert len(catalogue.documents("mine")) == 4
@@ -185,10 +185,10 @@ class CatalogueContract:
         take(catalogue, "a", "one", "two")
         take(catalogue, "b", "three")
         used = catalogue.bytes_used()
-        assert not catalogue.deletions.unfinished()
+        assert not catalogue.deletions.has_unfinished()
         catalogue.deletions.delete(["a"], ["k1", "k2"])
         assert [one.id for one in catalogue.documents("mine")] == ["b"]
-        assert catalogue.deletions.unfinished()
+        assert catalogue.deletions.has_unfinished()
         assert sorted(catalogue.deletions.tombstones()) == ["k1", "k2"]
         assert len(catalogue.deletions.tombstones(1)) == 1
         assert catalogue.texts_of("a") == ["one", "two"]
@@ -196,11 +196,11 @@ class CatalogueContract:
         assert catalogue.latest_texts(100) == ["three"]
         catalogue.deletions.purge(10)
         assert catalogue.texts_of("a"), "its KV is not erased yet"
-        catalogue.deletions.erased(["k1", "k2"])
+        catalogue.deletions.mark_erased(["k1", "k2"])
         catalogue.deletions.purge(1)
         assert len(catalogue.texts_of("a")) == 1
         catalogue.deletions.purge(10)
-        assert not catalogue.deletions.unfinished()
+        assert not catalogue.deletions.has_unfinished()
         assert catalogue.texts_of("a") == []
         assert catalogue.bytes_used() < used
 
@@ -211,7 +211,7 @@ class CatalogueContract:
         assert catalogue.collections() == []
         assert catalogue.uploads.waiting(9) == []
         assert catalogue.uploads.jobs() == []
-        catalogue.deletions.erased(["k"])
+        catalogue.deletions.mark_erased(["k"])
         catalogue.deletions.purge(9)
         assert catalogue.bytes_used() == 0
 
@@ -255,7 +255,7 @@ class TestSharedCatalogue(CatalogueContract):
 
     def test_all_or_nothing(self, catalogue: Catalogue) -> None:
         def fails() -> None:
-            with catalogue.backend.alone():
+            with catalogue.backend.exclusive():
                 catalogue.uploads.accept("job", "mine", [file("a")])
                 peers_of(catalogue).keep_bytes("a", b"\0\xff" * 10)
                 assert peers_of(catalogue).bytes_of("a") == b"\0\xff" * 10
@@ -350,11 +350,11 @@ def test_catalogue_of_the_first_version_is_read_and_changed(tmp_path: Path) -> N
     ]
     assert [id for id, _, _ in catalogue.uploads.to_warm(9)] == ["b"]
     assert sorted(catalogue.deletions.tombstones()) == ["k1", "k2"]
-    catalogue.deletions.erased(["k1", "k2"])
+    catalogue.deletions.mark_erased(["k1", "k2"])
     catalogue.deletions.purge(9)
     take(catalogue, "f", "five")
     assert catalogue.passages([max(ids) + 2])[max(ids) + 2].text == "five", "no number of a passage comes twice"
-    assert catalogue.deletions.unfinished() is False
+    assert catalogue.deletions.has_unfinished() is False
     catalogue.close()
     with closing(sqlite3.connect(folder / "catalogue.db")) as file:
         assert file.execute("PRAGMA user_version").fetchone() == (1,), "programs before this one still read it"
@@ -383,9 +383,9 @@ def test_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path:
         ("in", "b"),
         ("out", "a"),
     ]
-    catalogue.deletions.erased(["k"])
+    catalogue.deletions.mark_erased(["k"])
     catalogue.deletions.purge(9)
-    assert not catalogue.deletions.unfinished()
+    assert not catalogue.deletions.has_unfinished()
     database.close()
 
 

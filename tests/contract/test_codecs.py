@@ -33,7 +33,7 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = 70, di
     keys = tuple((torch.randn(shape, generator=generator) * channels + channels).to(dtype) for _ in range(LAYERS))
     values = tuple((torch.randn(shape, generator=generator) * rows).to(dtype) for _ in range(LAYERS))
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+    return KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
 
 
 def opened(data: bytes) -> FileRecord:

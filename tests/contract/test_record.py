@@ -31,7 +31,7 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = TOKENS
     keys = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(LAYERS))
     values = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(LAYERS))
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f" * 64, context_ids=(1,), token_ids=tuple(range(7, 7 + tokens)))
+    return KVRecord.describe(kv, fingerprint="f" * 64, context_ids=(1,), token_ids=tuple(range(7, 7 + tokens)))
 
 
 RECORD = make()
@@ -153,7 +153,7 @@ def test_another_version_is_refused(version: int) -> None:
 def test_view_with_strides_is_stored_in_order() -> None:
     whole = torch.randn(HEADS, DIM, TOKENS).transpose(1, 2)
     kv = SegmentKV((whole,), (whole,), rotated=True)
-    record = KVRecord.of(kv, fingerprint="f", context_ids=(), token_ids=tuple(range(TOKENS)))
+    record = KVRecord.describe(kv, fingerprint="f", context_ids=(), token_ids=tuple(range(TOKENS)))
     (keys, values), *_ = read_all(encoded(record))
     assert torch.equal(keys, whole)
     assert torch.equal(values, whole)

@@ -102,7 +102,7 @@ def test_contexts_hold_chunks_whatever_their_order_and_each_in_one_only() -> Non
     for text in TEXTS:
         within = [finder([tokenizer.chunk(text).ids])(ids) for ids in made.ids]
         assert sum(within) <= 1
-        assert made.of(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
+        assert made.numbers_for(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
 
 
 def test_every_chunk_in_a_context_can_be_found_there() -> None:
@@ -123,7 +123,7 @@ def test_prose_stands_before_few_chunks() -> None:
     assert [len(ids) for ids in alone.ids] == [len(ids) for ids in few.ids] == [60, 60]
     assert alone.digest != few.digest
     assert alone.ids[1] == few.ids[1], "a single chunk is in one of them"
-    assert few.of(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
+    assert few.numbers_for(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
     four = contexts([], MOST_CONTEXTS, 350)
     assert len(set(four.ids)) == MOST_CONTEXTS == len(four.ids)
 

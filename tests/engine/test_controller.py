@@ -84,9 +84,9 @@ def test_recompute_hides_no_loading_that_a_scoring_pass_waits_for() -> None:
 def test_measured_cost_of_blended_passes_lowers_the_ratio() -> None:
     """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
     slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
-    assert slow.blended(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
-    assert slow.blended(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
-    assert slow.ratio_of(slow.blended(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
+    assert slow.blended_seconds(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
+    assert slow.blended_seconds(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
+    assert slow.ratio_of(slow.blended_seconds(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
     device = {"disk": Device("disk", 90e6 / 0.7)}
     plan = LoadingController(MachineProfile({"m": slow}, device)).plan("m", SIX, 1000, device="disk", bounds=WIDE)
     assert plan.recompute_ratio == pytest.approx(0.40)
@@ -98,8 +98,8 @@ def test_bounds_hold() -> None:
     for load, ratio in ((0.01, 0.1), (0.8, 0.3)):
         plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=RatioBounds(0.1, 0.3))
         assert plan.recompute_ratio == pytest.approx(ratio)
-    assert WIDE.quantised(0.2) == 0.2
-    assert WIDE.quantised(0.15 + 0.05 * 7) == 0.5
+    assert WIDE.round_down(0.2) == 0.2
+    assert WIDE.round_down(0.15 + 0.05 * 7) == 0.5
     for bad in ((0.5, 0.2), (-0.1, 0.5), (0.1, 1.5)):
         with pytest.raises(ConfigError):
             RatioBounds(*bad)
@@ -186,8 +186,8 @@ def test_profile_is_kept_and_read(tmp_path: Path) -> None:
     assert MachineProfile.load(path) == profile
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     later = MachineProfile({"n": PREFILL}, {"disk": Device("disk", 2e9)})
-    assert set(profile.joined(later).prefill) == {"m", "n"}
-    assert profile.joined(later).devices["disk"].throughput == 2e9
+    assert set(profile.merge(later).prefill) == {"m", "n"}
+    assert profile.merge(later).devices["disk"].throughput == 2e9
     with pytest.raises(StoreError, match="cannot write"):
         profile.save(tmp_path / "nowhere" / "profile.json")
 
@@ -243,17 +243,19 @@ def test_the_fit_of_blended_passes_finds_what_made_the_times() -> None:
     made = PrefillProfile(0.0, 1e-3, 1e-7, blend_constant=0.01, blend_linear=4e-5, row_cost=1.3)
     plain = PrefillProfile(0.0, 1e-3, 1e-7)
     times = [
-        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended(tokens, fixed, ratio))
+        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended_seconds(tokens, fixed, ratio))
         for tokens, fixed in ((500, 0.08), (1000, 0.06), (2000, 0.05))
         for ratio in (0.15, 0.5)
     ]
     found = fit_blend(plain, times)
     assert found.seconds(700) == plain.seconds(700)
     for tokens in (300, 1500, 4000):
-        assert found.blended(tokens, 0.05, 0.3) == pytest.approx(made.blended(tokens, 0.05, 0.3), rel=1e-6)
+        assert found.blended_seconds(tokens, 0.05, 0.3) == pytest.approx(
+            made.blended_seconds(tokens, 0.05, 0.3), rel=1e-6
+        )
     one_length = fit_blend(plain, times[-2:])
     assert one_length.blend_constant == 0
-    assert one_length.blended(2000, 0.05, 0.3) == pytest.approx(made.blended(2000, 0.05, 0.3), rel=1e-6)
+    assert one_length.blended_seconds(2000, 0.05, 0.3) == pytest.approx(made.blended_seconds(2000, 0.05, 0.3), rel=1e-6)
 
 
 def test_blended_passes_are_timed_over_rows_they_report() -> None:
@@ -285,7 +287,7 @@ def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
         assert path == tmp_path / "profile.json"
         measured = found.prefill[engine.fingerprint]
         # A tiny model's passes can take the same time whatever they compute: a slope of zero is a fair fit.
-        assert measured.blended(64, 0.1, 0.5) >= measured.blended(64, 0.1, 0.15) > 0
+        assert measured.blended_seconds(64, 0.1, 0.5) >= measured.blended_seconds(64, 0.1, 0.15) > 0
     with engine_of(model, store=tmp_path) as engine:
         report = engine.fuse(PROMPT).report
         assert report.expected is not None

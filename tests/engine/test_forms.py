@@ -168,4 +168,4 @@ def test_changed_documents_leave_the_prompt_as_it_is_and_have_one_outcome_each(
         chunk = prompt.chunks[one.chunk]
         assert one.change != "rewritten"
         if one.change not in ("", "within a longer chunk"):
-            assert chunk in registry.forms.of([one.text])  # so that erasing the document erases it
+            assert chunk in registry.forms.find([one.text])  # so that erasing the document erases it

@@ -46,7 +46,7 @@ class NoStreams:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def queued(self) -> Any:
+    def mark_queued(self) -> Any:
         self.queues += 1
         return self.queues
 
@@ -192,7 +192,7 @@ def test_pass_gives_the_same_from_a_folder_and_from_memory(
         assert_same(engine.fuse(PROMPT), plain)
         assert as_on_a_gpu == [True]
     monkeypatch.setattr("cacheblend_rag.store.factory.free_memory", lambda: 10**9)
-    monkeypatch.setattr("cacheblend_rag.models.kv.JoinedKV.of", lambda kv, device: joined(kv))
+    monkeypatch.setattr("cacheblend_rag.models.kv.JoinedKV.copy_from", lambda kv, device: joined(kv))
     above = TieredStore([memory := MemoryStore(pinned=True), DiskStore(tmp_path, form=RecordFormat(codec))])
     with engine_of(model, store=above, **options) as engine:
         as_on_a_gpu.clear()

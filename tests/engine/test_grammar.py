@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of, written
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of, write_grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from tests import tiny
@@ -144,9 +144,13 @@ def test_objects_are_closed_wherever_they_stand() -> None:
     inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
     schema = {"$defs": {"a": inner}, "type": "array", "items": {"anyOf": [inner, {"type": "null"}]}}
     shut = {**inner, "additionalProperties": False}
-    assert closed(schema) == {"$defs": {"a": shut}, "type": "array", "items": {"anyOf": [shut, {"type": "null"}]}}
+    assert close_objects(schema) == {
+        "$defs": {"a": shut},
+        "type": "array",
+        "items": {"anyOf": [shut, {"type": "null"}]},
+    }
     opened = {"properties": {}, "additionalProperties": {"type": "string"}}
-    assert closed(opened) == opened
+    assert close_objects(opened) == opened
 
 
 @pytest.mark.parametrize("name", ['say "oak"', "a:", "the\nstart: x", "%json {}"])
@@ -154,7 +158,7 @@ def test_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig(check_model=False))
     grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
     assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
-    assert written([Form({})]).count("\n") == 3
+    assert write_grammar([Form({})]).count("\n") == 3
 
 
 @pytest.mark.parametrize("special", [None, False, True])
@@ -167,7 +171,7 @@ def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, speci
         new = [AddedToken(one, special=special, normalized=False) for one in marks]
         tokenizer.add_tokens(new, special_tokens=special)
     number = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    forms = [Form(closed(number), '{"a": ', "}"), Form({"type": "object"}, '{"b": ', "}")]
+    forms = [Form(close_objects(number), '{"a": ', "}"), Form({"type": "object"}, '{"b": ', "}")]
     tagged = Grammar(tokenizer, forms, in_text=InText("<tool_call>", "</tool_call>"))
     bare = Grammar(tokenizer, forms, in_text=InText("[TOOL_CALLS]"))
 

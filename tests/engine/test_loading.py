@@ -166,7 +166,7 @@ def test_records_of_a_disk_store_read_alike(tmp_path: Path) -> None:
         tuple(torch.randn(HEADS, 9, DIM) for _ in range(LAYERS)),
         rotated=False,
     )
-    record = KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
+    record = KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
     results = []
     for store in (disk, memory):
         store.put("a", record)

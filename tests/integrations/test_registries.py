@@ -222,7 +222,7 @@ def test_copied_registry_knows_the_same() -> None:
     known.forms.note(text, text.upper())
     for one in (pickle.loads(pickle.dumps(known)), copy.deepcopy(known)):
         assert text in one
-        assert one.forms.of([text]) == [text.upper()]
+        assert one.forms.find([text]) == [text.upper()]
         one.add(["another text of a river"])
         assert len(known) == 1
 
@@ -237,13 +237,13 @@ def test_forms_are_bounded_by_characters() -> None:
     forms = WrittenForms(limit=1000)
     for number in range(100):
         forms.note(f"text {number}", "x" * 50 + str(number))
-    assert forms.of(["text 99"]) == ["x" * 50 + "99"]
-    assert forms.of(["text 0"]) == []
-    assert len(forms.of([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
+    assert forms.find(["text 99"]) == ["x" * 50 + "99"]
+    assert forms.find(["text 0"]) == []
+    assert len(forms.find([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
     forms.note("long", "x" * 2000)
-    assert forms.of(["long", "text 99"]) == []
+    assert forms.find(["long", "text 99"]) == []
     forms.note("text 1", "short")
-    assert forms.of(["text 1"]) == ["short"]
+    assert forms.find(["text 1"]) == ["short"]
 
 
 def test_prompt_has_the_same_key_in_every_process() -> None:

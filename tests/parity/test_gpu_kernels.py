@@ -419,9 +419,9 @@ def test_kernels_that_do_not_run_are_left_alone(
 
 
 def test_numbers_of_rows_are_rounded_up_by_little() -> None:
-    from cacheblend_rag.models.gpu.graphs import rounded
+    from cacheblend_rag.models.gpu.graphs import round_up_rows
 
-    sizes = [rounded(rows) for rows in range(1, 1025)]
+    sizes = [round_up_rows(rows) for rows in range(1, 1025)]
     assert sizes == sorted(sizes)
     assert all(rows <= size <= max(rows + 15, rows * 7 / 6) for rows, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 50

@@ -22,11 +22,11 @@ def test_cached_form_and_held_form_are_inverse() -> None:
     form = ModelAdapter(tiny.model("deepseek_v3")).form
     assert isinstance(form, LatentKV)
     latents, rotating = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
-    kv = form.held(latents, rotating)
+    kv = form.from_cached(latents, rotating)
     keys, values = kv.keys, kv.values
     assert keys.shape == values.shape == (2, 1, 7, 12)
     assert torch.equal(keys[..., :4], rotating), "what rotates comes first, as a partial rotation has it"
-    for found, expected in zip(form.cached(LayerKV(keys, values)), (latents, rotating), strict=True):
+    for found, expected in zip(form.to_cached(LayerKV(keys, values)), (latents, rotating), strict=True):
         assert torch.equal(found, expected)
 
 

@@ -28,7 +28,7 @@ def request(*texts: str, tokens: int = 100) -> dict[int, int]:
 
 
 def holding(*texts: str, disk: bool = False) -> HeldChunks:
-    return HeldChunks.of([], request(*texts)) if disk else HeldChunks.of(request(*texts))
+    return HeldChunks.from_digests([], request(*texts)) if disk else HeldChunks.from_digests(request(*texts))
 
 
 def idle(*replicas: str) -> dict[str, int]:
@@ -112,7 +112,7 @@ def test_load_weighs_by_the_share_held() -> None:
 
 def test_summary_is_read_back_and_has_a_bounded_size() -> None:
     digests = [chunk_digest(str(number)) for number in range(MOST_CHUNKS + 500)]
-    held = HeldChunks.of(digests[:300], digests[200:])
+    held = HeldChunks.from_digests(digests[:300], digests[200:])
     text = json.dumps(held.summary())
     assert HeldChunks.read(json.loads(text)) == held
     assert len(text) < 53_400

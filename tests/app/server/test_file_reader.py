@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.app.server.security.file_reader import Reader
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits
 from cacheblend_rag.errors import DocumentError
 from tests.integrations.retrieval.office import make_docx
@@ -113,7 +113,7 @@ def test_reader_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(KEYS_VARIABLE, "ada=ada-0123456789abcdef")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     (tmp_path / "a.txt").write_text("some text")
-    with Reader(LIMITS) as reader:
+    with FileReader(LIMITS) as reader:
         assert reader.read(tmp_path / "a.txt", "a.txt").pages == ("some text",)
         (process,) = readers()
         told = Path(f"/proc/{process}/environ")
@@ -131,7 +131,7 @@ def test_every_kind_is_read_within_the_limits_by_one_process(tmp_path: Path) -> 
         "e.md": b"# Head\n\nText",
     }
     found, first = {}, list[int]()
-    with Reader(LIMITS) as reader:
+    with FileReader(LIMITS) as reader:
         for name, data in files.items():
             (tmp_path / "file").write_bytes(data)
             found[name] = reader.read(tmp_path / "file", name).pages[0]
@@ -147,7 +147,7 @@ def test_file_that_kills_the_reader_is_blamed_and_no_other(tmp_path: Path) -> No
     (tmp_path / "good").write_text("good text")
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
     narrow = Limits(document_chars=100_000, parse_seconds=3, parse_bytes=400_000_000)
-    with Reader(narrow) as reader:
+    with FileReader(narrow) as reader:
         assert reader.read(tmp_path / "good", "a.txt").pages == ("good text",)
         with pytest.raises(DocumentError):
             reader.read(tmp_path / "bomb", "b.html")
@@ -159,13 +159,13 @@ def test_file_that_kills_the_reader_is_blamed_and_no_other(tmp_path: Path) -> No
 
 def test_error_names_the_upload_as_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"no PDF")
-    with Reader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
+    with FileReader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
         reader.read(tmp_path / "bad", "contract.pdf")
 
 
 def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
-    reader, failed = Reader(Limits(parse_seconds=60)), []
+    reader, failed = FileReader(Limits(parse_seconds=60)), []
 
     def read() -> None:
         try:

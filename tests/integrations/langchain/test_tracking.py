@@ -157,7 +157,7 @@ def test_runs_without_documents_leave_nothing() -> None:
     runs.add(root, None, ["found on its own"])
     runs.call(root, [1])
     runs.end(root)
-    assert (runs.of(1), runs.documents, len(runs)) == ((), 0, 0)
+    assert (runs.documents_of(1), runs.documents, len(runs)) == ((), 0, 0)
 
 
 def test_prompts_are_known_by_their_text() -> None:

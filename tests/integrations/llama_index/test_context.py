@@ -230,11 +230,11 @@ def test_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: in
 
 
 def test_hints_are_read_from_a_templates_values() -> None:
-    hint = Hint.of({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
+    hint = Hint.from_values({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
     assert hint == Hint((("a", "b"),), ("c", "short"))
-    assert Hint.of({"context_msg": "a"}) == Hint(("a",), ())
-    assert Hint.of({"query_str": " "}) == Hint()
-    assert Hint.of({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
+    assert Hint.from_values({"context_msg": "a"}) == Hint(("a",), ())
+    assert Hint.from_values({"query_str": " "}) == Hint()
+    assert Hint.from_values({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
 
 
 def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
@@ -264,7 +264,7 @@ def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
     known_chunks.forms.note("one  river", "one  river")
     for number in range(300):
         known_chunks.forms.note("one  river", f"form {number}")
-    forms = known_chunks.forms.of(["one river"])
+    forms = known_chunks.forms.find(["one river"])
     assert len(forms) == 256
     assert forms[-1] == "form 299"
 
