@@ -18,7 +18,8 @@ REPLICAS = [f"replica-{number}" for number in range(8)]
 NAMES = st.integers(0, 30).map(lambda number: chunk_digest(f"chunk {number}"))
 REQUESTS = st.dictionaries(NAMES, st.integers(1, 600), max_size=8)
 HELD = st.dictionaries(
-    st.sampled_from(REPLICAS), st.builds(HeldChunks.of, st.lists(NAMES, max_size=9), st.lists(NAMES, max_size=9))
+    st.sampled_from(REPLICAS),
+    st.builds(HeldChunks.from_digests, st.lists(NAMES, max_size=9), st.lists(NAMES, max_size=9)),
 )
 ONGOING = st.dictionaries(st.sampled_from(REPLICAS), st.integers(0, 40), min_size=1)
 
