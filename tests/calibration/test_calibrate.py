@@ -16,7 +16,7 @@ from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.calibrate import (
     CalibrationOptions,
-    _divided,
+    _divide,
     calibrate,
     keep_settings,
     report,
@@ -133,12 +133,12 @@ def test_no_cheaper_rule_was_passed_over(
     _, finding = found["middling"]
     assert finding.chosen is not None
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    _, checks = _divided(prompts(0, COUNT), 0.67)
+    _, checks = _divide(prompts(0, COUNT), 0.67)
     assert len(checks) == COUNT * 2 // 3
     assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
     assert finding.candidates[-1][1] is finding.chosen
     held_back = trials_of(adapter, segments, checks, finding.condition)
-    searched, cheaper = trials_of(adapter, segments, _divided(prompts(0, COUNT), 0.67)[0], finding.condition), 0
+    searched, cheaper = trials_of(adapter, segments, _divide(prompts(0, COUNT), 0.67)[0], finding.condition), 0
     for make, ratios in KINDS.values():
         for ratio in ratios:
             tried = searched.try_rule(make(ratio).fit(6), below=finding.chosen.work)
@@ -225,7 +225,7 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     trials = TrialSet(adapter, segments, [prompt], full=full_of(adapter, 5))
     with engine_of(model, selection="all") as engine:
         answer = engine.generate(prompt, max_new_tokens=5)
-    full = full_of(adapter, 5).of(segments.tokenize(prompt).input_ids)
+    full = full_of(adapter, 5).answer(segments.tokenize(prompt).input_ids)
     ids, log_probs = full.ids, full.log_probs
     assert ids == answer.token_ids
     assert log_probs.argmax(dim=-1).tolist() == ids
