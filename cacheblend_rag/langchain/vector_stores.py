@@ -206,7 +206,7 @@ def forgetting(vectorstore: S, llm: BlendFields) -> S:
     return cast(S, _Forgetting(vectorstore, llm.forget))
 
 
-class _Reading:
+class _TextReading:
     """Reads texts of a store before and after a call.
 
     Parameters
@@ -261,24 +261,24 @@ def _texts(documents: Any) -> dict[str, None]:
     return dict.fromkeys(document.page_content for document in documents)
 
 
-def _of_delete(store: VectorStore, ids: Any = None, **kwargs: Any) -> _Reading | None:
+def _of_delete(store: VectorStore, ids: Any = None, **kwargs: Any) -> _TextReading | None:
     return _reading(store, list(ids) if isinstance(ids, (list, tuple, set)) else None)
 
 
-def _of_documents(store: VectorStore, documents: Sequence[Document], **kwargs: Any) -> _Reading | None:
+def _of_documents(store: VectorStore, documents: Sequence[Document], **kwargs: Any) -> _TextReading | None:
     return _reading(store, kwargs.get("ids") or [document.id for document in documents])
 
 
 def _of_texts(
     store: VectorStore, texts: Any, metadatas: Any = None, ids: Sequence[Any] | None = None, **kwargs: Any
-) -> _Reading | None:
+) -> _TextReading | None:
     return _reading(store, list(ids or ()))
 
 
-def _reading(store: VectorStore, ids: Sequence[Any] | None) -> _Reading | None:
+def _reading(store: VectorStore, ids: Sequence[Any] | None) -> _TextReading | None:
     """Of documents that have an id; all for None."""
     given = None if ids is None else [one for one in ids if one is not None]
-    return None if given == [] else _Reading(store, given)
+    return None if given == [] else _TextReading(store, given)
 
 
 class _Forgetting(VectorStoreProxy):
@@ -294,4 +294,4 @@ class _Forgetting(VectorStoreProxy):
     update_document = Leaving(lambda store, document_id, document: _reading(store, [document_id]))
     update_documents = Leaving(lambda store, ids, documents: _reading(store, ids))
     reset_collection = Leaving(lambda store: _reading(store, None))
-    delete_collection = Leaving(lambda store: _Reading(store, None, emptied=True))
+    delete_collection = Leaving(lambda store: _TextReading(store, None, emptied=True))

@@ -77,7 +77,7 @@ def forgetting(vector_store: S, llm: CacheBlendLLM) -> S:
     return cast(S, _Forgetting(vector_store, partial(_forget_texts, model=llm)))
 
 
-class _Reading:
+class _NodeReading:
     """Reads nodes of a store before and after a call.
 
     Parameters
@@ -109,7 +109,7 @@ class _Reading:
         return _find_gone(before, await self._store.aget_nodes(node_ids=_ids(before)) if before else ())
 
 
-class _OfDocument(_Reading):
+class _OfDocument(_NodeReading):
     """Nodes of one document."""
 
     def __init__(self, store: Any, ref_doc_id: str, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class _OfDocument(_Reading):
         return [node for node in nodes if node.ref_doc_id == self._document]
 
 
-class _All(_Reading):
+class _All(_NodeReading):
     """All nodes, of which none is there after the call."""
 
     def list_present(self) -> list[BaseNode]:
@@ -143,7 +143,7 @@ class _All(_Reading):
         return self.find_gone(before, done)
 
 
-class _Replaced(_Reading):
+class _Replaced(_NodeReading):
     """Nodes that have the ids of those that are added."""
 
     def __init__(self, store: Any, nodes: Sequence[BaseNode], **kwargs: Any) -> None:
@@ -183,8 +183,8 @@ class _Forgetting(StoreProxy):
 
     delete = Leaving(_OfDocument)
     adelete = Leaving(_OfDocument, asynchronous=True)
-    delete_nodes = Leaving(_Reading)
-    adelete_nodes = Leaving(_Reading, asynchronous=True)
+    delete_nodes = Leaving(_NodeReading)
+    adelete_nodes = Leaving(_NodeReading, asynchronous=True)
     clear = Leaving(_All)
     aclear = Leaving(_All, asynchronous=True)
     add = Leaving(_Replaced)
