@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,7 +21,8 @@ from cacheblend_rag.store import KVRecord, KVStore, StoredKV, TieredStore
 from cacheblend_rag.store.record import RecordFormat, encode_pieces
 from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.faults import record_of
-from tests.probes import CHUNKS, PROMPT, engine_of, until
+from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.waiting import until
 
 PATIENCE = 5  # seconds; diskcache gives up a lock after ten
 HEADS, DIM, LAYERS = 2, 8, 2
@@ -191,33 +191,42 @@ class StoreContract:
             assert after
 
     def test_claim_can_be_waited_for(self, store: KVStore) -> None:
-        got: list[bool] = []
+        events, asked = list[str](), threading.Event()
 
         def wait() -> None:
+            with store.claim("a") as mine:
+                assert not mine
+            asked.set()
             with store.claim("a", wait=20) as mine:
-                got.append(mine)
+                events.append("got" if mine else "given up")
 
         with store.claim("a"):
             waiting = threading.Thread(target=wait)
             waiting.start()
-            time.sleep(0.05)
-            assert got == []
+            assert asked.wait(20)
+            events.append("left")
         waiting.join()
-        assert got == [True]
+        assert events == ["left", "got"]
 
     def test_engines_that_miss_the_same_chunks_compute_them_once(
         self, store: KVStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Several engines over one store, warming the same chunks at the same time."""
         computed: list[tuple[int, ...]] = []
-        compute = ModelAdapter.segments_kv
+        claimed: set[int] = set()
+        compute, claim = ModelAdapter.segments_kv, store.claim
 
-        def slow(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            claimed.add(threading.get_ident())
+            return claim(*given, **more)
+
+        def held(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+            until(lambda: len(claimed) == 3)  # all have seen that it is missing
             computed.extend(map(tuple, segments))
-            time.sleep(0.05)
             return compute(self, context, segments, *others)
 
-        monkeypatch.setattr(ModelAdapter, "segments_kv", slow)
+        monkeypatch.setattr(store, "claim", noted)
+        monkeypatch.setattr(ModelAdapter, "segments_kv", held)
         engines = [engine_of(store=store, check_model=False) for _ in range(3)]
         start = threading.Barrier(3)
 

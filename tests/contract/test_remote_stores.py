@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -14,18 +16,20 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.calibration.profiler import measure_remote
-from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
+from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreUnreachableError
 from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.loading import ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.factory import open_remote
+from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.servers import make_bucket, s3_environment, s3_server, valkey_server
 from tests import tiny
 from tests.contract.store_contract import StoreContract, make, same
 from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.waiting import Clock
 
 _names = count()
 
@@ -186,3 +190,68 @@ def test_engine_leaves_records_that_do_not_pay(tmp_path: Path) -> None:
             MachineProfile(prefill, devices).save(folder / "profile.json")
         with engine_of(store=[folder, shared], recompute_ratio="auto", write_back="off") as engine:
             assert engine.fuse(PROMPT).report.hits == hits
+
+
+# Stores that are away ---------------------------------------------------------------------------
+
+
+class Far(RemoteStore):
+    """A store that answers, or fails at once or late, as it is told."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__("far", "far", 2.0, None, clock)
+        self.clock, self.fails, self.seconds, self.asked = clock, True, 0.0, 0
+
+    def _has(self, key: str) -> bool:
+        self.asked += 1
+        self.clock.advance(self.seconds)
+        if self.fails:
+            raise StoreUnreachableError("it does not answer")
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 3), (0.5, 3), (0.6, 1)])
+def test_failing_store_is_left_alone_and_tried_again(
+    seconds: float, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with closing(Far(clock)) as store:
+        store.seconds = seconds
+        for _ in range(5):
+            assert not store.contains("a")
+        assert store.asked == calls, "three failures in a row open the circuit, or one that was waited for"
+        clock.advance(9.9)
+        assert not store.contains("a")
+        assert store.asked == calls
+        clock.advance(0.1)
+        assert [store.contains("a") for _ in range(2)] == [False] * 2
+        assert store.asked == calls + 1, "one call tries it, in vain"
+        store.fails = False
+        clock.advance(10)
+        assert [store.contains("a") for _ in range(2)] == [True] * 2
+        assert store.asked == calls + 3
+    assert "far answers again" in caplog.text
+
+
+def test_others_go_on_without_a_store_while_one_call_tries_it() -> None:
+    clock, trying, go = Clock(), threading.Event(), threading.Event()
+
+    class Slow(Far):
+        def _has(self, key: str) -> bool:
+            if key == "slow":
+                trying.set()
+                assert go.wait(20)
+            return super()._has(key)
+
+    with closing(Slow(clock)) as store, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            assert not store.contains("a")
+        clock.advance(10)
+        store.fails = False
+        first = pool.submit(store.contains, "slow")
+        assert trying.wait(20)
+        assert not store.contains("a")
+        assert store.asked == 3
+        go.set()
+        assert first.result(20)
+        assert store.contains("a")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, key_of
 from tests.programs import start_program
+from tests.waiting import until
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
@@ -246,13 +246,6 @@ def test_custom_store_is_a_tier(tmp_path: Path) -> None:
 # Prefetch -----------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert condition()
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0)])
 def test_retrieved_chunks_rise_before_the_prompt_comes(order: tuple[int, ...], tmp_path: Path) -> None:
     with engine_of(store=tmp_path) as first:
@@ -313,12 +306,12 @@ def test_memory_above_a_folder_changes_no_result(codec: str, tmp_path: Path) -> 
 
 
 HOLDER = """
-import sys, time
+import signal, sys
 from cacheblend_rag.store import DiskStore
 store = DiskStore(sys.argv[1])
 with store.claim("a") as mine:
     print(mine, flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 

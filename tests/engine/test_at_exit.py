@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_streaming import wait_until
 from tests.programs import run_program
 from tests.toy import MODEL_PATH
+from tests.waiting import until
 
 # Each token takes PyTorch some milliseconds, and no answer ends before its many tokens are there.
 START = f"""
@@ -62,7 +62,7 @@ ENDS = {
     "on a daemon thread": (
         "engine = BlendEngine.from_pretrained(MODEL)\n"
         "threading.Thread(target=engine.generate, args=(QUESTION,), kwargs=MANY, daemon=True).start()\n"
-        "time.sleep(0.3)",
+        "time.sleep(0.3)",  # so that it is at work, most probably
         0,
     ),
 }
@@ -84,7 +84,7 @@ engine = BlendEngine.from_pretrained(MODEL, config=BlendConfig(min_tokens=0, con
 put = engine.store.put
 
 def slow(key, record):
-    time.sleep(0.1)
+    time.sleep(0.1)  # the pace of a slow disk
     put(key, record)
     print("stored", flush=True)
 
@@ -119,7 +119,7 @@ def test_interrupt_ends_storing_at_exit(times: int, tmp_path: Path) -> None:
     output, errors = tmp_path / "output", tmp_path / "errors"
     program = START + "import atexit\natexit.register(print, 'closed')\n" + STORING
     if times == 2:
-        program += "engine.store.put = lambda *given: time.sleep(100)"
+        program += "engine.store.put = lambda *given: threading.Event().wait()  # for ever"
     # No fork: how an interpreter ends after an interrupt is seen only of one that Python itself began.
     with (
         output.open("wb") as out,
@@ -128,7 +128,7 @@ def test_interrupt_ends_storing_at_exit(times: int, tmp_path: Path) -> None:
     ):
         try:
             for said in ("is being stored", "was not stored")[:times]:
-                assert wait_until(lambda: said in errors.read_text(), 60)  # noqa: B023
+                until(lambda said=said: said in errors.read_text(), 60)
                 process.send_signal(signal.SIGINT)
             assert process.wait(20) == -signal.SIGINT, "as any program that is interrupted"
         finally:
@@ -151,7 +151,7 @@ class Slow(MemoryStore):
         self.traits = replace(self.traits, tier="far", remote=True)
 
     def put(self, key, record):
-        time.sleep(0.1)
+        time.sleep(0.1)  # the pace of a slow network
         print("written", flush=True)
 
 store = TieredStore([MemoryStore("1GB"), Slow()])

@@ -21,6 +21,7 @@ from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, S
 from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
+from tests.waiting import until
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -73,7 +74,7 @@ def test_every_layer_lies_in_place(load: Any) -> None:
 @pytest.mark.parametrize("ahead", [1, 2, 3, 50])
 def test_ahead_equals_plainly(ahead: int) -> None:
     def slow(layer: int) -> None:
-        time.sleep(0.002 * (layer % 3))
+        time.sleep(0.002 * (layer % 3))  # some layers come late, and nothing may depend on it
 
     places = [(0, Record(5, 1, slow)), (5, Record(9, 2)), (14, Record(6, 3, slow))]
     plain = list(load_plainly(reader_of(*places)))
@@ -85,16 +86,15 @@ def test_ahead_equals_plainly(ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_ahead_reads_the_next_layers_meanwhile_but_no_more(ahead: int) -> None:
-    read: list[int] = []
-    layers = load_ahead(reader_of((0, Record(5, 1, read.append))), ahead)
+    read, fused = list[tuple[int, int]](), 0
+    layers = load_ahead(reader_of((0, Record(5, 1, lambda layer: read.append((layer, fused))))), ahead)
     for number in range(LAYERS):
+        fused = number
         next(layers)
         limit = min(number + ahead, LAYERS)  # while this layer is fused, this many are read or being read
-        deadline = time.monotonic() + 5
-        while len(read) < limit and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.005)
-        assert read == list(range(limit))
+        until(lambda limit=limit: len(read) >= limit)
+        assert [layer for layer, _ in read] == list(range(limit))
+    assert all(layer < when + ahead for layer, when in read)
     assert next(layers, None) is None
 
 

@@ -23,7 +23,8 @@ from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
 from tests import tiny
 from tests.engine.test_engine import picture
-from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, until
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+from tests.waiting import until
 
 OTHER = Prompt("Look here:", CHUNKS[::-1], "Who watched the river?")
 IDS = torch.arange(3, 60)[None]

@@ -21,7 +21,8 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.report import Generation, Verification
 from tests import tiny
 from tests.pairwise import others_slow
-from tests.probes import CHUNKS, PROMPT, answers_of, engine_of, until
+from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
+from tests.waiting import until
 
 WINDOW = {"layer_types": tiny.LAYER_TYPES, "sliding_window": 24}
 # Passes of several tokens are those of 64, so an answer of 150 takes three.

@@ -19,7 +19,8 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.report import Generation, Verification
 from tests import tiny
 from tests.engine.test_verification import assert_corrected, plain, reused
-from tests.probes import PROMPT, answers_of, engine_of, until
+from tests.probes import PROMPT, answers_of, engine_of
+from tests.waiting import until
 
 CORRECTED = Verification("corrected", before="a", after="b")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.pairwise import others_slow
 from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
 from tests.probes import Hooked, engine_of, key_of, segments_of
 from tests.tolerance import assert_close, terms_of
+from tests.waiting import until
 
 # Lengths that share batches, and some that do not.
 TEXTS = [tiny.text(words, seed) for seed, words in enumerate((40, 8, 41, 90, 39, 9, 38, 91))]
@@ -294,9 +294,7 @@ def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool
         reports: list[Any] = []
         threads.append(threading.Thread(target=lambda: reports.append(engine.warm(texts))))
         threads[1].start()
-        deadline = time.monotonic() + 20
-        while store.stats().records < 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: store.stats().records == 3)
         assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, True]
         assert reports == []
         release.set()
@@ -318,8 +316,7 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
             if not threads:
                 threads.append(threading.Thread(target=ask))
                 threads[0].start()
-                while not scheduler_of(engine.model).waiting:
-                    time.sleep(0.001)
+                until(lambda: scheduler_of(engine.model).waiting)
 
     def ask() -> None:
         with scheduler_of(engine.model):  # held until the records are counted, or warming would go on meanwhile

@@ -22,8 +22,9 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
-from tests.probes import answers_of, engine_of, until
+from tests.probes import answers_of, engine_of
 from tests.tolerance import assert_layers_close, assert_logits_close
+from tests.waiting import until
 
 PROMPTS = [
     Prompt("Read this:", [tiny.text(23 + 9 * number, number), tiny.text(31, 9)], "What fell? " * (number + 1))

@@ -33,8 +33,8 @@ from cacheblend_rag.prompt.images import ImageLimits
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, plain_tokens
 from tests.pictures import MARKS, file_of, picture, taking_pictures
-from tests.probes import until
 from tests.telemetry import STEPS, telling
+from tests.waiting import until
 
 WHY = "the prompt holds an image"
 PNG = file_of(picture())

@@ -24,6 +24,7 @@ from docs.benchmarks.scripts import (
     simulator,
     store,
     throughput,
+    verified,
     warm,
     yardstick,
 )
@@ -63,6 +64,7 @@ KINDS = {
     "simulator": Kind(("rule", "runs", "large"), simulator.draw),
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
     "deviation": Kind(("deviation",), deviation.draw),
+    "verified": Kind(("options", "summary", "rows"), verified.draw),
     "yardstick": Kind(("sets", "together", "drawn"), yardstick.draw),
 }
 

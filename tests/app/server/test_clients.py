@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.app.server.common import (
     settings_for,
     upload,
 )
+from tests.waiting import until
 
 ASK = "/api/collections/archive/ask"
 QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
@@ -60,17 +60,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 @pytest.fixture(scope="module")
 def narrow(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with room for one that is served and one that waits, and little patience."""
-    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=0.5, answer_tokens=400)
+    """A server with room for one that is served and one that waits, and little time for an answer."""
+    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=60, answer_tokens=400)
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, concurrent=1)) as made:
         yield made
-
-
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def gone(server: Running) -> float:
@@ -140,6 +133,7 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
             pytest.raises(openai.RateLimitError),
         ):
             other.completions.create(model=narrow.service.model_name, prompt="the")
+        narrow.later(60)
         second.join()
         assert waiting[0].status_code == 503  # its patience ended first
     until(lambda: narrow.service.queue.served == 0)

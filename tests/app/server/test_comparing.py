@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ from cacheblend_rag.calibration import comparison
 from cacheblend_rag.calibration.comparison import ROUNDS, PrefillResult, time_once
 from cacheblend_rag.prompt import Prompt
 from tests.app.server.common import Running, client_of, new_collection, passage, read_events, upload
+from tests.waiting import until
 
 QUESTION = {"question": "Which leaf fell into the river?", "k": 3}
 METHODS = ["full", "prefix", "reuse", "blend"]
@@ -55,13 +55,6 @@ def compare(client: httpx.Client, collection: str = "archive") -> list[tuple[str
     answer = client.post(f"/api/collections/{collection}/compare", json=QUESTION)
     assert answer.status_code == 200, answer.text
     return read_events(answer.text)
-
-
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Client, passes: Passes) -> None:

@@ -10,7 +10,6 @@ import secrets
 import signal
 import sqlite3
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,13 @@ from cacheblend_rag.store.disk import DiskStore
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
+from tests.waiting import until
 
 
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
-    start_seconds = 60.0
+    start_seconds = 180.0
 
     def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
         command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
@@ -42,12 +42,17 @@ class Served:
         self._log = data.parent / f"log-{secrets.token_hex(4)}"
         nothing = Path(os.devnull)
         self.process = start_program([*command, *arguments], data.parent, nothing, self._log, environment)
-        ends = time.monotonic() + self.start_seconds
-        while not (found := re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)):
-            if not self.process.is_alive() or time.monotonic() > ends:
-                self._stop(signal.SIGTERM)
-                raise AssertionError(self.log)
-            time.sleep(0.05)
+
+        def opened() -> re.Match[str] | None:
+            assert self.process.is_alive()
+            return re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)
+
+        try:
+            found = until(opened, self.start_seconds)
+        except AssertionError:
+            self._stop(signal.SIGTERM)
+            raise AssertionError(self.log) from None
+        assert found is not None
         self.client = httpx.Client(base_url=found[1], timeout=60)
 
     @property

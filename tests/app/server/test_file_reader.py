@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,9 +163,19 @@ def test_error_names_the_upload_as_the_file(tmp_path: Path) -> None:
         reader.read(tmp_path / "bad", "contract.pdf")
 
 
-def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["as it begins", "while it goes on"])
+def test_reading_ends_when_the_server_stops(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
-    reader, failed = FileReader(Limits(parse_seconds=60)), []
+    reader, failed, begun, start = FileReader(Limits(parse_seconds=60)), [], threading.Event(), FileReader._started
+
+    def started(self: FileReader) -> Any:
+        if moment == "as it begins":
+            reader.stop()
+        process = start(self)
+        begun.set()
+        return process
+
+    monkeypatch.setattr(FileReader, "_started", started)
 
     def read() -> None:
         try:
@@ -175,8 +185,10 @@ def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    time.sleep(0.5)
-    reader.stop()
-    thread.join(5)
+    assert begun.wait(20)
+    if moment == "while it goes on":
+        reader.stop()
+    thread.join(20)
     assert not thread.is_alive()
+    assert failed
     reader.close()

@@ -29,6 +29,7 @@ from tests.app.server.common import (
     settle,
     upload,
 )
+from tests.waiting import Clock
 
 ENV_KEY = "env-0123456789abcdef"
 
@@ -255,7 +256,8 @@ def test_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_reques
     tmp_path: Path, add: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = add("ada")
-    keys, looks = KeysFile(tmp_path / KEYS_FILE), 0
+    clock = Clock()
+    keys, looks = KeysFile(tmp_path / KEYS_FILE, clock), 0
     state = KeysFile.state
 
     def counted(self: KeysFile) -> tuple[int, ...]:
@@ -265,12 +267,13 @@ def test_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_reques
 
     monkeypatch.setattr(KeysFile, "state", counted)
     assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
-    began = time.monotonic()
-    while keys.find(key) is not None:
-        assert time.monotonic() - began < 5
-        time.sleep(0.01)
+    for _ in range(4):  # within a second
+        clock.advance(0.2)
+        assert keys.find(key) is not None
+    assert looks == 0
+    clock.advance(0.2)
+    assert keys.find(key) is None
     assert looks == 1
-    assert time.monotonic() - began > 0.5
 
 
 def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
@@ -319,6 +322,6 @@ def test_clients_of_a_running_server_are_not_slowed_by_wrong_keys(server: Runnin
     began = time.process_time()
     for _ in range(2000):
         assert keys.find(wrong) is None
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 20, "2,000 slow hashes take minutes"
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}) as client:
         assert client.get("/v1/models").status_code == 200

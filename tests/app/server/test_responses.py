@@ -389,7 +389,7 @@ def test_failed_stream_says_so(model: Path, docs: Path, tmp_path: Path) -> None:
     with running(settings) as server, pytest.MonkeyPatch.context() as patch:
 
         def slow(input_ids: Any, scores: Any) -> Any:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the pace of a slow model: it is never in time
             scores[:, 2] = float("-inf")
             return scores
 

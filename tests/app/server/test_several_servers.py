@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.app.server.common import (
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 from tests.app.server.test_deleting import hits, ids_of, service_of
 from tests.app.server.test_journal import Writer
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +73,6 @@ def names(client: Any, collection: str) -> list[str]:
     found = client.post(f"/api/collections/{collection}/search", json={"query": "Which leaf?", "k": 20})
     assert found.status_code == 200, found.text
     return sorted({one["document"] for one in found.json()})
-
-
-def until(true: Callable[[], Any], seconds: float = 30, pause: float = 0.05) -> Any:
-    """Wait until something is true; what it is."""
-    ends = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < ends
-        time.sleep(pause)
-    return found
 
 
 def has_kv(client: Any, *seeds: int) -> None:
@@ -307,7 +299,7 @@ def test_another_server_takes_up_the_files_of_a_killed_one(
         assert answer.status_code == 202
         with database.connection() as connection:
             held = "SELECT COUNT(*) FROM cacheblend_rag_1.files WHERE collection = %s AND server <> %s"
-            (left,) = until(lambda: [n for (n,) in connection.exec_driver_sql(held, (id, server_id(b))) if n], pause=0)
+            (left,) = until(lambda: [n for (n,) in connection.exec_driver_sql(held, (id, server_id(b))) if n])
             served.end(signal.SIGKILL)
             killed = time.monotonic()
             if not waits:  # for half a minute
@@ -328,14 +320,13 @@ def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) ->
 
     def write(client: Any, numbers: range) -> None:
         for n in numbers:
-            while True:
-                sent = [("files", (f"{n}.txt", passage(3000 + n)))]
-                answer = client.post(f"/api/collections/{id}/documents", files=sent)
-                if answer.status_code != 429:  # many wait
-                    break
-                time.sleep(0.1)
+            answer = until(lambda n=n: accepted(client, n), 120)
             assert answer.status_code == 202, answer.text
             jobs.append((two[n % 3 == 0], answer.json()["job"]))
+
+    def accepted(client: Any, n: int) -> Any:
+        answer = client.post(f"/api/collections/{id}/documents", files=[("files", (f"{n}.txt", passage(3000 + n)))])
+        return None if answer.status_code == 429 else answer  # many wait
 
     threads = [threading.Thread(target=write, args=(two[n % 2], range(n, count, 4))) for n in range(4)]
     for one in threads:
@@ -371,7 +362,7 @@ def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
         for thread in threads:
             thread.start()
         for one in chance.sample(served, 2):  # one goes on for a while without the other
-            time.sleep(chance.uniform(0.5, 3))
+            time.sleep(chance.uniform(0.5, 3))  # so that kills come at any moment of the work
             one.process.kill()
         for thread in threads:
             thread.join(60)
@@ -435,11 +426,11 @@ def test_answer_running_elsewhere_leaves_no_kv_of_deleted_texts(
     two: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = two
-    begun = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
-    def slow(ids: Any, scores: Any) -> Any:
+    def held(ids: Any, scores: Any) -> Any:
         begun.set()
-        time.sleep(0.3)
+        assert go.wait(60)
         return scores
 
     service_of(a).tombstones.lasting = 2.0
@@ -448,13 +439,14 @@ def test_answer_running_elsewhere_leaves_no_kv_of_deleted_texts(
     settle(service_of(b))
     document = ids_of(b, id)["a.txt"]
     with monkeypatch.context() as patch:
-        process_logits(patch, slow)
+        process_logits(patch, held)
         answer = threading.Thread(target=ask, args=(a, id))
         answer.start()
         assert begun.wait(30)
         assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
         assert answer.is_alive()
         assert names(a, id) == []
+        go.set()
         answer.join()
     service_of(a).engine.flush()  # which stores what the answer computed
     library = service_of(a).sessions["local"].library

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from cacheblend_rag.app.server.security.templates import template_arguments, wit
 from cacheblend_rag.app.server.settings import Limits
 from tests import tiny
 from tests.app.server.common import Running, client_of, running, settings_for
+from tests.waiting import until
 
 # Reads an argument, and turns in a loop for as long as it is told to.
 TEMPLATE = (
@@ -52,9 +53,7 @@ def chat(client: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize("name", ["chat_template", "chat_template ", "Chat_Template"])
 def test_request_cannot_bring_its_own_template(templated: Running, name: str, bomb: str) -> None:
     with client_of(templated) as client:
-        started = time.monotonic()
-        answer = chat(client, **{name: bomb})
-        assert time.monotonic() - started < 1, "nothing of it has run"
+        answer = chat(client, **{name: bomb})  # which would be ended with another error if it had run
     assert answer.status_code in (400, 422)
     assert answer.json()["error"]["field"].startswith("chat_template_kwargs")
 
@@ -101,11 +100,8 @@ def test_endless_template_is_stopped_and_keeps_nobody_waiting(templated: Running
         threads = [threading.Thread(target=lambda: answers.append(chat(client, rounds=1))) for _ in range(9)]
         for one in threads:
             one.start()
-        ends = time.monotonic() + 10
-        while not queue.waiting and time.monotonic() < ends:
-            time.sleep(0.01)
+        until(lambda: queue.waiting)
         assert queue.served <= 4, "prompts are made within the turn of their requests"
-        assert queue.waiting >= 1
         for one in threads:
             one.join()
         assert [one.status_code for one in answers] == [400] * 9
@@ -124,11 +120,10 @@ def test_arguments_of_a_template() -> None:
 
 def test_only_what_runs_within_is_ended() -> None:
     ended = []
-    for seconds in (0.05, 5.0):
+    for seconds, rounds in ((0.05, itertools.count()), (60.0, range(1000))):
         try:
             with within(seconds):
-                until = time.monotonic() + 1
-                while time.monotonic() < until:
+                for _ in rounds:
                     pass
             ended.append(False)
         except Problem:

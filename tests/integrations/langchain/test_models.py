@@ -67,7 +67,7 @@ class Slow(LogitsProcessor):
         self.seconds, self.made = seconds, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds)  # the pace of a slow model
         self.made += 1
         scores[:, 2] = float("-inf")
         return scores

@@ -42,7 +42,7 @@ def test_shape_and_size(model: Any) -> None:
 
 def test_the_model_has_a_card() -> None:
     card = (MODEL_PATH / "README.md").read_text(encoding="utf-8")
-    assert "tests.toy.train" in card
+    assert "tests/toy/README.md" in card
 
 
 def test_toy_answers_held_out_questions(model: Any, tokenizer: Any) -> None:

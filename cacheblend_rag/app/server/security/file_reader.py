@@ -86,6 +86,8 @@ class FileReader:
         if self._stopped:
             raise DocumentError("the server is stopping")
         process = self._process = self._process or self._started()
+        if self._stopped:  # since it was looked at, when there was no process to end
+            process.kill()
         requests, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         ends = threading.Timer(self._limits.parse_seconds, process.kill)
         ends.daemon = True

@@ -56,7 +56,7 @@ def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
             with urllib.request.urlopen(f"{address}healthz", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            time.sleep(0.2)  # between two looks whether it is up
     pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
 
 
