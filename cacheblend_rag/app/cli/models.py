@@ -37,7 +37,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _not_there(name: str) -> str:
-    """What is still to be fetched of a starter, and what an attempt that was broken off has left."""
+    """The bytes still to be fetched of a starter, and the parts that a broken attempt has left."""
     from cacheblend_rag.models.model_folders import fetched_folder, folder_bytes
     from cacheblend_rag.models.starters import STARTERS, fetched_parts, starter_path
 
