@@ -97,7 +97,7 @@ class TokenMask:
             known = min(vocabulary, len(bits))
             allowed[:known] = bits[:known]
         if self._matcher.is_error():
-            raise self._grammar.failed(self._matcher.get_error())
+            raise self._grammar.error_for(self._matcher.get_error())
         allowed[self._end_ids] = ends
         return torch.from_numpy(allowed)
 

@@ -50,7 +50,7 @@ class Starter:
     made_bytes : int
         Size of what is unpacked or converted from it.
     memory_bytes : int
-        What converting it takes at most; 0 for what is only unpacked.
+        Most memory that converting it takes; 0 for a file that is only unpacked.
     weights, weights_sha256 : str
         File of the weights in the folder of the model, and its SHA-256. It is what is trusted, whoever carries it.
     licence, origin : str

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SHARE = 0.75  # of the machine's memory; what else runs on it takes some, too
 _COPIED = 2**20  # bytes at a time
-# What pip says of a file that is another than its hash says.
+# Words of pip about a file that does not have its hash.
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 
 
@@ -113,7 +113,7 @@ def fetched_parts(name: str) -> list[Package]:
 def starter_folder(name: str) -> Path:
     """Folder of a starter that is ready to be loaded; fetched and converted on first use.
 
-    What was fetched and is what was expected survives a break: it is kept until the folder is complete or deleted.
+    A fetched file with the right hash survives a break: it is kept until the folder is complete or deleted.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ def _download(package: Package, to: Path, work: Path, bar: tqdm[Any]) -> None:
     if any(_OTHER_HASH in line for line in said) or not (failed or _is(found[0], package.sha256)):
         raise _NotDownloadedError(f"{package.requirement} is not the file that was expected (SHA-256 differs)")
     if failed:
-        # What pip says of a full disk may not have found room on it.
+        # The words of pip about a full disk may not have found room on it.
         if any(os.strerror(errno.ENOSPC) in line for line in said) or shutil.disk_usage(work).free < package.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # Behind "ERROR: Exception:" comes where pip was, and in the end what it was.

@@ -80,7 +80,7 @@ def test_comparison_shows_every_method(
         assert f"  {method}" in output
 
 
-def test_a_full_store_leaves_chunks_out_and_still_answers(
+def test_full_store_leaves_chunks_out_and_still_answers(
     model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = ["--docs", str(docs), "--data-dir", str(tmp_path / "data")]
@@ -151,12 +151,12 @@ def test_wrong_options_are_refused_before_anything_heavy_is_imported(
     assert "Traceback" not in done.stderr
 
 
-def test_an_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ask", "  "]) == 2
     assert "question='  ' is not usable: ask something" in capsys.readouterr().err
 
 
-def test_a_device_that_is_not_there_is_named(
+def test_missing_device_is_named(
     model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if torch.cuda.is_available():
@@ -165,7 +165,7 @@ def test_a_device_that_is_not_there_is_named(
     assert "device='cuda' is not usable: there is none that PyTorch can use" in capsys.readouterr().err
 
 
-def test_a_mixed_folder_is_read_and_what_is_left_out_is_named(
+def test_mixed_folder_is_read_and_skipped_files_are_named(
     model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (docs / "page.html").write_text(f"<h1>Page</h1><p>{tiny.text(40, 7)}", encoding="utf-8")
@@ -201,7 +201,7 @@ def test_passages_are_marked_and_hints_say_what_comes_of_it(
     assert "were new" not in second.err
 
 
-def test_a_stronger_starter_is_named_below_an_answer_of_the_default(
+def test_stronger_starter_is_named_below_an_answer_of_the_default(
     model_path: Path,
     docs: Path,
     tmp_path: Path,
@@ -228,7 +228,7 @@ def test_a_stronger_starter_is_named_below_an_answer_of_the_default(
         ([], None, False),
     ],
 )
-def test_a_server_names_a_stronger_starter_where_it_finds_the_memory(
+def test_server_names_a_stronger_starter_where_it_finds_the_memory(
     more: list[str],
     memory: int | None,
     named: bool,

@@ -51,7 +51,7 @@ def valkey() -> Iterator[int]:
 class RemoteStoreContract(StoreContract):
     """The contract where it differs for stores elsewhere."""
 
-    def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_deletion(self, store: KVStore) -> None:
         """It is read whole, or lost; never another's."""
         store.put("a", make(1, tokens=5000))
         opened = store.open("a")
@@ -60,7 +60,7 @@ class RemoteStoreContract(StoreContract):
         with pytest.raises(RecordError):
             same(opened, make(1, tokens=5000))
 
-    def test_an_open_record_outlives_its_replacement(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_replacement(self, store: KVStore) -> None:
         """A record is written once: of two with one identity the first stays."""
         store.put("a", make(1))
         opened = store.open("a")
@@ -117,7 +117,7 @@ def test_places_are_named_in_one_line(valkey: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "store", [[], [""], ["kv", 3], "ftp://host/kv", "s3://", "valkey://host:port/0", "s3://name:secret@bucket"]
 )
-def test_what_is_no_place_is_refused(store: Any) -> None:
+def test_bad_store_address_is_refused_without_its_secret(store: Any) -> None:
     with pytest.raises(ConfigError, match="store=") as raised:
         open_store(store, BlendConfig())
     assert "secret" not in str(raised.value)
@@ -137,7 +137,7 @@ def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
             copied.close()
 
 
-def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, address, extra in (("obstore", "s3://bucket", "s3"), ("valkey", "valkey://host", "valkey")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(MissingExtraError, match=rf"\[{extra}\]"):
@@ -147,7 +147,7 @@ def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
 # The loading controller -----------------------------------------------------------------------
 
 
-def test_a_store_on_another_machine_is_measured(store_of_each: KVStore) -> None:
+def test_remote_store_is_measured(store_of_each: KVStore) -> None:
     found = measure_remote(store_of_each, size=10**6)
     assert found.name == store_of_each.traits.tier
     assert found.throughput > 0
@@ -164,7 +164,7 @@ def store_of_each(request: Any, s3: int, valkey: int) -> Iterator[KVStore]:
         yield store
 
 
-def test_what_takes_longer_to_come_than_to_compute_is_computed() -> None:
+def test_chunk_slower_to_fetch_than_to_compute_is_computed() -> None:
     prefill = {"model": PrefillProfile(0.0, 1e-3, 0.0)}
     devices = {"disk": Device("disk", 1e9), "s3": Device("s3", 1e6, latency=0.02)}
     controller = LoadingController(MachineProfile(prefill, devices))
@@ -178,7 +178,7 @@ def test_what_takes_longer_to_come_than_to_compute_is_computed() -> None:
     assert plan.load_seconds == pytest.approx(0.01 + 2 * 0.02 + 0.2), "both are asked for at once"
 
 
-def test_an_engine_leaves_alone_what_does_not_pay(tmp_path: Path) -> None:
+def test_engine_leaves_records_that_do_not_pay(tmp_path: Path) -> None:
     shared, folder = f"file://{tmp_path}/shared", tmp_path / "kv"
     with engine_of(store=[tmp_path / "other", shared]) as other:
         other.warm(CHUNKS)
@@ -211,7 +211,7 @@ class Far(RemoteStore):
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0, 3), (0.5, 3), (0.6, 1)])
-def test_a_store_that_fails_is_left_alone_and_tried_again(
+def test_failing_store_is_left_alone_and_tried_again(
     seconds: float, calls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()

@@ -69,7 +69,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_path: Path) -> None:
+def test_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_path: Path) -> None:
     program, status = ENDS[end]
     done = run_program(["-c", START + program], tmp_path, whole_end=True)
     assert done.returncode == status, done.stderr
@@ -95,7 +95,7 @@ engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)
 ALL = 24
 
 
-def test_a_program_stores_what_waits_and_says_so_if_that_takes_long(tmp_path: Path) -> None:
+def test_program_stores_its_queue_at_exit_and_says_so_if_that_takes_long(tmp_path: Path) -> None:
     done = run_program(["-c", START + STORING], tmp_path, whole_end=True)
     assert done.returncode == 0
     assert done.stdout.count("stored") == ALL
@@ -115,7 +115,7 @@ def test_the_time_that_a_program_stores_for_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_ends_the_storing(times: int, tmp_path: Path) -> None:
+def test_interrupt_ends_storing_at_exit(times: int, tmp_path: Path) -> None:
     output, errors = tmp_path / "output", tmp_path / "errors"
     program = START + "import atexit\natexit.register(print, 'closed')\n" + STORING
     if times == 2:
@@ -161,6 +161,6 @@ engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)
 """
 
 
-def test_what_waits_for_a_slow_tier_is_written_before_a_program_ends(tmp_path: Path) -> None:
+def test_queue_of_a_slow_tier_is_written_before_a_program_ends(tmp_path: Path) -> None:
     done = run_program(["-c", BEHIND], tmp_path, whole_end=True)
     assert (done.returncode, done.stdout.count("written")) == (0, 5), done.stderr

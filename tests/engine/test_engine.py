@@ -130,7 +130,7 @@ def test_training_mode_changes_no_result() -> None:
         assert engine.generate("What fell?", max_new_tokens=12).token_ids == plain
 
 
-def test_an_engine_still_works_after_an_error_of_a_processor() -> None:
+def test_engine_still_works_after_an_error_of_a_processor() -> None:
     with engine_of() as engine:
         with pytest.raises(ZeroDivisionError):
             engine.generate(PROMPT, logits_processor=[Broken()])
@@ -141,7 +141,7 @@ def test_an_engine_still_works_after_an_error_of_a_processor() -> None:
 # Made from what -----------------------------------------------------------------------------
 
 
-def test_an_unknown_family_is_named_with_the_known_ones() -> None:
+def test_unknown_family_is_named_with_the_known_ones() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
@@ -150,9 +150,7 @@ def test_an_unknown_family_is_named_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("what", ["no such/model", "empty"])
-def test_a_model_that_cannot_be_loaded_is_an_error_of_ours(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloadable_model_is_an_error_of_ours(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelLoadError, match="could not be loaded"):
@@ -178,7 +176,7 @@ def test_from_pretrained_takes_a_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], b"bytes"])
-def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+def test_object_that_is_no_prompt_is_refused(prompt: Any) -> None:
     with engine_of() as engine:
         for call in (engine.fuse, engine.generate):
             with pytest.raises(PromptError, match="give a Prompt or a text"):
@@ -349,7 +347,7 @@ def test_forget_and_warm_behind_a_prefix() -> None:
 # Ends ---------------------------------------------------------------------------------------
 
 
-def test_what_storing_costs_is_told_apart() -> None:
+def test_engine_reports_storing_time_apart() -> None:
     with engine_of(write_back="background") as engine:
         report = engine.generate(PROMPT, max_new_tokens=2).report
         engine.flush()
@@ -370,7 +368,7 @@ def test_close_stores_what_waits_and_twice_is_harmless(tmp_path: Path) -> None:
     engine.flush()
 
 
-def test_a_closed_engine_refuses_and_leaves_the_store_alone(tmp_path: Path) -> None:
+def test_closed_engine_refuses_and_leaves_the_store_alone(tmp_path: Path) -> None:
     engine = engine_of(store=tmp_path)
     engine.warm(CHUNKS)
     engine.close()
@@ -385,7 +383,7 @@ def test_a_closed_engine_refuses_and_leaves_the_store_alone(tmp_path: Path) -> N
     assert len(record_files(tmp_path)) == 3
 
 
-def test_a_store_the_user_made_stays_open() -> None:
+def test_store_the_user_made_stays_open() -> None:
     closed: list[bool] = []
 
     class Store(MemoryStore):
@@ -440,7 +438,7 @@ def test_views_share_model_and_store_and_end_with_their_engine() -> None:
         view.fuse(PROMPT)
 
 
-def test_a_view_outlives_the_name_of_its_engine() -> None:
+def test_view_outlives_the_name_of_its_engine() -> None:
     view = engine_of(write_back="background").with_config(recompute_ratio=0.5)
     gc.collect()
     view.generate(PROMPT, max_new_tokens=2)
@@ -448,7 +446,7 @@ def test_a_view_outlives_the_name_of_its_engine() -> None:
     assert view.fuse(PROMPT).report.hits == 3
 
 
-def test_an_engine_that_is_dropped_frees_its_model_and_ends_its_thread() -> None:
+def test_dropped_engine_frees_its_model_and_ends_its_thread() -> None:
     gc.collect()
     before = set(threading.enumerate())
     engine = engine_of(write_back="background")
@@ -486,7 +484,7 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
         assert one.fuse(PROMPT).report.hits == two.fuse(PROMPT).report.hits == 3
 
 
-def test_an_evicting_store_only_costs_hits(tmp_path: Path) -> None:
+def test_evicting_store_only_costs_hits(tmp_path: Path) -> None:
     """Far more chunks than fit: every answer is that of an engine whose store is large."""
     prompts = [Prompt("Read:", [tiny.text(60, 3 * n), tiny.text(60, 3 * n + 1)], "Why?") for n in range(5)]
     with engine_of() as sizer:

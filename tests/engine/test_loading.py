@@ -110,7 +110,7 @@ def test_plainly_reads_when_asked() -> None:
 @pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
 @pytest.mark.parametrize("error", [RecordError("bad checksum"), OSError("disk gone")])
 @pytest.mark.parametrize("at", [0, 1, LAYERS - 1])
-def test_a_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
+def test_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
     def fail(layer: int) -> None:
         if layer == at:
             raise error
@@ -137,7 +137,7 @@ def test_layers_are_read_ahead_if_the_first_was_slow(
     assert len(readers) == LAYERS
 
 
-def test_what_lies_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_FAST", float("inf"))
     readers: set[str] = set()
     records = [Record(5, seed, lambda layer: readers.add(threading.current_thread().name)) for seed in (1, 2)]
@@ -166,7 +166,7 @@ def test_records_of_a_disk_store_read_alike(tmp_path: Path) -> None:
         tuple(torch.randn(HEADS, 9, DIM) for _ in range(LAYERS)),
         rotated=False,
     )
-    record = KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
+    record = KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
     results = []
     for store in (disk, memory):
         store.put("a", record)

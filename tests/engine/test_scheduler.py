@@ -52,7 +52,7 @@ def test_requests_go_before_background_work() -> None:
     assert order == ["first", "second", "third", "background"]
 
 
-def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
+def test_scheduler_is_free_after_an_error_and_lets_its_holder_in_twice() -> None:
     scheduler = Scheduler()
     with pytest.raises(ZeroDivisionError), scheduler, scheduler:
         raise ZeroDivisionError
@@ -64,7 +64,7 @@ def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> N
     assert not other.is_alive()
 
 
-def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> None:
+def test_step_runs_at_once_for_a_lone_holder_and_within_another() -> None:
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler:
         assert scheduler.step(4, doubled) == 8
@@ -76,7 +76,7 @@ def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> No
     other.result(5)
 
 
-def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
+def test_waiting_request_goes_first_and_steps_are_taken_together() -> None:
     scheduler, events = Scheduler(), []
 
     def run(given: Sequence[str]) -> list[str]:
@@ -173,7 +173,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str) ->
     assert counts[:5] == [10, 4, 4, 4, 4], "ten seconds before the first piece, then four for each second of it"
 
 
-def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
+def test_long_pass_that_gives_way_lets_others_take_steps_for_as_long() -> None:
     clock, events, ended = Clock(), list[str](), list[str]()
     scheduler = Scheduler(clock)
 
@@ -208,7 +208,7 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
     scheduler.give_way(9.0)  # nobody waits
 
 
-def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_once() -> None:
+def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
     """Between two requests, and between a search and its answer, a client does not want the model for a moment."""
     clock, ended, used = Clock(), threading.Event(), list[float]()
     scheduler = Scheduler(clock)
@@ -238,7 +238,7 @@ def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_onc
         pool.submit(give_way).result(5)  # nobody is there to be waited for
 
 
-def test_a_long_pass_goes_on_once_others_have_been_away_for_half_of_its_part() -> None:
+def test_long_pass_goes_on_once_others_have_been_away_for_half_of_its_part() -> None:
     clock, stay, gone = Clock(), threading.Event(), threading.Event()
     scheduler = Scheduler(clock)
 
@@ -266,7 +266,7 @@ def test_a_long_pass_goes_on_once_others_have_been_away_for_half_of_its_part() -
         client.result(5)
 
 
-def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
+def test_lone_waiter_does_not_keep_a_long_pass_from_ending() -> None:
     scheduler, events = Scheduler(), list[str]()
 
     def alone() -> None:
@@ -308,7 +308,7 @@ def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_st
     assert clock() == 6.0
 
 
-def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
+def test_lone_waiter_is_let_in_before_later_ones() -> None:
     scheduler, events = Scheduler(), []
     begun, go = threading.Event(), threading.Event()
 
@@ -336,7 +336,7 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
-def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_waiter_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()
     wait = threading.Condition.wait
 

@@ -118,7 +118,7 @@ def test_every_form_gives_the_same_answer(engine: BlendEngine, prompt: Any, opti
         assert stop not in expected.text
 
 
-def test_a_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
+def test_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
     text = engine.generate(PROMPT, max_new_tokens=8).text
     stream = engine.stream(PROMPT, max_new_tokens=8, stop=[text[:3]])
     assert list(stream) == []
@@ -127,7 +127,7 @@ def test_a_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
     assert stream.result.report.finish_reason == "stop"
 
 
-def test_a_batch_is_checked_before_anything_is_generated(engine: BlendEngine) -> None:
+def test_batch_is_checked_before_anything_is_generated(engine: BlendEngine) -> None:
     with pytest.raises(PromptError, match="give a Prompt or a text"):
         engine.generate_batch([PROMPT, 5], max_new_tokens=2, logits_processor=[Broken(0)])  # type: ignore[list-item]
     assert engine.generate_batch([], max_new_tokens=2) == []
@@ -197,14 +197,14 @@ def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngi
     assert answers[0].token_ids == expected
 
 
-def test_an_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
+def test_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=50)
     next(stream)
     assert engine.generate(OTHER, max_new_tokens=4).token_ids
     assert list(stream)
 
 
-def test_a_prompt_nobody_waits_for_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_prompt_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[int] = []
     run_layer = engine.adapter.run_layer
 
@@ -222,7 +222,7 @@ def test_a_prompt_nobody_waits_for_is_fused_no_further(engine: BlendEngine, monk
     assert engine.generate(PROMPT, max_new_tokens=2).report.hits == 3
 
 
-async def test_a_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
+async def test_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
     expected = engine.generate(PROMPT, max_new_tokens=9).text
     stream = engine.stream(PROMPT, max_new_tokens=9)
     assert "".join([piece async for piece in stream]) == expected
@@ -234,7 +234,7 @@ async def test_a_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
         await given_up.acomplete()
 
 
-def test_a_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None:
+def test_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None:
     slow = Slow(0.02)
     stream = engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow], timeout=0.2)
     with pytest.raises(GenerationTimeoutError, match=r"0\.2 s"):
@@ -249,7 +249,7 @@ def test_a_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
+def test_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(at)])
     pieces: list[str] = []
     with pytest.raises(ZeroDivisionError, match="user's failed"):
@@ -261,7 +261,7 @@ def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, a
     assert engine.generate(PROMPT, max_new_tokens=2).report.generated_tokens == 2
 
 
-def test_an_error_reaches_the_async_reader(engine: BlendEngine) -> None:
+def test_error_reaches_the_async_reader(engine: BlendEngine) -> None:
     async def read() -> None:
         async for _ in engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(4)]):
             pass
@@ -279,7 +279,7 @@ def test_bad_options_and_prompts_are_refused_at_once(engine: BlendEngine) -> Non
         engine.stream(None)  # type: ignore[arg-type]
 
 
-def test_a_closed_engine_refuses_where_the_stream_is_read() -> None:
+def test_closed_engine_refuses_where_the_stream_is_read() -> None:
     engine = engine_of()
     stream = engine.stream(PROMPT)
     engine.close()
@@ -333,7 +333,7 @@ def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) ->
     assert pace.made == 4
 
 
-def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
+def test_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
     slow = Slow(0.02)
 
     async def main() -> None:

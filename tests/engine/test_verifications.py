@@ -138,7 +138,7 @@ def test_requests_go_before_the_rest_of_a_check(begun: threading.Event, concurre
     assert first.text[: found.position] + found.after == expected.text, "requests in between change nothing"
 
 
-def test_a_check_goes_on_where_requests_never_cease(begun: threading.Event) -> None:
+def test_check_goes_on_where_requests_never_cease(begun: threading.Event) -> None:
     """Background work has its share, so a check ends although somebody always asks."""
     with reused() as engine:
         first = engine.generate(PROMPT, max_new_tokens=6, verify="idle")

@@ -72,7 +72,7 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     from cacheblend_rag.app.folder_rag import FolderRAG
 
-    with screen.alone(), FolderRAG(options) as rag:
+    with screen.mute_logs(), FolderRAG(options) as rag:
         yield screen, rag
 
 

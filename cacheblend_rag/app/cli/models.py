@@ -31,13 +31,13 @@ def _list(parsed: argparse.Namespace) -> int:
         state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else _not_there(name)
         print(f"{name}: {starter.title}, {starter.kind}, {starter.licence}, {state}")
         print(f"    {starter.origin}")
-    for name, path in _converted().items():
+    for name, path in _find_converted().items():
         print(f"{name}: converted GGUF file, {_megabytes(folder_bytes(path))} in {path}")
     return 0
 
 
 def _not_there(name: str) -> str:
-    """What is still to be fetched of a starter, and what an attempt that was broken off has left."""
+    """The bytes still to be fetched of a starter, and the parts that a broken attempt has left."""
     from cacheblend_rag.models.model_folders import fetched_folder, folder_bytes
     from cacheblend_rag.models.starters import STARTERS, fetched_parts, starter_path
 
@@ -64,7 +64,7 @@ def _delete(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.model_folders import delete_folder
     from cacheblend_rag.models.starters import STARTERS, starter_path
 
-    there = {name: starter_path(name) for name in STARTERS} | _converted()
+    there = {name: starter_path(name) for name in STARTERS} | _find_converted()
     for name in parsed.names:
         _check_known(name, there)
     for name in parsed.names:
@@ -73,7 +73,7 @@ def _delete(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _converted() -> dict[str, Path]:
+def _find_converted() -> dict[str, Path]:
     """Folders of converted GGUF files by name."""
     from cacheblend_rag.models.model_folders import is_whole, models_path
 

@@ -79,7 +79,7 @@ def test_both_apis_answer_and_stream(fleet: Fleet) -> None:
     assert refused.status_code in (400, 422)
 
 
-def test_a_request_goes_where_its_chunks_lie(fleet: Fleet) -> None:
+def test_request_goes_to_the_replica_that_holds_its_chunks(fleet: Fleet) -> None:
     first = {number: fleet.complete(group(number))[0] for number in range(6)}
     assert set(first.values()) == {"0", "1"}
     time.sleep(2.5)  # Ray tells the router once a second what a replica holds, and shows it to nobody else
@@ -121,7 +121,7 @@ def test_changes_are_refused_by_name(fleet: Fleet) -> None:
             assert wrong.status_code in (400, 422), (path, body[:20], wrong.text)
 
 
-def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
+def test_request_of_a_client_that_leaves_is_stopped(fleet: Fleet) -> None:
     body = {"model": "model", "prompt": "Who?", "max_tokens": 1500, "stream": True}
     with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
         place = answer.headers["x-replica"]
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
     until(counted)
 
 
-def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
+def test_killed_replica_is_replaced_and_comes_back_with_its_kv(fleet: Fleet) -> None:
     asked: dict[str, list[list[str]]] = {"0": [], "1": []}
     for number in range(20, 32):
         asked[fleet.complete(group(number))[0]].append(group(number))

@@ -79,7 +79,7 @@ def counts(client: httpx.Client, name: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
+def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
     with client_of(server, KEYS["ada"]) as client:
         name = server.service.model_name
         body = {"model": name, "prompt": "Which?", "documents": [passage(310), passage(311)], "max_tokens": 3}
@@ -151,7 +151,7 @@ def test_the_form_of_the_log_can_be_chosen(capsys: pytest.CaptureFixture[str]) -
     assert seen["off"] == ""
 
 
-def test_a_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
+def test_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
     server: Running, metrics_key: tuple[Any, str]
 ) -> None:
     with (

@@ -52,7 +52,7 @@ async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
+async def test_full_queue_says_when_to_come_again() -> None:
     queue = AdmissionQueue(1, 2, 10.0)
     slot = await queue.slot("a")
     waiting = [asyncio.create_task(queue.slot("a")) for _ in range(2)]
@@ -70,7 +70,7 @@ async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
     assert queue.served == 0
 
 
-async def test_who_waits_too_long_or_goes_away_leaves_no_gap(clock: Clock) -> None:
+async def test_waiting_client_that_times_out_or_leaves_blocks_no_slot(clock: Clock) -> None:
     queue = AdmissionQueue(1, 10, 10.0, clock=clock)
     slot = await queue.slot("a")
     late = asyncio.create_task(queue.slot("a"))
@@ -92,7 +92,7 @@ async def test_who_waits_too_long_or_goes_away_leaves_no_gap(clock: Clock) -> No
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
+async def test_slot_given_to_a_leaving_client_goes_to_the_next() -> None:
     queue = AdmissionQueue(1, 10, 10.0)
     slot = await queue.slot("a")
     gone, stays = asyncio.create_task(queue.slot("a")), asyncio.create_task(queue.slot("a"))
@@ -105,7 +105,7 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     assert queue.waiting == 0
 
 
-async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
+async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str, seconds: float) -> None:
@@ -121,7 +121,7 @@ async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
     assert 3 <= served[:33].count("long") <= 5
 
 
-async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> None:
+async def test_returning_tenant_has_no_claim_to_unused_slots() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str) -> None:
@@ -155,7 +155,7 @@ async def test_one_of_several_tenants_has_half_of_the_places() -> None:
     await more
 
 
-async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() -> None:
+async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> None:
     """Long prompts would have half of the places for as long as they take, and so half of the model."""
     queue = AdmissionQueue(4, 10, 10.0, lambda: 4)
     held = {tenant: await queue.slot(tenant) for tenant in "abcd"}
@@ -173,7 +173,7 @@ async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() 
     await (await waiting["a"]).leave()  # of two, each may have half
 
 
-async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
+async def test_request_alone_in_its_tenant_keeps_no_other_tenant_waiting() -> None:
     queue, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: Alone = "") -> None:
@@ -191,7 +191,7 @@ async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> N
     assert events[3:] == ["a alone", "a later"]
 
 
-async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(clock: Clock) -> None:
+async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clock: Clock) -> None:
     queue = AdmissionQueue(2, 10, 60.0, clock=clock)
     long = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))
@@ -213,7 +213,7 @@ async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(clock: Cl
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> None:
+async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     queue, served = AdmissionQueue(1, 1, 10.0), []
     slot = await queue.slot("a")
     assert not await slot.give_way()  # nobody waits
@@ -232,7 +232,7 @@ async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> Non
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_goes_away_while_giving_way_leaves_no_gap(clock: Clock) -> None:
+async def test_client_that_leaves_while_giving_way_blocks_no_slot(clock: Clock) -> None:
     queue = AdmissionQueue(1, 10, 10.0, clock=clock)
     slot = await queue.slot("a")
     stays = asyncio.create_task(queue.slot("b"))
@@ -277,7 +277,7 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_must_be_alone_and_goes_away_lets_the_others_in(clock: Clock) -> None:
+async def test_lone_request_that_leaves_lets_the_others_in(clock: Clock) -> None:
     queue = AdmissionQueue(2, 10, 10.0, clock=clock)
     first = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))

@@ -73,7 +73,7 @@ def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Clien
     assert answers["full"] == answers["prefix"]
 
 
-def test_whoever_waits_is_let_in_after_one_pass(
+def test_comparison_lets_waiting_requests_in_after_each_pass(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -126,7 +126,7 @@ def test_passages_that_are_deleted_meanwhile_end_it_and_are_not_stored_again(
     assert left == records, "the other passage was computed behind the one that is gone"
 
 
-def test_a_client_that_goes_ends_it_after_the_pass_under_way(
+def test_comparison_ends_after_the_running_pass_when_its_client_leaves(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, noticed = threading.Event(), threading.Event()

@@ -70,7 +70,7 @@ def test_half_sent_heads_of_one_address_leave_room_for_others_and_end(careful: R
         assert all(one.startswith(b"HTTP/1.1 408") for one in answers)
 
 
-def test_of_many_addresses_those_that_wait_give_way(careful: Running) -> None:
+def test_idle_connections_of_many_addresses_give_way(careful: Running) -> None:
     with ExitStack() as open_ones:
         for number in range(80):  # which is more than there may be
             open_ones.enter_context(connected(careful, HALF, f"127.0.1.{number % 4 + 1}"))
@@ -80,7 +80,7 @@ def test_of_many_addresses_those_that_wait_give_way(careful: Running) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", WHOLE])
-def test_a_head_that_comes_a_byte_at_a_time_is_cut_off(careful: Running, first: bytes) -> None:
+def test_slow_request_head_is_cut_off(careful: Running, first: bytes) -> None:
     """The first of a connection, and a further one."""
     with connected(careful, first) as one:
         if first:
@@ -94,7 +94,7 @@ def test_a_head_that_comes_a_byte_at_a_time_is_cut_off(careful: Running, first: 
         assert heard(one).startswith(b"HTTP/1.1 408")
 
 
-def test_a_body_that_stops_is_cut_off_and_one_that_goes_on_is_not(careful: Running) -> None:
+def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None:
     with client_of(careful, KEYS["ada"]) as client:
         id = new_collection(client)
     head = (
@@ -111,7 +111,7 @@ def test_a_body_that_stops_is_cut_off_and_one_that_goes_on_is_not(careful: Runni
         assert one.recv(12) == b"HTTP/1.1 200"
 
 
-def test_an_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(ids: Any, scores: Any) -> Any:
         careful.later(60)
         return scores
@@ -157,7 +157,7 @@ def test_ready_is_who_answers(careful: Running, monkeypatch: pytest.MonkeyPatch)
         assert client.get("/readyz").status_code == 200
 
 
-async def test_a_queue_knows_how_long_nobody_was_let_in() -> None:
+async def test_queue_knows_how_long_nobody_was_let_in() -> None:
     clock = Clock()
     queue = AdmissionQueue(2, 5, 60, clock=clock)
     first = await queue.slot("a")
@@ -185,7 +185,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_server_ends_when_it_is_told_to_whatever_runs(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_server_ends_on_a_signal_whatever_runs(model: Path, docs: Path, tmp_path: Path) -> None:
     command = ["-c", STUCK, "serve", "--port", "0", "--device", "cpu", "--model", str(model)]
     command += ["--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(tmp_path / "data")]
     log = tmp_path / "log"

@@ -132,7 +132,7 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
 
 
 @pytest.mark.parametrize("table", ["documents", "passages"])
-def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
+def test_failed_save_leaves_the_collection_as_it_was_and_is_retried(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
@@ -173,7 +173,7 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
 
 
 @pytest.mark.parametrize("damage", [b"{", b"SQLite format 3\0" + b"\xff" * 4000])
-def test_a_damaged_catalogue_is_put_aside_and_other_tenants_are_served(
+def test_damaged_catalogue_is_put_aside_and_other_tenants_are_served(
     model: Path, docs: Path, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -220,9 +220,7 @@ def test_another_embedder_makes_the_vectors_anew(
     assert found[0]["score"] < 0.5
 
 
-def test_a_file_of_options_and_the_form_of_the_log_hold_in_a_process_of_its_own(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_options_file_and_log_format_hold_in_a_server_process(model: Path, docs: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text(
         '[server]\naccess_log = "text"\nserved_model_name = "house"\n[limits]\nquestion_chars = 20\n[rag]\ntop_k = 2\n'

@@ -102,7 +102,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
             assert passage(900).split("\n")[1].encode() not in path.read_bytes(), "the text is overwritten"
 
 
-def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Path, small_disk: Path) -> None:
+def test_full_disk_makes_deleting_fail(model: Path, docs: Path, small_disk: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, small_disk / "data")), base_url=BASE) as client:
         id = new_collection(client)
         upload(client, id, {"a.txt": passage(902)})
@@ -120,7 +120,7 @@ def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Pat
         assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
 
 
-def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
+def test_failed_erasing_is_retried_and_its_kv_is_not_read(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
@@ -165,7 +165,7 @@ def test_no_text_of_what_was_deleted_stays_in_the_files(
         assert passage(960).split("\n")[1][:60].encode() in held
 
 
-def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
+def test_file_deleted_while_it_becomes_a_document_is_gone(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     becoming, deleting = threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
 
 
 @pytest.mark.parametrize("what", ["/documents/{file}", ""])
-def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
+def test_file_withdrawn_before_it_is_read_is_no_fault(
     what: str,
     model: Path,
     docs: Path,
@@ -254,7 +254,7 @@ def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
         assert sum(hits(client, seed) for seed in range(991, 994)) < 3, "they were computed behind it"
 
 
-def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
+def test_unerased_kv_is_not_read_after_a_restart(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(model, docs, tmp_path)
@@ -275,7 +275,7 @@ def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
         assert records_on_disk(tmp_path) == records - 1
 
 
-def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_deleted_text_is_read_again_once_it_is_uploaded_again(model: Path, docs: Path, tmp_path: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
         for _ in range(2):
@@ -286,7 +286,7 @@ def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path)
             assert hits(client, 920) == 0
 
 
-def test_a_folder_that_is_served_keeps_the_kv_of_its_texts(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_served_folder_keeps_the_kv_of_its_texts(model: Path, docs: Path, tmp_path: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         settle(service_of(client))
         id = new_collection(client)

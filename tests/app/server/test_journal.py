@@ -104,7 +104,7 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
     print(f"{killed} kills, {uploads} uploads and {len(gone)} deletions that were answered")  # shown with -rP
 
 
-def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(
+def test_upload_goes_on_after_a_stop_and_its_followers_are_told(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed, stopped, job_of, add = threading.Event(), threading.Event(), Ingestion.job, Catalogue.add
@@ -146,7 +146,7 @@ def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(
             assert report["report"]["misses"] == 0
 
 
-def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_job_ends_though_a_killed_server_did_not_note_its_end(model: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_for(model, docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         files = [("files", ("good.txt", passage(40)))]
@@ -159,7 +159,7 @@ def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Pa
         assert (last["stage"], last["done"], last["total"]) == ("done", 1, 1)
 
 
-def test_a_job_ends_whose_document_is_deleted_before_its_kv_is_stored(
+def test_job_ends_though_its_document_is_deleted_before_its_kv_is_stored(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Uploads, "to_warm", lambda self, most: [])

@@ -67,7 +67,7 @@ def complete(client: httpx.Client, server: Running, **more: Any) -> httpx.Respon
     return client.post("/v1/completions", json={"model": server.service.model_name, "prompt": "Which leaf?", **more})
 
 
-def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
+def test_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
     clock = Clock()
     quota = TokenQuota(600, clock)
     quota.charge("ada", 600)
@@ -115,7 +115,7 @@ def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs
         assert {client.get("/api/state").status_code for _ in range(5)} == {200}
 
 
-def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Running) -> None:
+def test_quota_takes_back_unused_tokens_and_refuses_when_used_up(server: Running) -> None:
     with client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
         used = complete(ada, server, max_tokens=500, stop=["a", "e", "i", "o", " "]).json()["usage"]["total_tokens"]
         assert used < 500
@@ -202,7 +202,7 @@ def test_many_at_once_do_not_get_more_than_one_after_the_other(server: Running) 
     assert statuses.count(200) == len(taken) == SIZE // taken[0]
 
 
-def test_a_client_that_goes_away_pays_for_all_it_asked_for(
+def test_client_that_leaves_pays_for_all_it_asked_for(
     server: Running, monkeypatch: pytest.MonkeyPatch, ended: Callable[[int], None]
 ) -> None:
     going, begun = threading.Event(), threading.Event()
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_pays_for_all_it_asked_for(
     assert left(server) <= before - 200
 
 
-def test_what_is_refused_costs_nothing_and_holds_no_place(server: Running, ended: Callable[[int], None]) -> None:
+def test_refused_request_costs_no_quota_and_holds_no_slot(server: Running, ended: Callable[[int], None]) -> None:
     with client_of(server, KEYS["ada"]) as client:
         for body in ({"max_tokens": 10_000}, {"prompt": "x" * 40_000}, {"temperature": 99}):
             assert complete(client, server, **body).status_code == 400

@@ -105,7 +105,7 @@ def test_each_sees_what_the_other_does(two: tuple[Any, Any]) -> None:
     assert a.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 404
 
 
-def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
+def test_document_deleted_on_one_server_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(910), "b.txt": passage(911)})
@@ -131,7 +131,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
         has_kv(one, 910)
 
 
-def test_a_deletion_reaches_every_model_of_every_server(
+def test_deletion_reaches_every_model_of_every_server(
     model: Path, deep: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -156,7 +156,7 @@ def test_a_deletion_reaches_every_model_of_every_server(
                 assert not engine.chunks.records_of([passage(915).strip()]) & records
 
 
-def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
+def test_returning_server_reads_nothing_that_was_deleted_meanwhile(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     settings = sharing(model, docs, tmp_path / "a", postgres.port, condition="sink")  # none is computed behind another
@@ -184,7 +184,7 @@ def server_id(client: Any) -> str:
     return database.server
 
 
-def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -> None:
+def test_forgotten_server_registers_again(two: tuple[Any, Any]) -> None:
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(930)})
@@ -228,7 +228,7 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
     assert names(b, id) == ["a.txt", "b.txt"]
 
 
-def test_a_database_that_is_silent_keeps_nobody_for_long(
+def test_silent_database_keeps_nobody_for_long(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres._Connection.seconds", 1.0)
@@ -285,7 +285,7 @@ def test_limits_hold_for_all_servers_together(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_a_killed_server_was_reading_another_takes_up(
+def test_another_server_takes_up_the_files_of_a_killed_one(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, waits: bool
 ) -> None:
     address = f"postgresql://127.0.0.1:{postgres.port}/postgres"
@@ -391,7 +391,7 @@ def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
     print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
 
 
-def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+def test_one_server_erases_shared_kv_and_the_text_goes_when_all_have_followed(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     with valkey_server() as valkey, contextlib.ExitStack() as stack:
@@ -422,7 +422,7 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
             assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
 
 
-def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
+def test_answer_running_elsewhere_leaves_no_kv_of_deleted_texts(
     two: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = two

@@ -51,7 +51,7 @@ def chat(client: Any, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("name", ["chat_template", "chat_template ", "Chat_Template"])
-def test_a_request_brings_no_template_of_its_own(templated: Running, name: str, bomb: str) -> None:
+def test_request_cannot_bring_its_own_template(templated: Running, name: str, bomb: str) -> None:
     with client_of(templated) as client:
         answer = chat(client, **{name: bomb})  # which would be ended with another error if it had run
     assert answer.status_code in (400, 422)
@@ -69,7 +69,7 @@ def test_arguments_that_are_not_the_templates_are_refused_by_name(templated: Run
     assert "use mood, rounds" in answer.json()["error"]["message"]
 
 
-def test_an_argument_that_the_template_reads_is_handed_to_it(templated: Running) -> None:
+def test_template_gets_the_arguments_that_it_reads(templated: Running) -> None:
     with client_of(templated) as client:
         plain, moody = chat(client), chat(client, mood="a mood of several words")
         assert plain.status_code == moody.status_code == 200
@@ -80,7 +80,7 @@ def test_an_argument_that_the_template_reads_is_handed_to_it(templated: Running)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
-def test_an_order_of_messages_that_the_template_refuses_is_named(templated: Running, path: str, stream: bool) -> None:
+def test_order_of_messages_that_the_template_refuses_is_named(templated: Running, path: str, stream: bool) -> None:
     said = [{"role": "assistant", "content": "A leaf fell."}, *SAID]
     with client_of(templated) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
@@ -93,7 +93,7 @@ def test_an_order_of_messages_that_the_template_refuses_is_named(templated: Runn
     assert "The user speaks first" in message
 
 
-def test_a_template_that_does_not_end_is_ended_and_nobody_is_kept(templated: Running) -> None:
+def test_endless_template_is_stopped_and_keeps_nobody_waiting(templated: Running) -> None:
     queue = templated.service.queue
     with client_of(templated) as client:
         answers: list[Any] = []

@@ -85,7 +85,7 @@ def test_uploads_of_one_tenant_do_not_use_up_those_of_another(
         assert not list(tmp_path.glob("tenants/*/documents/incoming/*"))
 
 
-def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
+def test_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
@@ -114,7 +114,7 @@ def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
         assert not any(warmed)
 
 
-def test_a_long_document_takes_several_turns(
+def test_long_document_takes_several_turns(
     model: Path, docs: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "_CHUNKS", 16)
@@ -158,9 +158,7 @@ def test_uploads_that_are_being_sent_have_a_limit_for_each_tenant(model: Path, d
         until(lambda: send(ada, mine, {"b.txt": passage(2)}).status_code == 202)
 
 
-def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_tenant_without_disk_space_is_told_and_others_go_on(model: Path, docs: Path, tmp_path: Path) -> None:
     with two(model, docs, tmp_path, Limits(disk_bytes=40_000)) as (service, ada, ben):
         mine, theirs = new_collection(ada), new_collection(ben)
         upload(ada, mine, {"a.txt": "\n\n".join(passage(number, 300) for number in range(12))})
@@ -183,9 +181,7 @@ def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
         assert send(ada, mine, {"c.txt": passage(501)}).status_code == 202
 
 
-def test_a_document_that_takes_more_than_its_file_does_not_pass_the_limit_either(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_document_larger_than_its_file_does_not_pass_the_limit(model: Path, docs: Path, tmp_path: Path) -> None:
     text = "\n\n".join(passage(number, 300) for number in range(30))
     most = len(text) + 500  # vectors and what is told of each passage come on top of the text
     with two(model, docs, tmp_path, Limits(disk_bytes=most)) as (_, ada, _):

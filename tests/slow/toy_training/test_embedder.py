@@ -10,7 +10,7 @@ from tests.toy.measure import retrieved_cases
 pytestmark = pytest.mark.slow
 
 
-def test_it_is_small() -> None:
+def test_embedder_takes_less_than_a_megabyte() -> None:
     assert sum(path.stat().st_size for path in EMBEDDER_PATH.rglob("*") if path.is_file()) < 1_000_000
 
 

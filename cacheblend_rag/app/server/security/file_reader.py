@@ -42,7 +42,7 @@ class _EndedError(Exception):
     """The process gave no answer."""
 
 
-class Reader:
+class FileReader:
     """Parses files, each within limits of time and memory. To be closed.
 
     Parameters
@@ -128,7 +128,7 @@ class Reader:
             _close(pipe)
         process.wait()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> FileReader:
         return self
 
     def __exit__(

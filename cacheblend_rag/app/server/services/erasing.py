@@ -54,7 +54,7 @@ class Erasing:
 
     def look(self) -> None:
         """Look whether something is to be erased."""
-        self.unfinished = self._catalogue.deletions.unfinished()
+        self.unfinished = self._catalogue.deletions.has_unfinished()
 
     def find(self, documents: Sequence[str], staying: Iterable[str] = ()) -> tuple[list[str], set[str]]:
         """Texts that nobody holds once some documents are gone, and the keys of their KV records.
@@ -78,7 +78,7 @@ class Erasing:
         alone = [text for text in texts if text not in held and text not in self._shared]
         if alone:
             self._give_up("a document was deleted meanwhile")
-        written, keys = [*alone, *self._tenant.forms.of(alone)], set[str]()
+        written, keys = [*alone, *self._tenant.forms.find(alone)], set[str]()
         for engine in self._engines():
             engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been
             keys |= engine.chunks.records_of(written)
@@ -109,7 +109,7 @@ class Erasing:
                         _log.warning("a deleted record cannot be erased yet, and is not read: %s", error)
                     failed += 1
             if done:
-                deletions.erased(done)
+                deletions.mark_erased(done)
             deletions.purge(_PURGED)
             deletions.keep_reserve()
         except Problem as problem:

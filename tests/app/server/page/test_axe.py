@@ -116,7 +116,7 @@ def test_before_and_while_the_page_is_used(opened: Page, check: Callable[[Page],
     check(opened)
 
 
-def test_a_conversation_and_what_happened(opened: Page, check: Callable[[Page], None]) -> None:
+def test_axe_finds_nothing_in_a_conversation_and_its_panel(opened: Page, check: Callable[[Page], None]) -> None:
     ask(opened, easy_questions()[0].question)
     turn = opened.locator(".turn").first
     expect(turn.locator(".verdict")).to_be_visible()
@@ -171,7 +171,7 @@ def test_documents_and_history(opened: Page, check: Callable[[Page], None]) -> N
     expect(opened.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_checked_and_corrected_answers(opened: Page, check: Callable[[Page], None]) -> None:
+def test_axe_finds_nothing_in_checked_and_corrected_answers(opened: Page, check: Callable[[Page], None]) -> None:
     opened.route(VERIFICATION, lambda route: route.fulfill(json=FIELDS))
     show(opened, "What happened")
     compare_off(opened)
@@ -192,7 +192,7 @@ def test_checked_and_corrected_answers(opened: Page, check: Callable[[Page], Non
     check(opened)
 
 
-def test_what_went_wrong(opened: Page, check: Callable[[Page], None]) -> None:
+def test_axe_finds_nothing_in_a_failed_answer(opened: Page, check: Callable[[Page], None]) -> None:
     opened.route(ASK, lambda route: refuse(route, 429, "busy", "too many wait", **{"Retry-After": "7"}), times=1)
     opened.locator("#question").fill("Anything?")
     opened.locator("#question").press("Enter")
