@@ -267,7 +267,7 @@ class Answering:
             return Verification(reason="verify_share leaves it out")
         choice, segments, split = blend.choice, self.pipeline.segments, blend.lookup.fit.split
         ratio, fingerprint = 0.0 if choice is None else choice.ratio, segments.model.fingerprint
-        # What notes the probabilities of the answer that was given is read meanwhile.
+        # Log-probabilities are those of the answer that was given; they are read meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
         options = options.model_copy(update={"logits_processor": others})
 

@@ -311,7 +311,7 @@ def test_values_of_the_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("under_way", [True, False], ids=["under way", "waiting"])
-def test_a_check_is_given_up_by_its_id(under_way: bool, begun: threading.Event) -> None:
+def test_check_is_given_up_by_its_id(under_way: bool, begun: threading.Event) -> None:
     with reused(verify="idle", session_cache=True) as engine:
         answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(2)]
         assert begun.wait(20)
@@ -338,7 +338,7 @@ def test_probabilities_of_an_answer_stay_as_they_are_while_it_is_checked() -> No
     assert ours == theirs
 
 
-def test_an_answer_that_is_to_teach_nothing_does_not() -> None:
+def test_answer_that_is_to_teach_nothing_does_not() -> None:
     verifications, minimum = Verifications(), MinimumRatio()
     for bound in [1.0] * 20 + [0.5] * 7:
         verifications.note(CORRECTED, 0.1, minimum, BlendConfig(verify_bound=bound))

@@ -90,7 +90,7 @@ def test_request_goes_to_the_replica_that_holds_its_chunks(fleet: Fleet) -> None
             assert answer["cacheblend"][0]["misses"] == 0
 
 
-def test_a_check_is_asked_of_the_replica_that_has_it(fleet: Fleet) -> None:
+def test_check_is_asked_of_the_replica_that_has_it(fleet: Fleet) -> None:
     fleet.complete(group(40))
     time.sleep(2.5)  # until it is stored, and the router was told
     found = {}

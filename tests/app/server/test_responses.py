@@ -454,7 +454,7 @@ def test_langchains_structured_output(chatty: Running) -> None:
     assert jsonschema_rs.is_valid(Leaf.model_json_schema(), told[-1])
 
 
-def test_a_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, chatty: Running) -> None:
+def test_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, chatty: Running) -> None:
     """By reuse alone a tiny random model says other words than by full prefill."""
     asked: dict[str, Any] = {"model": chatty.service.model_name, "input": "Which leaf fell?", "max_output_tokens": 12}
     asked["include"] = ["message.output_text.logprobs"]

@@ -65,7 +65,7 @@ def words(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def test_an_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) -> None:
+def test_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) -> None:
     with client_of(guarded, KEYS["ada"]) as ada, client_of(guarded, KEYS["ben"]) as ben:
         documents = stored(ada, guarded.service, 300)
         full, first = said(ada, documents, selection="all"), said(ada, documents, verify="idle")
@@ -111,7 +111,7 @@ def test_the_latest_answers_are_counted_for_each_tenant(guarded: Running) -> Non
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_a_stream_names_the_id_in_its_last_chunk(guarded: Running, usage: bool) -> None:
+def test_stream_names_the_id_in_its_last_chunk(guarded: Running, usage: bool) -> None:
     with client_of(guarded, KEYS["ada"]) as ada:
         documents = stored(ada, guarded.service, 320)
         name = guarded.service.model_name
@@ -138,7 +138,7 @@ def test_a_stream_names_the_id_in_its_last_chunk(guarded: Running, usage: bool) 
     assert "".join(one.text for one in pieces) == text
 
 
-def test_a_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
+def test_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
     guarded: Running, held: threading.Event
 ) -> None:
     with client_of(guarded, KEYS["ada"]) as ada:
@@ -155,7 +155,7 @@ def test_a_question_has_an_id_too_and_its_check_ends_when_its_document_is_delete
         assert (found["status"], found["reason"]) == ("given up", "a document was deleted meanwhile")
 
 
-def test_an_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
+def test_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
     with client_of(guarded, KEYS["ben"]) as ben:
         documents = stored(ben, guarded.service, 340)
         before = guarded.service.engine.verifications.status
@@ -168,7 +168,7 @@ def test_an_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
     assert guarded.service.engine.verifications.status == before
 
 
-def test_a_server_that_starts_knows_no_check(chat_model: Path, docs: Path, tmp_path: Path) -> None:
+def test_server_that_starts_knows_no_check(chat_model: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_for(chat_model, docs, tmp_path)
     with running(settings) as server, client_of(server) as client:
         documents = stored(client, server.service, 350)

@@ -171,7 +171,7 @@ def test_documents_and_history(opened: Page, check: Callable[[Page], None]) -> N
     expect(opened.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_axe_finds_nothing_in_checked_and_corrected_answers(opened: Page, check: Callable[[Page], None]) -> None:
+def test_checked_and_corrected_answers(opened: Page, check: Callable[[Page], None]) -> None:
     opened.route(VERIFICATION, lambda route: route.fulfill(json=FIELDS))
     show(opened, "What happened")
     compare_off(opened)

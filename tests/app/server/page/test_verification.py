@@ -48,7 +48,7 @@ REPORT = {
 }  # fmt: skip
 
 
-def test_an_answer_gets_its_tick_and_the_next_can_be_asked_at_once(page: Page) -> None:
+def test_answer_gets_its_tick_and_the_next_can_be_asked_at_once(page: Page) -> None:
     held = threading.Event()
 
     def late(route: Route) -> None:
@@ -83,7 +83,7 @@ def waiting_turn(page: Page) -> Locator:
     pytest.fail("no answer had to be checked")
 
 
-def test_a_correction_takes_the_place_of_the_answer(page: Page) -> None:
+def test_correction_takes_the_place_of_the_answer(page: Page) -> None:
     """A real one: the server checks answers in the background, and the page asks for what it found."""
     turn = corrected_turn(page)
     words, question = turn.locator(".words"), turn.locator(".question").text_content() or ""
@@ -235,7 +235,7 @@ def test_answers_are_not_checked_where_that_is_switched_off(page: Page) -> None:
     expect(switch).to_be_checked()
 
 
-def test_a_server_that_checks_every_answer_goes_on_doing_so(page: Page, address: str) -> None:
+def test_server_that_checks_every_answer_goes_on_doing_so(page: Page, address: str) -> None:
     state = state_of(address)
     state["settings"]["verify"] = "always"
     page.route(re.compile("/api/state$"), lambda route: route.fulfill(json=state))
@@ -248,7 +248,7 @@ def test_a_server_that_checks_every_answer_goes_on_doing_so(page: Page, address:
 
 
 @pytest.mark.parametrize("reported", [False, True])
-def test_an_answer_that_was_stopped_never_counts_as_checked(page: Page, reported: bool) -> None:
+def test_answer_that_was_stopped_never_counts_as_checked(page: Page, reported: bool) -> None:
     compare_off(page)
     report = {**REPORT, "verification": {**FIELDS, "status": "verified"}}
     told = [("sources", []), ("token", {"text": "Some"}), ("report", report), ("done", {})]
@@ -263,7 +263,7 @@ def test_an_answer_that_was_stopped_never_counts_as_checked(page: Page, reported
     expect(line(turn)).to_have_text("")
 
 
-def test_a_server_that_is_away_is_asked_again(page: Page, problems: list[str]) -> None:
+def test_server_that_is_away_is_asked_again(page: Page, problems: list[str]) -> None:
     compare_off(page)
     answer_with(page, "Some.", {})
     page.route(VERIFICATION, lambda route: route.fulfill(json={**FIELDS, "status": "verified"}))
@@ -274,7 +274,7 @@ def test_a_server_that_is_away_is_asked_again(page: Page, problems: list[str]) -
     problems.clear()  # the browser notes what it cannot reach
 
 
-def test_a_server_that_was_started_again_has_lost_its_checks(browser: Browser, tmp_path: Path) -> None:
+def test_server_that_was_started_again_has_lost_its_checks(browser: Browser, tmp_path: Path) -> None:
     visitor = browser.new_context(locale="en-GB")
     visitor.set_default_timeout(PATIENCE_MS)
     with serving(tmp_path) as address:
