@@ -11,6 +11,7 @@ from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, SelectionR
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
+from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.fusor.selection.query import SelectQuery
 from cacheblend_rag.fusor.selection.random import SelectRandom
@@ -23,6 +24,7 @@ __all__ = [
     "SelectBoundary",
     "SelectGradual",
     "SelectHKVD",
+    "SelectMixed",
     "SelectNone",
     "SelectQuery",
     "SelectRandom",
@@ -38,6 +40,7 @@ RULES: dict[str, type[SelectionRule]] = {
     "gradual": SelectGradual,
     "boundary": SelectBoundary,
     "query": SelectQuery,
+    "mixed": SelectMixed,
     "random": SelectRandom,
     "none": SelectNone,
     "all": SelectAll,
