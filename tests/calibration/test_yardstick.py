@@ -12,10 +12,14 @@ import torch
 
 from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from docs.benchmarks.scripts import deviation, yardstick
+from docs.benchmarks.scripts.variants import fit
 from docs.benchmarks.scripts.yardstick import (
+    Conditions,
     Yardstick,
     in_prompt,
     is_right,
@@ -166,6 +170,36 @@ def test_chunks_may_be_computed_behind_what_was_learned_as_well() -> None:
         engine = engine.with_learned(LearnedContext(SegmentKV(keys, values, rotated=False)))
         found = Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")["methods"]
         assert len({tuple(found[name]["kl"]) for name in methods}) == len(methods)
+
+
+def test_a_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
+    texts = [Passage("", tiny.text(20, number)) for number in range(5)]
+
+    def asked(name: str, *places: int) -> EvalCase:
+        return EvalCase(name, f"What is {name}?", ("it",), tuple(texts[place] for place in places), group=name)
+
+    case, poor, same = asked("own", 0, 1, 2), asked("poor", 4, 2, 1), asked("same", 0, 1, 2)
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        yard = Yardstick(engine, [case, asked("all", 0, 1, 2, 3, 4)], [], 3)
+        prompt = yard.prompt(case)
+        full = yard.full_answer(prompt)
+
+        def reuse(condition: str, *earlier: EvalCase) -> list[float]:
+            before = [yard.prompt(one) for one in earlier]
+            made = Conditions(yard.adapter, yard.tokenizer, [text.chunk for text in texts], earlier=before)
+            fusion = yard.prepared(condition, prompt, made.compute(condition, prompt)).fuse(SelectNone()).fusion
+            held = answer_log_probs(yard.adapter, yard.adapter.new_cache(fusion.layers), fusion.logits, full.answer)
+            found: list[float] = kl_divergence(full.rows, held).tolist()
+            return found
+
+        assert max(reuse("variant", poor, same)) < 1e-4, "the same chunks stood before: exact KV"
+        assert max(reuse("variant", poor)) > 1e-3
+        assert len({tuple(reuse(condition, poor)) for condition in ("variant", "both", "context")}) == 3
+        without = reuse("context")
+        assert reuse("variant", case) == without, "the prompt itself was not asked before"
+        assert reuse("variant", asked("none", 3, 4)) == without
+    assert fit([], []) > fit([], ["a"])
+    assert fit(["a", "b"], ["a", "b"]) > fit(["a", "b"], ["b", "a"]) > fit(["a", "b"], ["b", "c"]) > fit(["a"], ["c"])
 
 
 def test_a_condition_that_is_not_known_is_refused() -> None:

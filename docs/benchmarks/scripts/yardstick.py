@@ -10,7 +10,9 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``plain``: behind passages about nothing in particular;
 - ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
 - ``learned``, ``learned1``, ``learned0``: behind two of these, one or none, and what ``cacheblend-rag adapt`` learned;
-- ``together``: behind two stretches of the chunks of its own prompt, in another order.
+- ``together``: behind two stretches of the chunks of its own prompt, in another order;
+- ``variant``: behind what stood before it in the prompt of another question, the best-fitting one of the same half;
+- ``both``: the mean over that and the two of ``context``.
 
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
@@ -62,6 +64,7 @@ from docs.benchmarks.evaluation.answers import GreedyAnswers
 from docs.benchmarks.evaluation.methods import rule_of
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.plots import pyplot_for, save_figure
+from docs.benchmarks.scripts.variants import Variants
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
@@ -153,6 +156,8 @@ class Conditions:
         All chunks; those of a document one after another.
     learned : LearnedContext, optional
         What the model was adapted to.
+    earlier : sequence of Prompt
+        Prompts that left variants of their chunks.
     """
 
     def __init__(
@@ -161,8 +166,10 @@ class Conditions:
         tokenizer: PromptTokenizer,
         corpus: Sequence[str],
         learned: LearnedContext | None = None,
+        earlier: Sequence[Prompt] = (),
     ) -> None:
         self._adapter, self._tokenizer, self._learned = adapter, tokenizer, learned
+        self._variants = Variants(adapter, tokenizer, earlier)
         self._texts = corpus
         self._kept: dict[str, ComputeKV] = {}
 
@@ -182,6 +189,12 @@ class Conditions:
             return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
             return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
+        if condition in ("variant", "both"):
+            return self._variants.compute(prompt, self._of("context"), mixed=condition == "both")
+        return self._of(condition)
+
+    def _of(self, condition: str) -> ComputeKV:
+        """What does not depend on the prompt."""
         if condition not in self._kept:
             self._kept[condition] = lru_cache(_KEPT_CHUNKS)(self._of_corpus(condition))
         return self._kept[condition]
@@ -195,6 +208,7 @@ class Conditions:
         match = re.fullmatch("(context|learned)([0-2]?)", condition)
         if match is None or condition == "context0":
             names = "'sink', 'prefix', 'plain', 'context', 'context1', 'learned', 'learned1', 'learned0', 'together'"
+            names += ", 'variant', 'both'"
             raise ConfigError("condition", condition, f"use {names}")
         learned = self._learned if match[1] == "learned" else None
         if learned is None and match[1] == "learned":
@@ -280,6 +294,8 @@ class Yardstick:
         Whether only prompts are measured that full prefill answers rightly.
     corpus : sequence of str, optional
         All chunks, those of a document one after another; by default the passages of the questions.
+    earlier : sequence of EvalCase
+        Questions that were asked before, for the conditions that take KV from their prompts.
     """
 
     def __init__(
@@ -292,6 +308,7 @@ class Yardstick:
         noise: Sequence[str] = (),
         only_right: bool = False,
         corpus: Sequence[str] | None = None,
+        earlier: Sequence[EvalCase] = (),
     ) -> None:
         self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
@@ -299,7 +316,8 @@ class Yardstick:
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
         texts = corpus or [passage.chunk for case in cases for passage in case.passages]
-        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned)
+        before = [self.prompt(in_prompt(case, chunks)) for case in earlier]
+        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
         self.end_ids = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
@@ -447,11 +465,19 @@ def run(options: argparse.Namespace) -> None:
     corpus = None
     if options.corpus:
         corpus = [json.loads(line) for line in Path(options.corpus).read_text(encoding="utf-8").splitlines()]
-    yardstick = Yardstick(
-        engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right, corpus
-    )
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
+    yardstick = Yardstick(
+        engine,
+        cases,
+        options.methods,
+        options.chunks,
+        options.answers,
+        options.noise,
+        options.only_right,
+        corpus,
+        chosen,
+    )
     random.Random(options.seed).shuffle(chosen)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
