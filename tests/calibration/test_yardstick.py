@@ -16,7 +16,8 @@ from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
-from docs.benchmarks.scripts import deviation, yardstick
+from docs.benchmarks.scripts import deviation, three_models, yardstick
+from docs.benchmarks.scripts.redraw import draw_file
 from docs.benchmarks.scripts.variants import fit
 from docs.benchmarks.scripts.yardstick import (
     Conditions,
@@ -259,3 +260,37 @@ def test_a_folder_of_another_model_or_element_type_is_refused_at_once(tmp_path: 
     with pytest.raises(ConfigError, match=r"data_dir=.*--dtype float32"):
         yardstick.main(["run", "--data", "keys", "--count", "1", *given, "--out", str(tmp_path / "out.jsonl")])
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_models_are_set_side_by_side_with_the_tail_and_what_was_lost_and_gained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(number: int, default: float, other: float, right: bool, other_right: bool) -> dict[str, Any]:
+        methods = {
+            "context/query@0.15": {"work": 0.2, "kl": [default, default], "right": right, "same": True},
+            "sink/hkvd@0.15": {"work": 0.19, "kl": [other, 3 * other], "right": other_right, "same": number > 0},
+        }
+        noise = {"noise": {"order": [0.3]}, "noise_right": {"order": False}, "noise_same": {"order": False}}
+        return {"group": f"{number}", "tokens": 700, "right": right, "methods": methods, **noise}
+
+    rows = [row(0, 0.01, 0.02, True, False), row(1, 0.01, 0.5, False, True), row(2, 0.04, 0.02, True, True)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("small", "large")]
+    for file in files:
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    given = ["--model", "small", str(files[0]), "--model", "large", str(files[1])]
+    out, plot = tmp_path / "models.json", tmp_path / "models.svg"
+    assert three_models.main([*given, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "small: 3 prompts, 700 tokens, 2 right" in printed
+    assert "| alone, the paper's rule 15% | 19.0% | 0.360" in printed
+    found = json.loads(out.read_text(encoding="utf-8"))
+    paper = found["models"]["large"]["methods"]["sink/hkvd@0.15"]
+    assert (paper["median"], paper["worst"], paper["first_token"]) == (0.04, 1.0, 0.18)
+    assert (paper["lost"], paper["gained"]) == (1, 1)
+    assert paper["further"]["mean"] == pytest.approx(0.34)
+    assert paper["same"]["mean"] == pytest.approx(2 / 3, rel=1e-3)
+    order = found["models"]["small"]["methods"]["order"]
+    assert (order["lost"], order["gained"], order["same"]["mean"]) == (2, 0, 0.0)
+    again = tmp_path / "again.svg"
+    assert draw_file(out, again) == "three_models"
+    assert again.read_bytes() == plot.read_bytes()

@@ -23,6 +23,7 @@ from docs.benchmarks.scripts import (
     shared,
     simulator,
     store,
+    three_models,
     throughput,
     warm,
     yardstick,
@@ -63,6 +64,7 @@ KINDS = {
     "simulator": Kind(("rule", "runs", "large"), simulator.draw),
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
     "deviation": Kind(("deviation",), deviation.draw),
+    "three_models": Kind(("models",), three_models.draw),
     "yardstick": Kind(("sets", "together", "drawn"), yardstick.draw),
 }
 

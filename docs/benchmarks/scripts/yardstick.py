@@ -375,12 +375,14 @@ class Yardstick:
                         "gold": round(gold_here - gold_full, 5),
                     }
                     if method.name in self._answers:
-                        said = greedy.text(cache, logits, full.answer, held.argmax(dim=-1).tolist())
-                        same = said.strip() == full.text.strip()
-                        found[method.name] |= {"right": is_right(said, case.answers), "same": same}
+                        text = greedy.text(cache, logits, full.answer, held.argmax(dim=-1).tolist())
+                        same = text.strip() == full.text.strip()
+                        found[method.name] |= {"right": is_right(text, case.answers), "same": same}
         noises = list(self._noises(asked, full))
-        right = {name: is_right(text, case.answers) for name, _, text in noises if text is not None}
-        return {**row, "methods": found, "noise": {name: kl for name, kl, _ in noises}, "noise_right": right}
+        said = {name: text for name, _, text in noises if text is not None}
+        row |= {"methods": found, "noise": {name: kl for name, kl, _ in noises}}
+        row["noise_right"] = {name: is_right(text, case.answers) for name, text in said.items()}
+        return {**row, "noise_same": {name: text.strip() == full.text.strip() for name, text in said.items()}}
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
@@ -467,18 +469,10 @@ def run(options: argparse.Namespace) -> None:
         corpus = [json.loads(line) for line in Path(options.corpus).read_text(encoding="utf-8").splitlines()]
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
-    yardstick = Yardstick(
-        engine,
-        cases,
-        options.methods,
-        options.chunks,
-        options.answers,
-        options.noise,
-        options.only_right,
-        corpus,
-        chosen,
-    )
     random.Random(options.seed).shuffle(chosen)
+    earlier = chosen[::-1][: options.earlier]  # from the end: the others are asked from the beginning
+    answers, noise, right = options.answers, options.noise, options.only_right
+    yardstick = Yardstick(engine, cases, options.methods, options.chunks, answers, noise, right, corpus, earlier)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {json.loads(line)["id"] for line in out.open(encoding="utf-8")} if out.exists() else set()
@@ -716,6 +710,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
     add.add_argument("--only-right", action="store_true", help="pass over prompts that full prefill answers wrongly")
+    add.add_argument("--earlier", type=int, metavar="COUNT", help="most questions asked before")
     add.add_argument("--out", required=True, metavar="FILE")
     add.set_defaults(action=run)
     join = actions.add_parser("show", help="join results: a table, its JSON and a plot")
