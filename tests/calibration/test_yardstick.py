@@ -22,6 +22,7 @@ from docs.benchmarks.scripts.variants import fit
 from docs.benchmarks.scripts.yardstick import (
     Conditions,
     Yardstick,
+    another_order,
     in_prompt,
     is_right,
     keys_cases,
@@ -123,6 +124,14 @@ def test_halves_share_no_text_and_are_all(tmp_path: Path) -> None:
     assert test
     assert not {case.group for case in dev} & {case.group for case in test}
     assert len(dev) + len(test) == len(of_half(made, "all")) == 40
+
+
+def test_another_order_is_another() -> None:
+    passages = [Passage("", text) for text in ("one", "two")]
+    for number in range(20):
+        assert another_order(passages, f"{number}") == (passages[1], passages[0])
+    assert another_order(passages[:1], "alone") == (passages[0],)
+    assert another_order([passages[0]] * 2, "twice the same") == (passages[0],) * 2
 
 
 def test_questions_about_countries_name_them_in_one_chunk_only(tmp_path: Path) -> None:

@@ -145,6 +145,15 @@ def in_prompt(case: EvalCase, chunks: int, order: str = "0") -> EvalCase:
     return replace(case, passages=tuple(needed))
 
 
+def another_order(passages: Sequence[Passage], seed: str) -> tuple[Passage, ...]:
+    """The same passages in a random order that is not the given one, if there is another."""
+    chooser, found = random.Random(seed), list(passages)
+    chooser.shuffle(found)
+    while found == list(passages) and any(one != found[0] for one in found):
+        chooser.shuffle(found)
+    return tuple(found)
+
+
 class Conditions:
     """The corpus that computes the chunks of a prompt, by the name of a condition.
 
@@ -415,11 +424,9 @@ class Yardstick:
     def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
         left_out = replace(case, passages=tuple(p for p in case.passages if p is not others[0])) if others else case
-        shuffled = list(case.passages)
-        random.Random(f"noise/{case.id}").shuffle(shuffled)
         return {
             "separator": self.prompt(case, "\n # # \n"),
-            "order": self.prompt(replace(case, passages=tuple(shuffled))),
+            "order": self.prompt(replace(case, passages=another_order(case.passages, f"noise/{case.id}"))),
             "one passage less": self.prompt(left_out),
         }
 
