@@ -237,12 +237,14 @@ LEAST_RATIO = 0.15
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
-Verify = Literal["off", "always", "held"]
+Verify = Literal["off", "idle", "always", "held"]
 """Names of `BlendConfig.verify`."""
 VERIFY: tuple[str, ...] = get_args(Verify)
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
+    "guard_share": 'use verify="idle" with verify_share, which checks answers word for word',
+    "guard_bound": "use verify_bound, a share of corrected answers",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
 }
 """Options of earlier versions, and what to do instead."""
@@ -669,27 +671,27 @@ class BlendConfig:
         "off",
         choice(VERIFY),
         """
-        Whether each answer is held against full prefill before it counts as done, and corrected where the model itself
-        goes on differently. Set it to 'always' where an answer must be the full model's and its first words should
-        come early; to 'held' where a stream must never be corrected, since it hands out nothing before it is certain.
-        See docs/explanation/verification.md.
+        Whether answers are held against full prefill, and corrected where the model itself goes on differently. Set it
+        to 'idle' where answers should be checked when nothing else waits; to 'always' where an answer must be the full
+        model's before it counts as done, and its first words should come early; to 'held' where a stream must never be
+        corrected: it is prefilled in full, so its first word comes later. See docs/explanation/verification.md.
         """,
     )
-    guard_share: float = _engine_option(
-        0.0,
+    verify_share: float = _engine_option(
+        1.0,
         SHARE,
         """
-        Share of requests that the quality guard checks by a full prefill in the background, when nothing else waits.
-        Set it, for instance to 0.01, where you want to notice in operation that answers drift from full prefill. See
-        docs/how-to/evaluation.md#the-quality-guard.
+        Share of the answers that 'idle' verification checks. Lower it, for instance to 0.01, where checking all would
+        keep the machine busy, and you want to notice in operation that answers are corrected more often.
         """,
     )
-    guard_bound: float = _engine_option(
-        0.1,
-        ABOVE_ZERO,
+    verify_bound: float = _engine_option(
+        0.5,
+        SHARE,
         """
-        Mean KL divergence, in nats a token, past which the guard raises the recompute ratio. Lower it where answers
-        must stay nearer to full prefill; raise it where the guard raises the ratio and answers are good all the same.
+        Share of corrected answers, among the last 16 that were checked, past which the recompute ratio is raised by
+        half. Lower it where first texts should seldom be corrected; 1 never raises the ratio. See
+        docs/explanation/verification.md#what-corrections-teach.
         """,
     )
     prepack_weights: bool | str = _engine_option(

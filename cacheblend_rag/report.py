@@ -98,8 +98,9 @@ class Verification:
     Parameters
     ----------
     status : str
-        ``"off"``: it was not. ``"verified"``: the model itself gives this very answer. ``"corrected"``: it gave another
-        one, which is the answer now. ``"given up"``: it could not be, so the answer is that from blended KV.
+        ``"off"``: it was not. ``"waiting"``: it will be, once nothing else waits; ``BlendEngine.verifications`` has the
+        result then. ``"verified"``: the model itself gives this very answer. ``"corrected"``: it gave another one,
+        which is the answer now. ``"given up"``: it could not be, so the answer is that from blended KV.
     kept_tokens : int
         Tokens of the first answer that stay.
     position : int
@@ -112,9 +113,11 @@ class Verification:
         Tokens that were kept although full prefill scores another one higher, by no more than rounding explains.
     seconds : float
         Time it took.
+    id : str
+        Its name, where it was made to wait.
     """
 
-    status: Literal["off", "verified", "corrected", "given up"] = "off"
+    status: Literal["off", "waiting", "verified", "corrected", "given up"] = "off"
     kept_tokens: int = 0
     position: int = 0
     before: str = ""
@@ -122,6 +125,7 @@ class Verification:
     reason: str = ""
     ties: int = 0
     seconds: float = 0.0
+    id: str = ""
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -380,8 +384,16 @@ class Tally:
                 documents_left_out=seen.documents_left_out + outcomes["left out"],
                 documents_changed=seen.documents_changed
                 + sum(use.found and bool(use.change) for use in report.documents),
-                verified=seen.verified + (report.verification.status == "verified"),
-                corrected=seen.corrected + (report.verification.status == "corrected"),
+            )
+        self.note_verification(report.verification)
+
+    def note_verification(self, found: Verification) -> None:
+        """An answer was verified, at its end or later."""
+        with self._lock:
+            self._stats = replace(
+                self._stats,
+                verified=self._stats.verified + (found.status == "verified"),
+                corrected=self._stats.corrected + (found.status == "corrected"),
             )
 
     def stats(self) -> AnswerStats:

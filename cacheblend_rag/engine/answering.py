@@ -17,22 +17,24 @@ import torch
 
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
-from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, decode, generate
-from cacheblend_rag.engine.guard import QualityGuard
-from cacheblend_rag.engine.pipeline import Blend, Pipeline
+from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
+from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
+from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.loading.shared import SharedKV
+from cacheblend_rag.models.memory import is_out_of_memory
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
 _log = logging.getLogger(__name__)
+_NO_MEMORY = Verification("given up", reason="memory ran out")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Answering:
         The first four verbs.
     turns : Turns
         Lets requests have the model in turn.
-    guard : QualityGuard
+    verifications : Verifications
+        Has the answers that are verified later.
     names : SpanNames
         Names of the answers in traces.
     """
@@ -54,7 +57,7 @@ class Answering:
     tokenizer: Any
     pipeline: Pipeline
     turns: Turns
-    guard: QualityGuard
+    verifications: Verifications
     names: SpanNames
 
     def to(
@@ -97,13 +100,12 @@ class Answering:
         held = self.turns.beside_others(prompt, options.max_new_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
             fit = pipeline.split(prompt, *answer_room(options))
-            with pipeline.look_up(fit) as lookup:
+            with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
-        self.guard.watch(fit.prompt, answer, pipeline, self.turns.scheduler, self.turns.write_back)
         return answer
 
     def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
@@ -126,9 +128,9 @@ class Answering:
                     window=adapter.context_window,
                 )
             seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-            report = report_of_images(
-                prompt, adapter.num_layers, decoded, seconds, self._unchecked(decoded, options, sink)
-            )
+            verification = self._unchecked(decoded, options, sink)
+            self._note(verification, 0.0)
+            report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
             answer = Generation(decoded.text, decoded.token_ids, report)
             trace.answered(answer)
         return answer
@@ -182,18 +184,14 @@ class Answering:
     def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Any]:
         """The answer to a fused prompt, verified if it is to be, and the KV behind it."""
         options = self._repeatable(options)
-        held = self._verifies(options) == "held" and not blend.exact
-        draft = self._draft(blend, options, None if held else sink, _cancelled_by(sink))
+        draft = self._draft(blend, options, sink)
         checked = self._verify(blend, draft, options, sink)
-        decoded = checked.decoded
-        if held and sink:
-            sink.put(decoded.text)
+        decoded, ratio = checked.decoded, 0.0 if blend.choice is None else blend.choice.ratio
+        self._note(checked.verification, ratio)
         report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
         return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation), checked.cache
 
-    def _draft(
-        self, blend: Blend, options: DecodeOptions, sink: Cancelled | None, cancelled: Callable[[], bool]
-    ) -> DecodedAnswer:
+    def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
         model = self.pipeline.segments.model
         with model.products(), self.turns.steps(blend) as step:
@@ -205,7 +203,7 @@ class Answering:
                 logits=blend.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=cancelled,
+                cancelled=_cancelled_by(sink),
                 step=step,
                 window=model.adapter.context_window,
             )
@@ -231,25 +229,63 @@ class Answering:
     def _verify(
         self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
     ) -> CheckedAnswer:
-        """The answer that full prefill gives, if it is to be verified."""
-        model, turns, cancelled = self.pipeline.segments.model, self.turns, _cancelled_by(sink)
-        if self._verifies(options) == "off" or blend.exact or cancelled():
+        """The answer that full prefill gives, if it is to be verified now."""
+        mode, turns, cancelled = self._verifies(options), self.turns, _cancelled_by(sink)
+        if mode == "off" or blend.exact or cancelled():
             return CheckedAnswer(draft, self._unchecked(draft, options, sink), blend.cache)
+        if mode == "idle":
+            return CheckedAnswer(draft, self._verify_later(blend, draft, options), blend.cache)
+        checked = self._check(blend.input_ids, draft, options, turns.step, turns.pauses(cancelled), cancelled)
+        return checked or CheckedAnswer(draft, _NO_MEMORY, blend.cache)
+
+    def _check(
+        self,
+        ids: Sequence[int],
+        draft: DecodedAnswer,
+        options: DecodeOptions,
+        step: Step,
+        pauses: Pauses | None,
+        cancelled: Callable[[], bool],
+    ) -> CheckedAnswer | None:
+        """The answer that full prefill gives; None if memory ran out."""
+        model = self.pipeline.segments.model
         try:
             with model.products():
                 return check(
-                    model.adapter,
-                    self.tokenizer,
-                    blend.input_ids,
-                    draft,
-                    options,
-                    step=turns.step,
-                    pauses=turns.pauses(cancelled),
-                    cancelled=cancelled,
+                    model.adapter, self.tokenizer, ids, draft, options, step=step, pauses=pauses, cancelled=cancelled
                 )
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             _log.warning("an answer could not be verified: %s", error)
-            return CheckedAnswer(draft, Verification("given up", reason="memory ran out"), blend.cache)
+            return None
+
+    def _verify_later(self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions) -> Verification:
+        """Let an answer be verified when nothing else waits, if it is among the share that is."""
+        if not self.verifications.chosen(self.pipeline.config):
+            return Verification(reason="verify_share leaves it out")
+        choice, segments, split = blend.choice, self.pipeline.segments, blend.lookup.fit.split
+        ratio, fingerprint = 0.0 if choice is None else choice.ratio, segments.model.fingerprint
+
+        def verify(cancelled: Callable[[], bool]) -> Verification:
+            turns = self.turns
+            with turns.in_background():
+                if segments.model.fingerprint != fingerprint:
+                    return Verification("given up", reason="the model has changed since the answer")
+                pauses = turns.pauses_in_background(cancelled)
+                found = self._check(split.input_ids, draft, options, turns.step_in_background, pauses, cancelled)
+                if found is None:
+                    return _NO_MEMORY
+                if not self.pipeline.store.traits.read_only:
+                    for job in self.pipeline.keep_session(split, found.decoded.token_ids, found.cache).values():
+                        job.run()
+            self._note(found.verification, ratio)
+            return found.verification
+
+        return self.verifications.submit(verify)
+
+    def _note(self, found: Verification, ratio: float) -> None:
+        self.verifications.note(found, ratio, self.pipeline.policy.minimum, self.pipeline.config)
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""

@@ -20,13 +20,13 @@ from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
 from cacheblend_rag.engine.turns import Lifetime, Turns
+from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusor.self_check import check_adapter
@@ -54,7 +54,7 @@ class EngineParts:
         Gives the model's processor for images, or None.
     pipeline : Pipeline
     turns : Turns
-    guard : QualityGuard
+    verifications : Verifications
     prefetcher : Prefetcher
     names : SpanNames
         Names of its answers in traces.
@@ -70,7 +70,7 @@ class EngineParts:
     processor: Callable[[], Any]
     pipeline: Pipeline
     turns: Turns
-    guard: QualityGuard
+    verifications: Verifications
     prefetcher: Prefetcher
     names: SpanNames
     owns_store: bool
@@ -145,7 +145,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             processor=lambda: processor,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
-            guard=QualityGuard(),
+            verifications=Verifications(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
@@ -156,9 +156,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     def _consist_of(self, parts: EngineParts) -> None:
         self._parts = parts
-        pipeline, segments = parts.pipeline, parts.pipeline.segments
-        self.config, self.store = pipeline.config, pipeline.store
-        self.tokenizer, self.guard = parts.tokenizer, parts.guard
+        self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
+        self.config, self.store, segments = pipeline.config, pipeline.store, pipeline.segments
         self.adapter = segments.model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
@@ -174,7 +173,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """Lets requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher)
         """The stored KV of chunks."""
-        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.guard, parts.names)
+        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
 
     @classmethod
     def from_pretrained(
@@ -235,10 +234,9 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def with_config(self, **changes: Any) -> BlendEngine:
         """An engine over the same model and store with other options.
 
-        It shares everything with this one, so requests of both still wait for one another, and
-        it ends when this one is closed; closing it does nothing. The quality guard is shared too: what it has seen
-        is counted together, and a ratio it has raised is raised for both. ``guard_share`` and ``guard_bound`` may
-        differ; they say how the requests of each are sampled and judged.
+        It shares everything with this one, so requests of both still wait for one another, and it ends when this one is
+        closed; closing it does nothing. Verifications are counted together, and a ratio that they have raised is raised
+        for both; ``verify_share`` and ``verify_bound`` are those of whichever answered.
 
         Parameters
         ----------
@@ -476,7 +474,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self.chunks.forget(chunks, prefix=prefix)
 
     def flush(self) -> None:
-        """Wait until everything computed is stored, on other machines too."""
+        """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""
+        self.verifications.wait()
         self.turns.write_back.flush()
         self.store.flush()
 
@@ -494,6 +493,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         if self._parts.base is not None or write_back.closed:
             return
         self._parts.prefetcher.close()
+        self.verifications.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
             self.turns.segments.model.release()

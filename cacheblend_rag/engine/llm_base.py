@@ -510,8 +510,8 @@ class LLMBase(DecodeFields):
 
     def _answered(self, answer: Generation) -> None:
         self._tally.note(answer)
-        report = answer.report
-        if self.track and not (report.hits or report.misses or report.left_out or report.documents):
+        self.engine.verifications.call_when_done(answer.verification.id, self._tally.note_verification)
+        if self.track and not ((report := answer.report).hits or report.misses or report.left_out or report.documents):
             self._registry.hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
 
     def _attempts(self) -> Iterator[AttemptManager]:

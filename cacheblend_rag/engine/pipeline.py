@@ -280,11 +280,11 @@ class Pipeline:
 
     # Look up -------------------------------------------------------------------------------
 
-    def look_up(self, fit: FittedPrompt) -> Lookup:
-        """Open what is stored of a prompt; of one that is better prefilled in full, nothing."""
+    def look_up(self, fit: FittedPrompt, plain: bool = False) -> Lookup:
+        """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
         started, split = time.perf_counter(), fit.split
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
-        if few or not self.segments.model.adapter.reusable(len(split.input_ids)):
+        if plain or few or not self.segments.model.adapter.reusable(len(split.input_ids)):
             return Lookup(fit, split, plain=True)
         kept = self._session_cache(split).find(split) if self._keeps_sessions else None
         lookup = self._opened(fit, kept, [])
@@ -487,12 +487,25 @@ class Pipeline:
 
     def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
         """Jobs that store what is missing of a prompt, and the whole prompt with its answer if that is wanted."""
-        whole = blend.lookup.fit.split
-        if blend.choice is None or not self._keeps_sessions or self.config.write_back == "off":
+        if blend.choice is None:
             return blend.jobs
-        layers = self.segments.model.adapter.layers_of(blend.cache.layers)
-        found = self._session_cache(whole).job(whole, answer_ids, layers)
-        return blend.jobs if found is None else {**blend.jobs, found[0]: found[1]}
+        return {**blend.jobs, **self.keep_session(blend.lookup.fit.split, answer_ids, blend.cache)}
+
+    def keep_session(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> Mapping[str, Job]:
+        """The job that stores a whole prompt with its answer, if that is wanted and the cache holds it.
+
+        Parameters
+        ----------
+        split : TokenizedPrompt
+        answer_ids : sequence of int
+        cache : transformers Cache
+            KV of prompt and answer.
+        """
+        if not self._keeps_sessions or self.config.write_back == "off":
+            return {}
+        layers = self.segments.model.adapter.layers_of(cache.layers)
+        found = self._session_cache(split).job(split, answer_ids, layers)
+        return {} if found is None else {found[0]: found[1]}
 
 
 def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:

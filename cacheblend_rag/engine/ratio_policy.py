@@ -54,7 +54,7 @@ class RatioChoice:
 
 
 class MinimumRatio:
-    """The recompute ratio below which no request of an engine goes; a quality guard raises it."""
+    """The recompute ratio below which no request of an engine goes; many corrected answers raise it."""
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -73,7 +73,7 @@ class Scheduler:
     """One holder at a time, in the order of asking; background work waits for requests, though not for ever.
 
     ``with scheduler:`` is for requests beside which no other may be under way, `entered` for those that let others in
-    at every `step`, `background` for background work, one short piece at a time.
+    at every `step`, `background` for background work, one short piece at a time or a long one that will `step_aside`.
 
     Notes
     -----
@@ -130,16 +130,6 @@ class Scheduler:
     def waiting(self) -> int:
         """How many requests wait to begin."""
         return len(self._queue)
-
-    @property
-    def under_way(self) -> int:
-        """How many requests have begun, with the holder's own."""
-        return self._begun
-
-    @property
-    def background_waits(self) -> bool:
-        """Whether background work waits."""
-        return bool(self._background)
 
     @property
     def alone(self) -> bool:
@@ -217,7 +207,8 @@ class Scheduler:
         self._long.append(mine)
         try:
             while self._busy or self._next() is not mine:
-                self._condition.wait(None if self._busy or self._is_wanted else mine.pause)
+                wanted = self._busy or self._first_may_begin or self._steps  # by others than long passes
+                self._condition.wait(None if wanted else mine.pause)
         finally:
             self._long.remove(mine)
             self._condition.notify_all()
@@ -231,28 +222,50 @@ class Scheduler:
     @contextmanager
     def background(self) -> Iterator[None]:
         """Hold the scheduler for a piece of background work: once no request wants it, or when its share is due."""
-        mine: ModelTime | None = None
         with self._condition:
-            if self._owner == threading.get_ident():  # part of a request, or of such a piece
+            nested = self._owner == threading.get_ident()  # part of a request, or of such a piece
+            if nested:
                 self._depth += 1
             else:
-                mine = ModelTime(lambda: 0)
-                self._background.append(mine)
-                try:
-                    self._take(mine, mine)
-                finally:
-                    self._background.remove(mine)
-                    self._condition.notify_all()
-                self._owed = 0.0 if self._queue or self._begun else _REQUESTS_FIRST
-                self._begun += 1
+                self._begin_background()
         try:
             yield
         finally:
             with self._condition:
-                self._leave()
-                if mine is not None:
-                    self._used -= mine.seconds
-                    self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
+                if nested:
+                    self._leave()
+                else:
+                    self._end_background()
+
+    def step_aside(self) -> None:
+        """Let all requests go before the rest of a long piece of background work, or until its share is due again.
+
+        Called by the holder, who holds the scheduler again afterwards.
+        """
+        if self._depth > 1 or not (self._queue or self._steps or self._long or self._background):
+            return
+        with self._condition:
+            self._end_background()
+            self._begin_background()
+
+    def _begin_background(self) -> None:
+        mine = ModelTime(lambda: 0)
+        self._background.append(mine)
+        try:
+            self._take(mine, mine)
+        finally:
+            self._background.remove(mine)
+            self._condition.notify_all()
+        self._owed = 0.0 if self._queue or self._begun else _REQUESTS_FIRST
+        self._begun += 1
+
+    def _end_background(self) -> None:
+        mine = self._holder
+        if self._owner != threading.get_ident():  # interrupted while it had stepped aside
+            return
+        self._leave()
+        self._used -= mine.seconds
+        self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
     def hold_for_good(self) -> None:
         """Let nobody have the model any more, once its holder has left it."""
@@ -335,11 +348,6 @@ class Scheduler:
         if not self._queue or any(one.to_steps for one in self._long):
             return False
         return not self._begun or self._begun <= self._queue[0].beside()
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether any request could use the model now, but for long passes."""
-        return self._first_may_begin or bool(self._steps)
 
     @property
     def _background_is_due(self) -> bool:

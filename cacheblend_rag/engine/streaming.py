@@ -31,11 +31,11 @@ def end_answers() -> None:
     """
     _ending.set()
     for thread in threading.enumerate():
-        if isinstance(thread, _AnswerThread):
+        if isinstance(thread, AnswerThread):
             thread.join()
 
 
-class _AnswerThread(threading.Thread):
+class AnswerThread(threading.Thread):
     """The thread of a stream. A program that ends does not wait for the whole answer; see `end_answers`."""
 
 
@@ -174,7 +174,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         if self._timeout is not None:
             self._deadline = time.monotonic() + self._timeout
         # The thread knows nothing of this object, so that dropping it ends the generation.
-        self._thread = _AnswerThread(
+        self._thread = AnswerThread(
             target=contextvars.copy_context().run,
             args=(_generate, self._answer, self._sink, self._outcome),
             name="blend-stream",

@@ -125,22 +125,37 @@ class Turns:
         """Pauses of a prefill, in which others use the model; None if there are no others."""
         if not self.several:
             return None
-        on_cpu = self.segments.model.adapter.device.type == "cpu"
-
-        def going_on() -> None:
-            if cancelled():
-                raise GenerationError("the answer was given up while its prompt was prefilled")
 
         def between(seconds: float) -> None:
-            going_on()
+            _go_on(cancelled)
             self.scheduler.give_way(seconds)
 
         def each_layer() -> None:
-            going_on()
-            if on_cpu:  # on a GPU a layer takes a millisecond
+            _go_on(cancelled)
+            if self._on_cpu:
                 self.scheduler.let_step()
 
         return Pauses(between, each_layer)
+
+    def pauses_in_background(self, cancelled: Callable[[], bool]) -> Pauses:
+        """Pauses of a prefill in the background, in which all requests go first."""
+
+        def between(seconds: float) -> None:
+            _go_on(cancelled)
+            self.scheduler.step_aside()
+
+        def each_layer() -> None:
+            _go_on(cancelled)
+            if self._on_cpu:
+                self.scheduler.step_aside()
+
+        return Pauses(between, each_layer)
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether a layer takes so long that others should not wait for more than one; a millisecond on a GPU."""
+        device: torch.device = self.segments.model.adapter.device
+        return device.type == "cpu"
 
     @contextmanager
     def steps(self, blend: Blend) -> Iterator[Step]:
@@ -165,3 +180,13 @@ class Turns:
         if not self.several:
             return self.batched_decode([inputs])[0]
         return self.scheduler.step(inputs, self.batched_decode)
+
+    def step_in_background(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """A step's pass in the background, once no request wants the model; logits ``[1, tokens, vocab]``."""
+        self.scheduler.step_aside()
+        return self.batched_decode([inputs])[0]
+
+
+def _go_on(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise GenerationError("the answer was given up while its prompt was prefilled")

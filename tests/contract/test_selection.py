@@ -17,6 +17,7 @@ from cacheblend_rag.fusor.selection import (
     FixedRule,
     LayerView,
     SelectAll,
+    SelectBoundary,
     SelectGradual,
     SelectHKVD,
     SelectionRule,
@@ -28,6 +29,7 @@ from cacheblend_rag.fusor.selection import (
 )
 from cacheblend_rag.fusor.selection.boundary import first_of_chunks
 from cacheblend_rag.fusor.selection.gradual import falling
+from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.fusor.work import ProjectedRows, RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
@@ -427,3 +429,21 @@ def test_rules_that_do_not_fit_the_model_are_refused(rule: SelectionRule, field:
 def test_layer_zero_is_refused(layers: Any) -> None:
     with pytest.raises(ConfigError, match="check_layers"):
         SelectHKVD(layers)
+
+
+def test_raised_minimum_lifts_the_ratio_of_each_rule() -> None:
+    rules: list[tuple[SelectionRule, SelectionRule]] = [
+        (SelectHKVD((1,), 0.1), SelectHKVD((1,), 0.3)),
+        (SelectHKVD((1, 2), 0.5, (0.5, 0.1)), SelectHKVD((1, 2), 0.5, (0.5, 0.3))),
+        (SelectGradual((1,), 0.1).fit(6), keep_at_least(SelectGradual((1,), 0.1).fit(6), 0.3)),
+        (SelectBoundary(0.1), SelectBoundary(0.3)),
+        (SelectQuery(0.0).fit(8), SelectQuery(0.3)),
+    ]
+    for rule, expected in rules:
+        raised = keep_at_least(rule, 0.3)
+        assert raised == expected
+        assert keep_at_least(raised, 0.3) is raised
+        raised.fit(8)
+    assert SelectQuery(0.3).fit(8).score_layers == keep_at_least(SelectQuery(0.0).fit(8), 0.3).fit(8).score_layers
+    none = SelectNone()
+    assert keep_at_least(none, 0.5) is none

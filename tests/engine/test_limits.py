@@ -209,12 +209,18 @@ def test_a_batch_is_cut_prompt_by_prompt() -> None:
         assert long.report.left_out
 
 
-def test_the_guard_checks_what_was_answered() -> None:
-    with engine_of(overflow="drop_chunks", guard_share=1.0, recompute_ratio=0.2) as engine:
+@pytest.mark.parametrize("mode", ["idle", "always"])
+def test_prompt_is_verified_as_it_was_cut(mode: str) -> None:
+    with engine_of(overflow="drop_chunks", selection="none") as engine:
         engine.warm(CHUNKS)
-        assert engine.generate(prompt_of(8), max_new_tokens=4).report.left_out
-        engine.flush()
-        assert (engine.guard.status.measured, engine.guard.status.dropped) == (1, 0)
+        expected = engine.with_config(selection="all").generate(prompt_of(8), max_new_tokens=4)
+        draft = engine.generate(prompt_of(8), max_new_tokens=4)
+        answer = engine.generate(prompt_of(8), max_new_tokens=4, verify=mode)
+        assert answer.report.left_out
+        found = engine.verifications.result(answer.verification.id, wait=20) or answer.verification
+        assert found.status in ("verified", "corrected")
+        text = draft.text[: found.position] + found.after if found.status == "corrected" else draft.text
+        assert text == expected.text
 
 
 # Warming ----------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
         assert isinstance(leaving.exception(5), KeyboardInterrupt)
         go.set()
         staying.result(5)
-    assert (scheduler.under_way, scheduler.waiting) == (0, 0)
+    assert (scheduler._begun, scheduler.waiting) == (0, 0)
     in_background(scheduler, lambda: None)
 
 
@@ -412,3 +412,31 @@ def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.
         scheduler.let_step()
         assert time.monotonic() - began < 1
         assert not waits.done()
+
+
+def test_background_work_that_steps_aside_goes_on_after_all_requests() -> None:
+    scheduler, order = Scheduler(), list[str]()
+    begun = threading.Event()
+
+    def long() -> None:
+        begun.set()
+        until(lambda: scheduler.waiting == 2)
+        scheduler.step_aside()
+        order.append("background")
+
+    def request() -> None:
+        with scheduler:
+            order.append("request")
+
+    threads = [threading.Thread(target=in_background, args=(scheduler, long))]
+    threads[0].start()
+    assert begun.wait(5)
+    threads += [threading.Thread(target=request) for _ in range(2)]
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert order == ["request", "request", "background"]
+    with scheduler.background(), scheduler.background():
+        scheduler.step_aside()  # held twice, it cannot
+    assert (scheduler._begun, scheduler.waiting) == (0, 0)

@@ -448,7 +448,7 @@ def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> No
     shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
     with pytest.raises(ZeroDivisionError):
         engine.generate_batch(PROMPTS, max_new_tokens=1_500, logits_processor=[failing])
-    until(lambda: not scheduler_of(engine.model).under_way)
+    until(lambda: not scheduler_of(engine.model)._begun)
     assert failing.tokens < 1_000
 
 
@@ -510,7 +510,7 @@ def test_warming_waits_for_answers_and_for_those_that_come_later(engine: BlendEn
         first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
-        until(lambda: scheduler_of(engine.model).background_waits)
+        until(lambda: scheduler_of(engine.model)._background)
         later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
         until(lambda: scheduler_of(engine.model).waiting)
         held.go.set()

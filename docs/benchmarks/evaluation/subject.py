@@ -82,7 +82,7 @@ class Subject:
     def view(self, variant: Variant) -> BlendEngine:
         """The engine with a variant's rule."""
         if variant.label not in self._views:
-            self._views[variant.label] = self.engine.with_config(selection=variant.rule, min_tokens=0, guard_share=0.0)
+            self._views[variant.label] = self.engine.with_config(selection=variant.rule, min_tokens=0, verify="off")
         return self._views[variant.label]
 
 

@@ -1,0 +1,230 @@
+"""Answers that are verified when nothing else waits, and what all verifications together say of the model.
+
+::
+
+    engine = BlendEngine(model, tokenizer, config=BlendConfig(verify="idle"), store="blend_data/kv")
+    answer = engine.generate(prompt)
+    engine.verifications.result(answer.verification.id, wait=30).status  # "verified" or "corrected"
+    engine.verifications.status  # counts, and whether the ratio was raised
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.ratio_policy import MinimumRatio
+from cacheblend_rag.engine.streaming import AnswerThread, interpreter_ends
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.report import Verification
+
+_log = logging.getLogger(__name__)
+# Answers that may wait, and results that are remembered.
+_WAITING, _REMEMBERED = 64, 1000
+# Checks since the ratio was last raised whose corrections are counted, and how few of them say nothing yet.
+_WINDOW, _LEAST = 16, 8
+
+Cancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class VerificationStatus:
+    """Counts of an engine's verifications, with those of its views.
+
+    Parameters
+    ----------
+    waiting : int
+        Answers that are still to be checked.
+    verified, corrected, given_up : int
+        Answers that were checked and stayed, that were corrected, and that could not be checked.
+    raised : int
+        How often the recompute ratio was raised since too many answers were corrected.
+    least_ratio : float
+        Below this the ratio no longer falls; 0 if it was never raised.
+    """
+
+    waiting: int = 0
+    verified: int = 0
+    corrected: int = 0
+    given_up: int = 0
+    raised: int = 0
+    least_ratio: float = 0.0
+
+
+class Verifications:
+    """Checks answers one by one in the background, and counts what all checks find.
+
+    An engine and all its views share one. ``verify_share`` and ``verify_bound`` of whichever answered say how likely an
+    answer is checked, and how many corrections are too many when its own check is done. A raised ratio holds for all.
+    """
+
+    def __init__(self) -> None:
+        self._chooser = random.Random(0)
+        self._lock = threading.Lock()
+        self._status = VerificationStatus()
+        self._corrections: deque[bool] = deque(maxlen=_WINDOW)
+        self._results: OrderedDict[str, Future[Verification]] = OrderedDict()
+        self._waiting: deque[tuple[str, Callable[[Cancelled], Verification]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def status(self) -> VerificationStatus:
+        """Counts so far."""
+        return self._status
+
+    def result(self, id: str, wait: float = 0.0) -> Verification | None:
+        """How a waiting answer was verified.
+
+        Parameters
+        ----------
+        id : str
+            ``Generation.verification.id``.
+        wait : float
+            Seconds to wait for it at most.
+
+        Returns
+        -------
+        Verification or None
+            Its status is ``"waiting"`` if it is not done yet. None for an id that is unknown, or of an answer before
+            the last thousand that were checked so.
+        """
+        if (future := self._results.get(id)) is None:
+            return None
+        try:
+            return future.result(wait)
+        except FutureTimeoutError:
+            return Verification("waiting", id=id)
+
+    def call_when_done(self, id: str, done: Callable[[Verification], object]) -> None:
+        """Call a function with the result of a waiting answer, on the thread that has it; at once if it is there."""
+        if (future := self._results.get(id)) is not None:
+            future.add_done_callback(lambda found: done(found.result()))
+
+    def chosen(self, config: BlendConfig) -> bool:
+        """Whether the next answer is among the share that is checked."""
+        with self._lock:
+            return self._chooser.random() < config.verify_share
+
+    def submit(self, check: Callable[[Cancelled], Verification]) -> Verification:
+        """Let an answer be checked when nothing else waits.
+
+        Parameters
+        ----------
+        check : callable
+            Takes a function that says whether to give it up, and gives the result.
+
+        Returns
+        -------
+        Verification
+            Its status is ``"waiting"``, or ``"given up"`` if too many wait.
+        """
+        id, future = uuid.uuid4().hex, Future[Verification]()
+        with self._lock:
+            if self._closed or len(self._waiting) >= _WAITING:
+                self._add(given_up=1)
+                reason = "the engine was closed" if self._closed else f"{_WAITING} answers wait to be checked"
+                return Verification("given up", reason=reason)
+            self._results[id] = future
+            while len(self._results) > _REMEMBERED:
+                self._results.popitem(last=False)
+            self._waiting.append((id, check))
+            self._add(waiting=1)
+            if self._thread is None:
+                self._thread = AnswerThread(target=self._work, name="verification", daemon=True)
+                self._thread.start()
+        return Verification("waiting", id=id)
+
+    def note(self, found: Verification, ratio: float, minimum: MinimumRatio, config: BlendConfig) -> None:
+        """Count a verification, and raise the ratio if too many of the latest answers were corrected.
+
+        Parameters
+        ----------
+        found : Verification
+        ratio : float
+            Recompute ratio of the answer.
+        minimum : MinimumRatio
+            It is raised.
+        config : BlendConfig
+            Options of the answer.
+        """
+        if found.status not in ("verified", "corrected"):
+            return
+        with self._lock:
+            self._add(**{found.status: 1})
+            if found.reason:  # full prefill gave it
+                return
+            self._corrections.append(found.status == "corrected")
+            count, share = len(self._corrections), sum(self._corrections) / len(self._corrections)
+            least = max(ratio, self._status.least_ratio)
+            if count < _LEAST or share <= config.verify_bound or least >= 1:
+                return
+            self._corrections.clear()
+            raised = round(min(1.0, max(1.5 * least, least + 0.05)), 4)
+            minimum.raise_to(raised)
+            self._status = dataclasses.replace(self._status, least_ratio=raised)
+            self._add(raised=1)
+        _log.warning(
+            "%.0f%% of the last %d answers were corrected, more than verify_bound=%g: the recompute ratio is raised "
+            "from %.3g to %.3g; run `cacheblend-rag calibrate` on your documents",
+            100 * share,
+            count,
+            config.verify_bound,
+            least,
+            raised,
+        )
+
+    def wait(self) -> None:
+        """Wait until no answer waits any more."""
+        for future in list(self._results.values()):
+            future.result()
+
+    def close(self) -> None:
+        """Give up all that waits, and the check under way at its next layer or token."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                id, check = self._waiting.popleft()
+            found = dataclasses.replace(self._checked(check), id=id)
+            with self._lock:
+                self._add(waiting=-1, given_up=int(found.status == "given up"))
+                future = self._results.get(id)
+            if future is not None:
+                future.set_result(found)
+
+    def _checked(self, check: Callable[[Cancelled], Verification]) -> Verification:
+        try:
+            if not self._ends():
+                return check(self._ends)
+        except CacheBlendError as error:
+            if not self._ends():
+                _log.warning("an answer could not be verified: %s", error)
+                return Verification("given up", reason=str(error))
+        except Exception:
+            _log.exception("an answer could not be verified")
+            return Verification("given up", reason="the check failed; the log has its error")
+        return Verification("given up", reason="the engine was closed")
+
+    def _ends(self) -> bool:
+        return self._closed or interpreter_ends()
+
+    def _add(self, **counts: int) -> None:
+        status = self._status
+        self._status = dataclasses.replace(status, **{name: getattr(status, name) + by for name, by in counts.items()})

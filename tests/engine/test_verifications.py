@@ -1,0 +1,305 @@
+"""Answers that are verified when nothing else waits; what is counted, and when the ratio is raised."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.ratio_policy import MinimumRatio
+from cacheblend_rag.engine.session_cache import KEY_PREFIX
+from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.verifications import Verifications, VerificationStatus
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.report import Generation, Verification
+from tests import tiny
+from tests.engine.test_verification import assert_corrected, plain, reused
+from tests.probes import PROMPT, answers_of, engine_of, until
+
+CORRECTED = Verification("corrected", before="a", after="b")
+
+
+def checked(engine: BlendEngine, answer: Generation) -> Verification:
+    """The result of a check that waits."""
+    assert answer.verification.status == "waiting"
+    found = engine.verifications.result(answer.verification.id, wait=60)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when a check has begun, which then waits until a request wants the model, or nobody the result."""
+    event, pauses = threading.Event(), Turns.pauses_in_background
+
+    def paused(self: Turns, cancelled: Callable[[], bool]) -> Any:
+        event.set()
+        until(lambda: self.scheduler.waiting > 0 or cancelled())
+        return pauses(self, cancelled)
+
+    monkeypatch.setattr(Turns, "pauses_in_background", paused)
+    yield event
+    event.set()
+
+
+# The answer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrent", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 150}, {"max_new_tokens": 70, "temperature": 1.0, "seed": 3}, {"max_new_tokens": 1}],
+    ids=str,
+)
+def test_answer_comes_at_once_and_is_corrected_later(options: dict[str, Any], concurrent: int) -> None:
+    with reused(max_concurrent=concurrent) as engine:
+        expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
+        first = engine.generate(PROMPT, verify="idle", **options)
+        found = checked(engine, first)
+    assert (first.text, first.token_ids) == (draft.text, draft.token_ids)
+    if draft.token_ids == expected.token_ids:
+        assert found.status == "verified"
+        return
+    assert_corrected(Generation(expected.text, expected.token_ids, first.report), draft, found)
+    assert found.id == first.verification.id
+    assert found.seconds > 0
+
+
+def test_answer_of_the_full_model_is_verified() -> None:
+    with reused(selection="hkvd", recompute_ratio=1.0, verify="idle") as engine:
+        assert checked(engine, engine.generate(PROMPT, max_new_tokens=20)).status == "verified"
+        assert engine.verifications.status == VerificationStatus(verified=1)
+
+
+@pytest.mark.parametrize("asked", ["What fell?", PROMPT], ids=["plain", "new"])
+def test_exact_answer_is_verified_at_once(asked: Any) -> None:
+    with engine_of(verify="idle") as engine:
+        found = engine.generate(asked, max_new_tokens=4).verification
+        assert (found.status, found.id) == ("verified", "")
+        assert found.reason
+        assert engine.verifications.status == VerificationStatus(verified=1)
+
+
+async def test_every_way_of_asking_waits() -> None:
+    with reused(verify="idle") as engine:
+        stream = engine.stream(PROMPT, max_new_tokens=4)
+        assert len(list(stream)) > 1
+        assert stream.result is not None
+        answers = [stream.result, *engine.generate_batch([PROMPT, PROMPT], max_new_tokens=4)]
+        answers += [await engine.agenerate(PROMPT, max_new_tokens=4)]
+        answers += await answers_of(engine, [PROMPT, PROMPT], max_new_tokens=4)
+        assert {checked(engine, one).status for one in answers} == {"corrected"}
+        assert engine.verifications.status == VerificationStatus(corrected=len(answers))
+
+
+def test_option_of_a_call_wins() -> None:
+    with reused(verify="idle") as engine:
+        assert engine.generate(PROMPT, max_new_tokens=4, verify="off").verification == Verification()
+        assert engine.generate(PROMPT, max_new_tokens=4, verify="always").verification.status == "corrected"
+
+
+def test_checked_conversation_is_kept_exactly() -> None:
+    with reused(verify="idle", session_cache=True) as engine:
+        answer = engine.generate(PROMPT, max_new_tokens=70)
+        final = plain(engine, max_new_tokens=70)
+        assert checked(engine, answer).status == "corrected"
+        ((key, info),) = engine.store.infos(KEY_PREFIX)
+        assert list(info.token_ids[answer.report.prompt_tokens :]) == final.token_ids[: len(info.token_ids)][:-1]
+        record = engine.store.open(key)
+        assert record is not None
+        exact = engine.adapter.prefill(info.token_ids).cache
+        for layer, expected in enumerate(engine.adapter.layers_of(exact.layers)):
+            for ours, theirs in zip(record.read_layer(layer), (expected.keys[0], expected.values[0]), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0.06, atol=0.06)  # eight bits
+
+
+# Turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrent", [1, 3])
+def test_requests_go_before_the_rest_of_a_check(begun: threading.Event, concurrent: int) -> None:
+    with reused(max_concurrent=concurrent) as engine:
+        expected = plain(engine, max_new_tokens=6)
+        first = engine.generate(PROMPT, max_new_tokens=6, verify="idle")
+        assert begun.wait(20)
+        again = engine.generate(PROMPT, max_new_tokens=6, verify="off")
+        waited = engine.verifications.result(first.verification.id)
+        assert again.token_ids == first.token_ids
+        assert waited is not None
+        assert waited.status == "waiting", "the request was answered first"
+        found = checked(engine, first)
+    assert first.text[: found.position] + found.after == expected.text, "requests in between change nothing"
+
+
+def test_a_check_goes_on_where_requests_never_cease(begun: threading.Event) -> None:
+    """Background work has its share, so a check ends although somebody always asks."""
+    with reused() as engine:
+        first = engine.generate(PROMPT, max_new_tokens=6, verify="idle")
+        done, stop = threading.Event(), threading.Event()
+        engine.verifications.call_when_done(first.verification.id, lambda found: done.set())
+        engine.turns.scheduler._owed = 0.0
+
+        def ask() -> None:
+            while not stop.is_set():
+                engine.generate(PROMPT, max_new_tokens=2, verify="off")
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert done.wait(60)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(20)
+
+
+# What is never called verified ------------------------------------------------------------------
+
+
+def test_closing_gives_up_what_waits(begun: threading.Event) -> None:
+    engine = reused(verify="idle")
+    with engine:
+        answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(3)]
+        assert begun.wait(20)
+    found = [engine.verifications.result(one.verification.id) for one in answers]
+    assert {(one.status, one.reason) for one in found if one} == {("given up", "the engine was closed")}
+    assert engine.verifications.status == VerificationStatus(given_up=3)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("bad luck"), "the check failed; the log has its error"),
+        (StoreError("the disk is gone"), "the disk is gone"),
+        (torch.OutOfMemoryError(), "memory ran out"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
+        (MemoryError(), "memory ran out"),
+    ],
+    ids=["bug", "ours", "GPU memory", "CPU memory", "Python memory"],
+)
+def test_check_that_fails_is_given_up_and_the_next_one_is_done(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise error
+
+    with reused(verify="idle") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.adapter, "prefill", fails)
+            found = checked(engine, engine.generate(PROMPT, max_new_tokens=4))
+            if reason == "memory ran out":
+                now = engine.generate(PROMPT, max_new_tokens=4, verify="always").verification
+                assert (now.status, now.reason) == ("given up", reason)
+        assert (found.status, found.reason) == ("given up", reason)
+        assert checked(engine, engine.generate(PROMPT, max_new_tokens=4)).status == "corrected"
+
+
+def test_answer_of_another_state_of_the_model_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused(verify="idle") as engine:
+        identity = engine.turns.segments.model._identity
+        with engine.turns.scheduler:  # so that the check waits
+            answer = engine.generate(PROMPT, max_new_tokens=4)
+            monkeypatch.setattr(identity, "refresh", lambda: setattr(identity, "value", "an adapter was switched"))
+        found = checked(engine, answer)
+    assert (found.status, found.reason) == ("given up", "the model has changed since the answer")
+
+
+def test_answers_beyond_the_limit_are_given_up_at_once(begun: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.verifications._WAITING", 2)
+    with reused(verify="idle") as engine:
+        with engine.turns.scheduler:  # so that no check begins
+            found = [engine.generate(PROMPT, max_new_tokens=2).verification for _ in range(4)]
+        assert found[-1].status == "given up"
+        assert found[-1].reason == "2 answers wait to be checked"
+
+
+def test_answer_that_was_cut_short_is_not_checked() -> None:
+    with reused(verify="idle") as engine:
+        stream = engine.stream(PROMPT, max_new_tokens=400)
+        next(stream)
+        stream.close()
+        assert stream.result is None or stream.result.verification.status == "given up"
+        assert engine.verifications.status.waiting == 0
+
+
+def test_unknown_and_forgotten_ids_have_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.verifications._REMEMBERED", 2)
+    with reused(verify="idle") as engine:
+        assert engine.verifications.result("nothing") is None
+        answers = [engine.generate(PROMPT, max_new_tokens=2) for _ in range(3)]
+        engine.flush()
+        found = [engine.verifications.result(one.verification.id) for one in answers]
+    assert found[0] is None
+    assert all(one is not None and one.status == "corrected" for one in found[1:])
+
+
+# What corrections teach -------------------------------------------------------------------------
+
+
+def test_share_of_answers_is_checked() -> None:
+    with reused(verify="idle", verify_share=0.3) as engine:
+        answers = [engine.generate(PROMPT, max_new_tokens=1).verification for _ in range(20)]
+        engine.flush()
+        status = engine.verifications.status
+    waiting = [one for one in answers if one.status == "waiting"]
+    assert 2 <= len(waiting) == status.verified + status.corrected <= 11
+    assert {(one.status, one.reason) for one in answers if one not in waiting} == {
+        ("off", "verify_share leaves it out")
+    }
+
+
+@pytest.mark.parametrize("mode", ["idle", "always"])
+def test_many_corrections_raise_the_ratio(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.model(num_hidden_layers=4)
+    with reused(model, selection="hkvd", recompute_ratio=0.1, verify=mode) as engine:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(7):
+                engine.generate(PROMPT, max_new_tokens=40)
+                engine.flush()
+            assert (engine.verifications.status.raised, caplog.text) == (0, "")
+            engine.generate(PROMPT, max_new_tokens=40)
+            engine.flush()
+        assert engine.verifications.status.corrected == 8
+        assert (engine.verifications.status.raised, engine.verifications.status.least_ratio) == (1, 0.15)
+        assert "100% of the last 8 answers were corrected" in caplog.text
+        assert "raised from 0.1 to 0.15" in caplog.text
+        for view in (engine, engine.with_config(selection="boundary", recompute_ratio=0.05)):
+            assert view.verifications is engine.verifications
+            assert view.fuse(PROMPT).report.recompute_ratio == 0.15
+
+
+def noted(found: list[Verification], **options: Any) -> tuple[VerificationStatus, float]:
+    verifications, minimum = Verifications(), MinimumRatio()
+    for one in found:
+        verifications.note(one, 0.1, minimum, BlendConfig(**options))
+    return verifications.status, minimum.value
+
+
+def test_ratio_stays_where_corrections_are_within_the_bound() -> None:
+    verified, free = Verification("verified"), Verification("verified", reason="the prompt was prefilled in full")
+    assert noted([verified, CORRECTED] * 20)[1] == 0.0, "half of them, the bound"
+    assert noted([CORRECTED] * 40, verify_bound=1.0)[1] == 0.0
+    assert noted([CORRECTED] * 7)[1] == 0.0, "too few"
+    assert noted([verified] * 4 + [CORRECTED] * 4 + [CORRECTED])[1] == 0.15
+    assert noted([free] * 40 + [CORRECTED] * 8)[1] == 0.15, "what costs nothing says nothing of blending"
+    status, ratio = noted([CORRECTED] * 400)
+    assert ratio == status.least_ratio == 1.0, "it ends at full prefill"
+
+
+def test_values_of_the_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("verify", "sometimes"), ("verify_share", 2), ("verify_bound", -0.1)):
+        with pytest.raises(ConfigError, match=name):
+            BlendConfig(**{name: value})
+    for name, remedy in (("guard_share", "verify_share"), ("guard_bound", "verify_bound")):
+        with pytest.raises(ConfigError, match=remedy):
+            BlendConfig(**{name: 0.1})
+        monkeypatch.setenv("CACHEBLEND_RAG_" + name.upper(), "0.1")
+        with pytest.raises(ConfigError, match=remedy):
+            BlendConfig()
+        monkeypatch.delenv("CACHEBLEND_RAG_" + name.upper())
