@@ -15,13 +15,11 @@ from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection import (
     RULES,
     FixedRule,
-    LayerView,
     SelectAll,
     SelectBoundary,
     SelectGradual,
     SelectHKVD,
     SelectionRule,
-    SelectMixed,
     SelectNone,
     SelectQuery,
     StartView,
@@ -53,8 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
-    "mixed": {},
-    "mixed, deviation too": {"selection_options": {"starts": 0.3, "deviation": 0.3}},
     "random": {"selection_options": {"seed": 5}},
 }
 
@@ -256,20 +252,6 @@ def test_query_takes_what_the_question_attends_to_most() -> None:
     assert SelectQuery(0.0).fit(8).score_layers == ()
 
 
-def test_mixed_lets_the_question_choose_first_then_starts_then_deviation() -> None:
-    seen = torch.tensor([0.9, 0.1, 0.0, 0.8, 0.2, 0.0, 0.1, 0.3, 0.7, 0.0])
-    view = StartView(torch.arange(4, 14), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4]), 10, seen)
-    assert SelectMixed(0.5, starts=0.4).begin(view).tolist() == [0, 1, 3, 5, 8]  # 0, 3 and 8; then 5 and 1
-    assert SelectMixed(0.5, starts=1.0).begin(view).tolist() == [0, 1, 2, 5, 6]
-    assert SelectMixed(0.5, starts=0.0).begin(view).tolist() == SelectQuery(0.5).begin(view).tolist()
-    measured = LayerView(**vars(view), layer=1, measure=lambda: torch.arange(10.0))
-    rule = SelectMixed(0.5, starts=0.2, deviation=0.4)
-    assert rule.begin(view).tolist() == list(range(10))
-    assert rule.keep(measured).tolist() == [0, 3, 5, 8, 9]  # 0 and 3; then 5; then 9 and 8
-    assert [layer for layer in range(4) if rule.checks(layer)] == [1]
-    assert SelectMixed().fit(8).score_layers == (4, 5)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("layers", [1, 2, 5, 23, 60])
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
 def test_a_falling_schedule_has_its_mean(mean: float, layers: int) -> None:
@@ -398,8 +380,6 @@ def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any)
         ({"selection": "query", "selection_options": {"score_layers": [2, 1]}}, "score_layers"),
         ({"selection": "query", "selection_options": {"score_layers": 2}}, "score_layers"),
         ({"selection": "random", "selection_options": {"seed": -1}}, "seed"),
-        ({"selection": "mixed", "selection_options": {"starts": 1.5}}, "starts"),
-        ({"selection": "mixed", "selection_options": {"starts": 0.5, "deviation": 0.6}}, "deviation"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:

@@ -11,7 +11,6 @@ from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, SelectionR
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
-from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.fusor.selection.query import SelectQuery
 from cacheblend_rag.fusor.selection.random import SelectRandom
@@ -24,7 +23,6 @@ __all__ = [
     "SelectBoundary",
     "SelectGradual",
     "SelectHKVD",
-    "SelectMixed",
     "SelectNone",
     "SelectQuery",
     "SelectRandom",
@@ -40,7 +38,6 @@ RULES: dict[str, type[SelectionRule]] = {
     "gradual": SelectGradual,
     "boundary": SelectBoundary,
     "query": SelectQuery,
-    "mixed": SelectMixed,
     "random": SelectRandom,
     "none": SelectNone,
     "all": SelectAll,

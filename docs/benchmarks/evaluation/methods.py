@@ -27,8 +27,6 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "head": _each(float),
     "ratio": _each(float),
     "seed": int,
-    "starts": float,
-    "deviation": float,
 }
 
 
