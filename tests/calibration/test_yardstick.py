@@ -206,6 +206,8 @@ def test_a_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
         assert max(reuse("variant", poor)) > 1e-3
         assert len({tuple(reuse(condition, poor)) for condition in ("variant", "both", "context")}) == 3
         without = reuse("context")
+        assert reuse("fitting", same) == reuse("variant", same)
+        assert reuse("fitting", asked("far", 3, 4, 2)) == without != reuse("variant", asked("far", 3, 4, 2))
         assert reuse("variant", case) == without, "the prompt itself was not asked before"
         assert reuse("variant", asked("none", 3, 4)) == without
     assert fit([], []) > fit([], ["a"])

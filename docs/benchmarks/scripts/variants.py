@@ -59,7 +59,7 @@ class Variants:
         ]
         return max(found, default=None)
 
-    def compute(self, prompt: Prompt, otherwise: ComputeKV, mixed: bool = False) -> ComputeKV:
+    def compute(self, prompt: Prompt, otherwise: ComputeKV, mixed: bool = False, least: float = 0.0) -> ComputeKV:
         """For the chunks of a prompt.
 
         Parameters
@@ -69,12 +69,14 @@ class Variants:
             For chunks without a variant.
         mixed : bool
             Whether the mean is taken over a variant, for one part in three, and what ``otherwise`` gives.
+        least : float
+            A variant that fits less is not used.
         """
         places = {text.strip(): place for place, text in enumerate(prompt.chunks)}
 
         def compute(text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
             found = self.best(prompt, places[text.strip()])
-            kv = None if found is None else self._computed(-found[1], found[2], ids, regime)
+            kv = None if found is None or found[0] < least else self._computed(-found[1], found[2], ids, regime)
             if kv is None:
                 return otherwise(text, before, ids, regime)
             return _mean(kv, otherwise(text, before, ids, regime)) if mixed else kv

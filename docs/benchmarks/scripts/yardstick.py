@@ -12,7 +12,7 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``learned``, ``learned1``, ``learned0``: behind two of these, one or none, and what ``cacheblend-rag adapt`` learned;
 - ``together``: behind two stretches of the chunks of its own prompt, in another order;
 - ``variant``: behind what stood before it in the prompt of another question, the best-fitting one of the same half;
-- ``both``: the mean over that and the two of ``context``.
+- ``fitting``: the same, where it has half of what stands before the chunk; ``both``: the mean over it and ``context``.
 
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
@@ -198,8 +198,9 @@ class Conditions:
             return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
             return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
-        if condition in ("variant", "both"):
-            return self._variants.compute(prompt, self._of("context"), mixed=condition == "both")
+        if condition in ("variant", "fitting", "both"):
+            least = 0.5 if condition == "fitting" else 0.0
+            return self._variants.compute(prompt, self._of("context"), condition == "both", least)
         return self._of(condition)
 
     def _of(self, condition: str) -> ComputeKV:
@@ -217,7 +218,7 @@ class Conditions:
         match = re.fullmatch("(context|learned)([0-2]?)", condition)
         if match is None or condition == "context0":
             names = "'sink', 'prefix', 'plain', 'context', 'context1', 'learned', 'learned1', 'learned0', 'together'"
-            names += ", 'variant', 'both'"
+            names += ", 'variant', 'fitting', 'both'"
             raise ConfigError("condition", condition, f"use {names}")
         learned = self._learned if match[1] == "learned" else None
         if learned is None and match[1] == "learned":
