@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -77,14 +76,6 @@ def assert_same(ours: FusedKV, theirs: FusedKV) -> None:
         assert torch.equal(mine.values, other.values)
     for mine, other in zip(ours.recomputed, theirs.recomputed, strict=True):
         assert torch.equal(mine, other)
-
-
-def until(true: Callable[[], object]) -> None:
-    """Wait for something that other threads bring about."""
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.002)
 
 
 def untouched(model: nn.Module) -> bool:

@@ -267,7 +267,7 @@ def _assignments(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
             yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target), node.value
 
 
-def test_what_outlives_a_call_has_an_owner() -> None:
+def test_state_that_outlives_a_call_has_an_owner() -> None:
     """Of all modules: containers that are filled while the program runs, and objects that hold some."""
     made = {
         node.name: [
@@ -346,7 +346,7 @@ def test_the_package_and_its_command_line_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_what_compiles_and_quantises_models_is_not_imported_before_one_is_loaded() -> None:
+def test_compilers_and_quantisers_are_not_imported_before_a_model_is_loaded() -> None:
     """It takes as long as PyTorch and transformers together."""
     slow = ["torch._dynamo", "torchao", "transformers.modeling_utils", "transformers.quantizers.auto"]
     script = f"import sys, {NAME}.langchain, {NAME}.llama_index; print([m for m in {slow} if m in sys.modules])"

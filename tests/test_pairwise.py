@@ -28,6 +28,6 @@ def test_two_arguments_leave_nothing_out() -> None:
     assert cover(list(product(range(3), range(4)))) == list(range(12))
 
 
-def test_a_combination_that_there_is_not_is_not_missed() -> None:
+def test_impossible_combination_is_not_missed() -> None:
     cases = [(0, 0, 0), (0, 1, 1), (1, 0, 1)]
     assert cover(cases) == [0, 1, 2]

@@ -34,3 +34,14 @@ def test_docstrings_and_comments_name_their_subject() -> None:
         if begins.match(line)
     ]
     assert found == []
+
+
+def test_names_of_tests_begin_with_their_subject() -> None:
+    """Without an article, a pronoun, or a clause that stands for the subject."""
+    begins = re.compile(r"^\s*(?:async )?def test_(?:an?|it|of|what|whatever|who|whoever|where)_", re.MULTILINE)
+    found = [
+        f"{path.relative_to(ROOT)}: {name.group().strip()}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in begins.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

@@ -69,7 +69,7 @@ class AdaptOptions:
 
 
 @dataclass(frozen=True)
-class Nearness:
+class TriedCondition:
     """How far answers are from full prefill's under one condition, on prompts that were held back.
 
     Parameters
@@ -91,7 +91,7 @@ class AdaptResult:
     context : LearnedContext
     losses : list of float
         Mean KL divergence over the answer at each step.
-    neighbours, learned : Nearness
+    neighbours, learned : TriedCondition
         Chunks computed behind chunks next to them, which is the default, and behind the context as well.
     ratio : float
         Recompute ratio of what was blended.
@@ -99,8 +99,8 @@ class AdaptResult:
 
     context: LearnedContext
     losses: list[float]
-    neighbours: Nearness
-    learned: Nearness
+    neighbours: TriedCondition
+    learned: TriedCondition
     ratio: float
 
     @property
@@ -167,12 +167,12 @@ def adapt(
                 TrialSet(adapter, tokenizer, held_back, full=full, compute=one.compute, on_prompt=bar.update)
                 for one in (neighbours, behind)
             ]
-            before, after = (_nearness(one, rule) for one in sets)
+            before, after = (_try_condition(one, rule) for one in sets)
         return AdaptResult(context, losses, before, after, engine.config.ratio)
 
 
-def _nearness(trials: TrialSet, rule: SelectionRule) -> Nearness:
-    return Nearness(trials.try_rule(SelectNone()), trials.try_rule(rule))
+def _try_condition(trials: TrialSet, rule: SelectionRule) -> TriedCondition:
+    return TriedCondition(trials.try_rule(SelectNone()), trials.try_rule(rule))
 
 
 class ContextTraining:

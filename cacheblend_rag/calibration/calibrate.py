@@ -98,7 +98,7 @@ def calibrate(
     options = options or CalibrationOptions()
     if len(prompts) < 6:
         raise ConfigError("prompts", len(prompts), "use at least 6")
-    searched, checks = _divided(prompts, options.check_share)
+    searched, checks = _divide(prompts, options.check_share)
     hidden = None if progress is None else not progress
     segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[
     return found
 
 
-def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
+def _divide(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to search on, and those that only check the result."""
     searched: list[Prompt] = []
     checks: list[Prompt] = []
@@ -187,7 +187,7 @@ def settings_of(found: Finding, tolerance: float) -> BlendSettings:
     if found.chosen is None or found.checked is None:
         prompts = len(found.reuse[found.condition].divergences)
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
-    rule, seen = found.chosen.rule, found.chosen.joined(found.checked)
+    rule, seen = found.chosen.rule, found.chosen.merge(found.checked)
     values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     return BlendSettings(
         selection=_name(rule),
@@ -246,7 +246,7 @@ def report(settings: BlendSettings, found: Finding) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        f"chosen: chunks behind {_BEHIND[settings.condition]}, {_described(settings)}",
+        f"chosen: chunks behind {_BEHIND[settings.condition]}, {_describe(settings)}",
         f"  work        {settings.work:.1%} of full prefill's",
         f"  divergence  {settings.divergence:.4f} nats a token, 95% interval to {settings.highest:.4f}, where "
         f"{settings.tolerance:g} is allowed",
@@ -255,7 +255,7 @@ def report(settings: BlendSettings, found: Finding) -> str:
     return "\n".join(lines)
 
 
-def _described(settings: BlendSettings) -> str:
+def _describe(settings: BlendSettings) -> str:
     """A rule with its share, in words."""
     if settings.recompute_ratio == 0:
         return "nothing recomputed"

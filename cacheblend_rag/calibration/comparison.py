@@ -56,7 +56,7 @@ class Nearness:
         return "as the full model" if self.kl <= _AS_FULL else "close"
 
 
-class FullAnswer:
+class ReferenceAnswer:
     """Full prefill's own greedy answer to a prompt, which other methods are held against.
 
     Parameters
@@ -271,7 +271,7 @@ def compare(
         decoded = decode_from(engine, ids, replace(made, cache=shared_cache(made.cache)), options)
         text = decoded.text.strip()
         if full is None:
-            full = FullAnswer(engine.adapter, made.cache, made.logits, decoded.token_ids, text)
+            full = ReferenceAnswer(engine.adapter, made.cache, made.logits, decoded.token_ids, text)
             near = Nearness(0.0, same_answer=True)
         else:
             near = full.nearness(made.cache, made.logits, text)

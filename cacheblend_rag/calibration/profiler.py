@@ -300,7 +300,7 @@ def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:
     """
     tokens = max(1, size // (_LAYERS * 2 * _HEADS * _DIM * 4))
     layers = tuple(torch.rand((_HEADS, tokens, _DIM)) for _ in range(_LAYERS))
-    record = KVRecord.of(
+    record = KVRecord.describe(
         SegmentKV(layers, layers, rotated=False), fingerprint="profile", context_ids=(), token_ids=(0,) * tokens
     )
     key, target = f"profile-{secrets.token_hex(8)}", torch.empty((2, _HEADS, tokens, _DIM))
@@ -370,7 +370,7 @@ def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile,
     """
     path = _path_beside(store)
     before = MachineProfile.load(path)
-    known = found if before is None else before.joined(found)
+    known = found if before is None else before.merge(found)
     known.save(path)
     return known, path
 

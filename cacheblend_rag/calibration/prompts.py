@@ -69,10 +69,10 @@ class Corpus:
         """KV of a chunk of the corpus; see `ComputeKV`."""
         key = (text.strip(), before, ids, regime)
         if (held := self._held.get(key)) is None:
-            held = self._held[key] = self._computed(*key)
+            held = self._held[key] = self._compute(*key)
         return held
 
-    def _computed(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
+    def _compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
         contexts = self._contexts[text]
         if contexts.digest not in self._known:
             self._known[contexts.digest] = ContextKV(self._adapter, (*contexts.ids, *self._learned))
@@ -80,7 +80,7 @@ class Corpus:
                 self._known.popitem(last=False)
         self._known.move_to_end(contexts.digest)
         kv = self._known[contexts.digest]
-        numbers = (*contexts.of(ids), *range(len(contexts.ids), len(contexts.ids) + len(self._learned)))
+        numbers = (*contexts.numbers_for(ids), *range(len(contexts.ids), len(contexts.ids) + len(self._learned)))
         return kv.segments_kv([(*before, *ids)], regime, [len(before)], [numbers])[0]
 
 
@@ -169,7 +169,7 @@ def _drawn_cases(data: str, count: int, per_prompt: int, seed: int) -> list[Eval
     return [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
 
 
-def framed(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
+def frame_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
     """The prompts as a chat model is asked them: within its template, if the tokenizer has one."""
     if not getattr(tokenizer, "chat_template", None):
         return list(prompts)

@@ -121,7 +121,7 @@ def measure_quality(
         bar = tqdm(left, total=len(wanted), initial=len(wanted) - len(left), desc="evaluating", disable=hidden)
         for number in bar:
             found = _answer(engine, prompts[number], max_new_tokens)
-            done[number] = [_scored(one, golds[number] if golds else ()) for one in found]
+            done[number] = [_score(one, golds[number] if golds else ()) for one in found]
             if journal:
                 journal.append({"prompt": number, "results": done[number]})
     return list(_summed_up([done[number] for number in wanted]))
@@ -143,9 +143,9 @@ def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
     for row in rows:
         speed = f"{row.ttft * 1e3:>7,.0f} ms{full.ttft / row.ttft:>8.2f}×{row.computed:>7.0%}"
         if row.f1 is not None and row.exact is not None and row.lost is not None:
-            lost = "–" if row is full else _shown(row.lost, "+.3f")
+            lost = "–" if row is full else _show(row.lost, "+.3f")
             right = f"{row.f1:>7.3f}  {lost:<25}{row.exact:>6.0%}"
-        same, kl = ("–", "–") if row is full else (f"{row.same:.0%}", _shown(row.kl, ".4f"))
+        same, kl = ("–", "–") if row is full else (f"{row.same:.0%}", _show(row.kl, ".4f"))
         lines.append(f"  {row.name:<16}{right}{speed}{same:>7}  {kl}")
     lines += [
         "",
@@ -162,7 +162,7 @@ def _answer(engine: BlendEngine, prompt: Prompt, max_new_tokens: int) -> list[Me
     return [one for results in compare(engine, prompt, max_new_tokens, seconds=0.0) for one in results]
 
 
-def _scored(result: MethodResult, golds: Sequence[str]) -> dict[str, Any]:
+def _score(result: MethodResult, golds: Sequence[str]) -> dict[str, Any]:
     """A result fit for JSON, with F1 and exact match if the right answer is known."""
     near = {"kl": result.nearness.kl, "same": result.nearness.same_answer}
     found = {"name": result.name, "answer": result.text, "ttft": result.ttft, "computed": result.computed, **near}
@@ -219,5 +219,5 @@ def _run_settings(
     }
 
 
-def _shown(found: Interval, form: str) -> str:
+def _show(found: Interval, form: str) -> str:
     return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"

@@ -111,7 +111,7 @@ class Search:
             checks = checks or sets.checks()
             checked = checks.try_rule(one.rule, self._tolerance)
             _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
-            together = one.joined(checked)
+            together = one.merge(checked)
             if together.whole and max(checked.divergence.mean, together.divergence.high) <= self._tolerance:
                 return Finding(condition, reuse, one, checked, candidates)
             self._too_small[kind] = self._rules[kind].index(one.rule) + 1

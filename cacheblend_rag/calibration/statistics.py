@@ -92,13 +92,13 @@ def interval(
     at = torch.tensor(clusters)
     sums = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, sample)
     counts = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, torch.ones_like(sample))
-    drawn = _drawn(len(numbers), rounds, seed)
+    drawn = _draw(len(numbers), rounds, seed)
     means = ((drawn @ sums) / (drawn @ counts)).sort().values
     return Interval(float(sample.mean()), float(means[int(0.025 * rounds)]), float(means[int(0.975 * rounds) - 1]))
 
 
 @lru_cache(maxsize=8)  # a table has hundreds of intervals over the same number of questions
-def _drawn(count: int, rounds: int, seed: int) -> torch.Tensor:
+def _draw(count: int, rounds: int, seed: int) -> torch.Tensor:
     """How often each of so many is drawn in each sample, ``[rounds, count]``."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(count, (rounds, count), generator=generator)

@@ -170,7 +170,7 @@ class TriedRule:
         """Mean with its 95% interval over prompts."""
         return interval(self.divergences)
 
-    def joined(self, other: TriedRule) -> TriedRule:
+    def merge(self, other: TriedRule) -> TriedRule:
         """The same rule on these prompts and on others."""
         counts = len(self.divergences), len(other.divergences)
         work = (counts[0] * self.work + counts[1] * other.work) / sum(counts)
@@ -209,7 +209,7 @@ class FullAnswers:
         self._adapter, self._most, self._end_ids = adapter, answer_tokens, frozenset(end_ids)
         self._held: WeakValueDictionary[tuple[int, ...], FullAnswer] = WeakValueDictionary()
 
-    def of(self, ids: tuple[int, ...]) -> FullAnswer:
+    def answer(self, ids: tuple[int, ...]) -> FullAnswer:
         """The answer to a prompt of these ids."""
         if (held := self._held.get(ids)) is None:
             full = prefill_layerwise(self._adapter, ids)
@@ -267,8 +267,8 @@ class TrialSet:
         self._adapter, self._compute, self._on_prompt, self._on_tried = adapter, compute, on_prompt, on_tried
         self._known = {str(found["rule"]): found for found in known}
         self._prompts = len(prompts)
-        made = (self._prepared(full, tokenizer, prompt) for prompt in prompts)
-        self._trials = [*made] if most is None or most >= len(prompts) else self._chosen(made, most)
+        made = (self._prepare(full, tokenizer, prompt) for prompt in prompts)
+        self._trials = [*made] if most is None or most >= len(prompts) else self._choose(made, most)
 
     def __len__(self) -> int:
         return self._prompts
@@ -278,13 +278,13 @@ class TrialSet:
         """How many prompts each of those that are tried stands for."""
         return tuple(trial.count for trial in self._trials)
 
-    def _prepared(self, full: FullAnswers, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
+    def _prepare(self, full: FullAnswers, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
         prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._compute)
-        trial = _Trial(prepared, full.of(prepared.tokens.input_ids))
+        trial = _Trial(prepared, full.answer(prepared.tokens.input_ids))
         self._on_prompt()
         return trial
 
-    def _chosen(self, trials: Iterable[_Trial], most: int) -> list[_Trial]:
+    def _choose(self, trials: Iterable[_Trial], most: int) -> list[_Trial]:
         """Those that reuse gets most wrong, the worst first, and some of the rest; no others are held in memory."""
         worst: list[tuple[float, int, _Trial]] = []
         drawn: list[_Trial] = []

@@ -110,7 +110,7 @@ class Chunks:
         keys = self._records_of(texts, prefix, failed, dependent=True)
         erased = 0
         for key in keys:
-            with _noted(failed):
+            with _note_errors(failed):
                 erased += self.pipeline.store.delete(key)
         if failed:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
@@ -175,16 +175,16 @@ class Chunks:
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         for key in [*keys]:
-            with _noted(failed):
+            with _note_errors(failed):
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         if dependent and ids:  # whatever chunks are computed behind now
             begins = finder(ids)
-            with _noted(failed):
+            with _note_errors(failed):
                 found = ((key, info) for key, info in store.infos("") if begins(info.behind))
                 keys.update(key for key, info in found if segments.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
-        with _noted(failed):
+        with _note_errors(failed):
             kept = store.infos(keys_begin(segments.config.salt)) if ids else ()
             keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         # No text of theirs stays in memory either.
@@ -208,7 +208,7 @@ class Chunks:
 
 
 @contextlib.contextmanager
-def _noted(failed: list[StoreError]) -> Iterator[None]:
+def _note_errors(failed: list[StoreError]) -> Iterator[None]:
     """Go on after an error of the store, and remember it."""
     try:
         yield

@@ -35,7 +35,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
-from cacheblend_rag.models.lora import unwrapped
+from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
@@ -130,7 +130,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         beside: BlendEngine | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
-        model, config = unwrapped(model), check_config(config)
+        model, config = unwrap(model), check_config(config)
         adapter = ModelAdapter(model, like=config.like or None)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
         if config.check_model:

@@ -95,21 +95,21 @@ class Grammar:
     ) -> None:
         self.field = field
         matcher_class, known = _library().LLMatcher, _tokenizer(tokenizer)
-        grammar = written(forms) if in_text is None else _among_text(forms, in_text, tokenizer, known)
+        grammar = write_grammar(forms) if in_text is None else _among_text(forms, in_text, tokenizer, known)
         self._compiled: LLMatcher = matcher_class(known, grammar, log_level=0, limits=_limits())
         first = self._compiled.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # some schemas turn out to have no answer only here
         if first.is_error():
-            raise refused(field, first.get_error())
+            raise schema_error(field, first.get_error())
 
     def matcher(self) -> LLMatcher:
         """Follows one answer, from its first token on."""
         return self._compiled.deep_copy()
 
-    def failed(self, error: str) -> ConfigError:
+    def error_for(self, error: str) -> ConfigError:
         """The error of an answer that can follow the grammar no longer."""
-        return refused(self.field, error)
+        return schema_error(self.field, error)
 
 
 def form_of(response_format: Any) -> Form | None:
@@ -134,29 +134,29 @@ def form_of(response_format: Any) -> Form | None:
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ConfigError("response_format.json_schema.schema", schema, "give a JSON schema as a dict")
-    return Form(closed(schema) if given.get("strict") else schema)
+    return Form(close_objects(schema) if given.get("strict") else schema)
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema whose objects have no properties but those that it names, where it does not say otherwise."""
     new = dict(schema)
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, Mapping):
-            new[name] = {key: _closed(one) for key, one in value.items()}
+            new[name] = {key: _close_each(one) for key, one in value.items()}
         elif name in _LISTED and isinstance(value, list):
-            new[name] = [_closed(one) for one in value]
+            new[name] = [_close_each(one) for one in value]
         elif name in _SINGLE:
-            new[name] = _closed(value)
+            new[name] = _close_each(value)
     if isinstance(schema.get("properties"), Mapping):
         new.setdefault("additionalProperties", False)
     return new
 
 
-def _closed(schema: Any) -> Any:
-    return closed(schema) if isinstance(schema, Mapping) else schema
+def _close_each(schema: Any) -> Any:
+    return close_objects(schema) if isinstance(schema, Mapping) else schema
 
 
-def written(forms: Sequence[Form], start: Sequence[str] = ("start: form",)) -> str:
+def write_grammar(forms: Sequence[Form], start: Sequence[str] = ("start: form",)) -> str:
     """The forms as llguidance reads them (a grammar of Lark), behind rules that say where they stand."""
     lines = [*start, "form: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
     for at, form in enumerate(forms):
@@ -168,14 +168,14 @@ def written(forms: Sequence[Form], start: Sequence[str] = ("start: form",)) -> s
 
 
 def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLTokenizer) -> str:
-    """`written`, with text around the forms, and tokens in it that stand for no text of their own."""
+    """`write_grammar`, with text around the forms, and tokens in it that stand for no text of their own."""
     added = {id: str(one) for id, one in tokenizer.added_tokens_decoder.items() if known.is_special_token(id)}
     marks = {text: f"<[{id}]>" for id, text in added.items()}
     others = [id for id, text in added.items() if text not in (style.begin, style.end) and id not in known.eos_tokens]
     other = f"<[{','.join(map(str, others))}]>" if others else '""'
     begin, end = (" | ".join([json.dumps(text), *filter(None, [marks.get(text)])]) for text in (style.begin, style.end))
     if not style.end:
-        return written(
+        return write_grammar(
             forms,
             [
                 "start: other* (WORD (other TEXT)* | SPACE? (begin SPACE?)? (form | list))?",
@@ -188,7 +188,7 @@ def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLT
             ],
         )
     begun = f"begin | TEXT {marks[style.begin]}" if style.begin in marks else "begin"
-    return written(
+    return write_grammar(
         forms,
         [
             "start: piece* TEXT",
@@ -206,7 +206,7 @@ def fault_of(grammar: str) -> str:
     return str(_library().LLMatcher.validate_grammar(grammar, None, limits=_limits()))
 
 
-def refused(field: str, fault: str) -> ConfigError:
+def schema_error(field: str, fault: str) -> ConfigError:
     """The error for a schema that llguidance finds a fault with."""
     reason = " ".join(_AROUND.sub("", fault).split())[:300]
     return ConfigError(field, "…", f"use a schema that answers can be held to ({reason})")

@@ -18,7 +18,7 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError, MissingExtraError
@@ -355,8 +355,8 @@ class LLMBase(DecodeFields):
         texts = self._texts(documents)
         self._registry.discard(texts)
         # Texts that steps of chains rewrote are noted where retrievers are tracked, which is the shared registry.
-        texts += known_chunks.forms.of(texts)
-        return self.engine.forget([*texts, *self._registry.forms.of(texts)])
+        texts += known_chunks.forms.find(texts)
+        return self.engine.forget([*texts, *self._registry.forms.find(texts)])
 
     @property
     def _registry(self) -> ChunkRegistry:
@@ -545,7 +545,7 @@ class LLMBase(DecodeFields):
 def _form_of_call(call: CallText, forced: bool) -> Form:
     """The grammar of a call: its strict schema; else as much of it as can be followed, if it must be called."""
     if call.strict or forced:
-        return Form(closed(call.schema), call.before, call.after, lenient=not call.strict)
+        return Form(close_objects(call.schema), call.before, call.after, lenient=not call.strict)
     return Form({"type": "object"}, call.before, call.after)
 
 

@@ -97,7 +97,7 @@ class TokenMask:
             known = min(vocabulary, len(bits))
             allowed[:known] = bits[:known]
         if self._matcher.is_error():
-            raise self._grammar.failed(self._matcher.get_error())
+            raise self._grammar.error_for(self._matcher.get_error())
         allowed[self._end_ids] = ends
         return torch.from_numpy(allowed)
 
@@ -169,6 +169,10 @@ class LogProbs:
             Its text; what ended it, a stop string or a special token, has no part in it.
         """
         return self._last.rest(token_ids, text, self._first.handed_out)
+
+    def whole(self, token_ids: Sequence[int], text: str) -> list[TokenLogProb]:
+        """All tokens of a finished answer, handed out or not; see `rest`."""
+        return self._last.rest(token_ids, text, 0)
 
 
 class _NotedAnswer:

@@ -75,6 +75,11 @@ class Scheduler:
     ``with scheduler:`` is for requests beside which no other may be under way, `entered` for those that let others in
     at every `step`, `background` for background work, one short piece at a time or a long one that will `step_aside`.
 
+    Parameters
+    ----------
+    clock : callable
+        Seconds, from any beginning.
+
     Notes
     -----
     A request that has not begun goes before those under way, as long as it agrees to their number: somebody waits for
@@ -87,8 +92,8 @@ class Scheduler:
     requests miss, and without it a server that is never idle would compute the same chunks for ever.
     """
 
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._condition = clock, threading.Condition()
         self._busy = False
         self._owner: int | None = None
         self._depth = 0
@@ -194,7 +199,7 @@ class Scheduler:
         Called by the holder between two layers of a pass, so that tokens of others come evenly. Nobody begins
         meanwhile: two passes that take turns would both end late.
         """
-        now = time.monotonic()
+        now = self._clock()
         layer, self._layer_since = now - self._layer_since, now
         late = now - self._since + layer + self._step_seconds > _GAP
         if self._depth > 1 or not self._steps or not late:
@@ -305,7 +310,7 @@ class Scheduler:
                 self._release()
 
     def _run(self, steps: Sequence[_Step[Any, Any]], run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        began = time.monotonic()
+        began = self._clock()
         try:
             for step, result in zip(steps, run([step.given for step in steps]), strict=True):
                 step.results.append(result)
@@ -314,7 +319,7 @@ class Scheduler:
                 step.error = error
             raise
         finally:
-            took = time.monotonic() - began
+            took = self._clock() - began
             self._steps_taken += 1
             self._step_seconds = took
             self._holder.seconds -= took  # all of it is counted when it leaves
@@ -338,7 +343,7 @@ class Scheduler:
         if self._steps:
             return next((step for step in self._steps if step.done), self._steps[0])
         if self._long:
-            idle = time.monotonic() - self._freed
+            idle = self._clock() - self._freed
             return next((one for one in self._long if one.pause <= idle), None)
         return next(iter(self._background), None) if not (self._queue or self._begun) else None
 
@@ -352,7 +357,7 @@ class Scheduler:
     @property
     def _background_is_due(self) -> bool:
         """Whether requests have had their share of the model, while background work waits."""
-        held = time.monotonic() - self._since if self._busy else 0.0
+        held = self._clock() - self._since if self._busy else 0.0
         return bool(self._background) and self._owed <= held
 
     def _take(self, mine: object, spent: ModelTime) -> None:
@@ -362,11 +367,11 @@ class Scheduler:
 
     def _hold(self, spent: ModelTime) -> None:
         self._busy, self._owner, self._depth = True, threading.get_ident(), 1
-        self._holder, self._since = spent, time.monotonic()
+        self._holder, self._since = spent, self._clock()
         self._layer_since = self._since
 
     def _release(self) -> None:
-        self._freed = time.monotonic()
+        self._freed = self._clock()
         held = self._freed - self._since
         self._holder.seconds += held
         self._used += held

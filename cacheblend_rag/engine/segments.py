@@ -199,7 +199,7 @@ class Segments:
     def info(self, segment: Segment) -> RecordInfo:
         """Info for the record of a segment."""
         adapter, behind = self.model.adapter, segment.contexts
-        contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
+        contexts = () if behind is None else sum((behind.ids[at] for at in behind.numbers_for(segment.token_ids)), ())
         return RecordInfo(
             fingerprint=fingerprint_in(segment.model, segment.regime),
             context_ids=segment.context_ids,
@@ -303,5 +303,5 @@ class Segments:
 def _numbers(segment: Segment) -> tuple[int, ...]:
     """The contexts of a segment: those of `Contexts`, then the learned one."""
     behind = segment.contexts
-    neighbours, learned = (behind.of(segment.token_ids), len(behind.ids)) if behind is not None else ((), 0)
+    neighbours, learned = (behind.numbers_for(segment.token_ids), len(behind.ids)) if behind is not None else ((), 0)
     return (*neighbours, learned) if segment.learned else neighbours

@@ -88,7 +88,7 @@ class SessionCache:
             if tokens < span.stop:
                 record.close()
                 continue
-            return ResumedPrompt(_resumed(split, tokens), key, _Beginning(record, tokens))
+            return ResumedPrompt(_resume(split, tokens), key, _Beginning(record, tokens))
         return None
 
     def _in_common(self, info: RecordInfo, split: TokenizedPrompt) -> int:
@@ -150,7 +150,7 @@ def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:
     return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
 
 
-def _resumed(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
+def _resume(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
     """The same ids, the first of them one long prefix."""
     return dataclasses.replace(
         split,

@@ -168,13 +168,13 @@ class _Traced(Untraced):
             if self._given_up:
                 span.set_attribute("cacheblend.given_up", True)
             if self._answer is not None:
-                span.set_attributes(self._said(self._answer.report))
+                span.set_attributes(self._answer_attributes(self._answer.report))
                 self._steps(self._answer.report)
             if failed:
                 self._fail(failed, error)
             if _captures():
                 span.set_attributes(self._texts())
-        span.end(self._at(seconds))
+        span.end(self._time_at(seconds))
 
     @property
     def _given_up(self) -> bool:
@@ -191,7 +191,7 @@ class _Traced(Untraced):
         """Time since it began."""
         return time.perf_counter() - self._clock
 
-    def _at(self, seconds: float) -> int:
+    def _time_at(self, seconds: float) -> int:
         """The time, in nanoseconds, so many seconds after it began."""
         return self._began + int(seconds * 1e9)
 
@@ -210,7 +210,7 @@ class _Traced(Untraced):
         }
         return {name: value for name, value in attributes.items() if value is not None}
 
-    def _said(self, report: BlendReport) -> dict[str, Any]:
+    def _answer_attributes(self, report: BlendReport) -> dict[str, Any]:
         """Attributes of the answer."""
         stored = tokens_to_store(self._prompt, report, self._config)
         return {
@@ -227,10 +227,10 @@ class _Traced(Untraced):
             "llm.token_count.prompt_details.cache_write": stored,
             "cacheblend.seconds.ttft": self._waited + report.ttft,
             **_looked_up(report),
-            **self._fused(report),
+            **self._fuse_attributes(report),
         }
 
-    def _fused(self, report: BlendReport) -> dict[str, Any]:
+    def _fuse_attributes(self, report: BlendReport) -> dict[str, Any]:
         rule = self._config.selection
         return {
             "cacheblend.plain": report.plain,
@@ -255,7 +255,7 @@ class _Traced(Untraced):
             "cacheblend.seconds.read": seconds.read,
             "cacheblend.lost": report.lost,
         }
-        by_layer = {**self._fused(report), "cacheblend.tokens_recomputed_by_layer": report.recomputed_tokens}
+        by_layer = {**self._fuse_attributes(report), "cacheblend.tokens_recomputed_by_layer": report.recomputed_tokens}
         decoded = {
             "cacheblend.tokens_generated": report.generated_tokens,
             "cacheblend.seconds.first_token": seconds.first_token,
@@ -270,8 +270,10 @@ class _Traced(Untraced):
             ends = self._took if took is None else at + took
             kind = {"openinference.span.kind": "CHAIN"}
             within = trace.set_span_in_context(self._span)
-            step = self._tracer.start_span(name, within, attributes={**kind, **attributes}, start_time=self._at(at))
-            step.end(self._at(ends))
+            step = self._tracer.start_span(
+                name, within, attributes={**kind, **attributes}, start_time=self._time_at(at)
+            )
+            step.end(self._time_at(ends))
             at = ends
 
     def _fail(self, name: str, error: BaseException | None) -> None:

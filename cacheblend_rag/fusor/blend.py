@@ -102,7 +102,7 @@ def fuse(
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), each_layer)
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
-        done = state.done()
+        done = state.finish()
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
 
 
@@ -173,7 +173,7 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
-    def done(self) -> RowsDone:
+    def finish(self) -> RowsDone:
         """All that was worked on."""
         return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1)
 
@@ -208,9 +208,9 @@ class _Pass:
         How many they are follows from sizes alone: asking a GPU would wait for all that it still has to do.
         """
         self._chosen, self._trailing = chosen, False  # [chosen], positions, rising
-        self._narrowed(torch.cat((self._always, chosen)).sort().values)
+        self._narrow(torch.cat((self._always, chosen)).sort().values)
 
-    def _narrowed(self, rows: torch.Tensor) -> None:
+    def _narrow(self, rows: torch.Tensor) -> None:
         """Everything that depends on which rows are kept."""
         self._rows = rows  # [rows], positions, rising
         self._kept_rotaries = self._rotaries.at(rows).to(self._adapter.dtype)
@@ -247,7 +247,7 @@ class _Pass:
         if len(rows):
             self._adapter.write_kv(layer, self.hidden[:-1], kv, rows, rotaries)
         self.hidden = self.hidden[-1:]
-        self._narrowed(self._rows[-1:])
+        self._narrow(self._rows[-1:])
 
     def _rotate(self, layer: int, kv: LayerKV) -> None:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""

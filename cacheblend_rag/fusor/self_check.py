@@ -60,7 +60,7 @@ def errors_of(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     """Relative error of each thing the blended pass relies on."""
     # The model's own pass comes first: compressed-tensors unpacks its weights in the first pass of the whole model.
     expected = adapter.prefill(ids).logits
-    stored = _stored(adapter, ids)
+    stored = _part_stored(adapter, ids)
     inputs: list[torch.Tensor] = []  # of each layer, [rows, hidden]
 
     me = threading.get_ident()
@@ -89,7 +89,7 @@ def errors_of(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     }
 
 
-def _stored(adapter: ModelAdapter, ids: list[int]) -> list[LayerKV]:
+def _part_stored(adapter: ModelAdapter, ids: list[int]) -> list[LayerKV]:
     """KV of which the first positions are stored, as it comes from a store."""
     stored = adapter.segment_kv((), ids[:_STORED])
     layers = []

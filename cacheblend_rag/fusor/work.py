@@ -75,7 +75,9 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(check.rows * shape.layers[check.layer].values for check in done.projected)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
-    total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
+    total = (
+        sum(spent) - _spared_work(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
+    )
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
 
@@ -123,7 +125,7 @@ class _CountCache:
         return self._known[id(rows)]
 
 
-def _spared(last: LayerShape, rows: _RowCounts, ended: int | None) -> float:
+def _spared_work(last: LayerShape, rows: _RowCounts, ended: int | None) -> float:
     """Work that the rows of the last layer did not do."""
     stopped = _RowCounts(rows.positions[: 0 if ended is None else len(rows.positions) - ended])
     return _work(last, stopped) - len(stopped.positions) * (last.keys + last.values)

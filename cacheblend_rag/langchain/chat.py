@@ -303,14 +303,16 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             stream.cancel()
         yield self._last_chunk(request, stream, held)
 
-    def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]) -> _Request:
+    def _request(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]
+    ) -> _Conversation:
         """The engine's request for a conversation."""
         tokenizer, tools = self.engine.tokenizer, overrides.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
-        prompt = self._with_images(messages, tools, options, begun) or self._matched(messages, tools, options, begun)
-        return _Request(prompt, self._arguments(stop, overrides, _CALL, begun), tools, begun)
+        prompt = self._with_images(messages, tools, options, begun) or self._match(messages, tools, options, begun)
+        return _Conversation(prompt, self._arguments(stop, overrides, _CALL, begun), tools, begun)
 
     def _with_images(
         self,
@@ -329,7 +331,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         """How large the images of a conversation may be."""
         return None
 
-    def _matched(
+    def _match(
         self, messages: Sequence[BaseMessage], tools: list[dict[str, Any]] | None, options: dict[str, Any], begun: str
     ) -> Prompt:
         """The prompt of a conversation of text, and the chunks that are found in it."""
@@ -340,7 +342,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             text,
             self._registry,
             self.engine.config.text_separator,
-            documents=self._retrieved(messages),
+            documents=self._find_retrieved(messages),
             parts=spans.parts,
             questions_from=spans.questions_from,
             quotes=answer_texts(messages) if self.reuse_answers else (),
@@ -348,7 +350,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         note_found(messages, prompt)
         return prompt
 
-    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
+    def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
         attached = dict.fromkeys(artifact_texts(messages))
         self._registry.add(attached)
@@ -356,13 +358,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         self._learn(of_run)
         return [*(RetrievedDocument((text,)) for text in attached), *of_run]
 
-    def _message(self, request: _Request, answer: Generation) -> AIMessage:
+    def _message(self, request: _Conversation, answer: Generation) -> AIMessage:
         message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message
 
-    def _last_chunk(self, request: _Request, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:
+    def _last_chunk(self, request: _Conversation, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:
         """The last chunk of a stream: usage, how the answer was made, tool calls, text held back for them."""
         answer = stream.result
         if answer is None:
@@ -389,7 +391,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Conversation:
     """A conversation as the engine gets it.
 
     Parameters

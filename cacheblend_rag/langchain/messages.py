@@ -192,7 +192,7 @@ class WholeJson(JsonOutputParser):
         OutputParserException
             If the answer was cut, or is none of the class.
         """
-        if _ended(result[0]) == "length":
+        if _finish_reason(result[0]) == "length":
             raise OutputParserException(_CUT, result[0].text)
         if self.pydantic_object is None:
             return super().parse_result(result, partial=partial)
@@ -226,14 +226,14 @@ class CalledDict(JsonOutputKeyToolsParser):
         return super().parse_result(result, partial=partial)
 
 
-def _ended(answer: Generation) -> str | None:
+def _finish_reason(answer: Generation) -> str | None:
     """Why an answer ended; None if it goes on."""
     return answer.message.response_metadata.get("finish_reason") if isinstance(answer, ChatGeneration) else None
 
 
 def _check_call(answer: Generation) -> None:
     """Refuse an answer that has ended without a call."""
-    reason = _ended(answer)
+    reason = _finish_reason(answer)
     message = answer.message if isinstance(answer, ChatGeneration) else None
     if reason is None or (isinstance(message, AIMessage) and message.tool_calls):
         return

@@ -60,7 +60,7 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
         question = _question(request.messages)
         if self._retriever is None or not question:
             return handler(request)
-        return handler(self._with(request, self._retriever.invoke(question)))
+        return handler(self._add_documents(request, self._retriever.invoke(question)))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
@@ -70,7 +70,7 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
         question = _question(request.messages)
         if self._retriever is None or not question:
             return await handler(request)
-        return await handler(self._with(request, await self._retriever.ainvoke(question)))
+        return await handler(self._add_documents(request, await self._retriever.ainvoke(question)))
 
     def _note(self, messages: Sequence[AnyMessage]) -> None:
         self._known.add(artifact_texts(messages))
@@ -78,7 +78,7 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
             answers = [one for one in messages if isinstance(one, ToolMessage) and not artifact_texts([one])]
             self._known.add(str(answer.text) for answer in answers)
 
-    def _with(self, request: ModelRequest[Any], documents: Sequence[Document]) -> ModelRequest[Any]:
+    def _add_documents(self, request: ModelRequest[Any], documents: Sequence[Document]) -> ModelRequest[Any]:
         """The request with documents behind its system prompt."""
         texts = [document.page_content for document in documents]
         self._known.add(texts)

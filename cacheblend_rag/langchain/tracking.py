@@ -160,13 +160,13 @@ class RunDocuments:
             while len(self._prompts) > _PROMPTS:
                 self._prompts.popitem(last=False)
 
-    def of(self, prompt: bytes) -> tuple[RetrievedDocument, ...]:
+    def documents_of(self, prompt: bytes) -> tuple[RetrievedDocument, ...]:
         """Documents of the run in which a prompt was made."""
         with self._lock:
             _, texts = self._prompts.get(prompt, (None, {}))
         return tuple(RetrievedDocument((text,), left_out=left_out) for text, left_out in texts.items())
 
-    def found(self, prompt: bytes, texts: Iterable[str]) -> None:
+    def note_found(self, prompt: bytes, texts: Iterable[str]) -> None:
         """A prompt for a model of ours holds these documents of its run."""
         with self._lock:
             root, _ = self._prompts.get(prompt, (None, None))
@@ -409,12 +409,12 @@ def prompt_key(prompt: str | Sequence[BaseMessage]) -> bytes:
 
 def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[RetrievedDocument, ...]:
     """Documents retrieved in the run in which a prompt was made, as far as that is known."""
-    return _tracker.runs.of(prompt_key(prompt))
+    return _tracker.runs.documents_of(prompt_key(prompt))
 
 
 def note_found(prompt: str | Sequence[BaseMessage], seen: Prompt) -> None:
     """A prompt was made for a model of ours; what it holds is not missing in its run."""
-    _tracker.runs.found(prompt_key(prompt), [one.text for one in seen.documents if one.chunk is not None])
+    _tracker.runs.note_found(prompt_key(prompt), [one.text for one in seen.documents if one.chunk is not None])
 
 
 def note_search(texts: Sequence[str], known: ChunkRegistry) -> None:

@@ -206,7 +206,7 @@ def forgetting(vectorstore: S, llm: BlendFields) -> S:
     return cast(S, _Forgetting(vectorstore, llm.forget))
 
 
-class _Reading:
+class _TextReading:
     """Reads texts of a store before and after a call.
 
     Parameters
@@ -225,23 +225,23 @@ class _Reading:
             remedy = "give a list of ids; this kind of store cannot list what it would delete without them"
             raise ConfigError("ids", None, remedy)
 
-    def before(self) -> dict[str, None]:
+    def list_present(self) -> dict[str, None]:
         if self._ids is None:
             return _texts(self._contents.documents() if self._contents else ())
         return _texts(getattr(self._contents, "get_by_ids", self._store.get_by_ids)(self._ids))
 
-    async def abefore(self) -> dict[str, None]:
+    async def alist_present(self) -> dict[str, None]:
         if self._ids is None:
-            return await asyncio.to_thread(self.before)
+            return await asyncio.to_thread(self.list_present)
         return _texts(await getattr(self._contents, "aget_by_ids", self._store.aget_by_ids)(self._ids))
 
-    def left(self, before: Collection[str], done: bool) -> list[str]:
+    def find_gone(self, before: Collection[str], done: bool) -> list[str]:
         if self._emptied:
             return list(before) if done else []
-        return self._without_held(before, self.before() if before else {})
+        return self._without_held(before, self.list_present() if before else {})
 
-    async def aleft(self, before: Collection[str], done: bool) -> list[str]:
-        after = await self.abefore() if before else {}
+    async def afind_gone(self, before: Collection[str], done: bool) -> list[str]:
+        after = await self.alist_present() if before else {}
         return await asyncio.to_thread(self._without_held, before, after)
 
     def _without_held(self, before: Collection[str], after: Collection[str]) -> list[str]:
@@ -261,24 +261,24 @@ def _texts(documents: Any) -> dict[str, None]:
     return dict.fromkeys(document.page_content for document in documents)
 
 
-def _of_delete(store: VectorStore, ids: Any = None, **kwargs: Any) -> _Reading | None:
+def _of_delete(store: VectorStore, ids: Any = None, **kwargs: Any) -> _TextReading | None:
     return _reading(store, list(ids) if isinstance(ids, (list, tuple, set)) else None)
 
 
-def _of_documents(store: VectorStore, documents: Sequence[Document], **kwargs: Any) -> _Reading | None:
+def _of_documents(store: VectorStore, documents: Sequence[Document], **kwargs: Any) -> _TextReading | None:
     return _reading(store, kwargs.get("ids") or [document.id for document in documents])
 
 
 def _of_texts(
     store: VectorStore, texts: Any, metadatas: Any = None, ids: Sequence[Any] | None = None, **kwargs: Any
-) -> _Reading | None:
+) -> _TextReading | None:
     return _reading(store, list(ids or ()))
 
 
-def _reading(store: VectorStore, ids: Sequence[Any] | None) -> _Reading | None:
+def _reading(store: VectorStore, ids: Sequence[Any] | None) -> _TextReading | None:
     """Of documents that have an id; all for None."""
     given = None if ids is None else [one for one in ids if one is not None]
-    return None if given == [] else _Reading(store, given)
+    return None if given == [] else _TextReading(store, given)
 
 
 class _Forgetting(VectorStoreProxy):
@@ -294,4 +294,4 @@ class _Forgetting(VectorStoreProxy):
     update_document = Leaving(lambda store, document_id, document: _reading(store, [document_id]))
     update_documents = Leaving(lambda store, ids, documents: _reading(store, ids))
     reset_collection = Leaving(lambda store: _reading(store, None))
-    delete_collection = Leaving(lambda store: _Reading(store, None, emptied=True))
+    delete_collection = Leaving(lambda store: _TextReading(store, None, emptied=True))

@@ -58,7 +58,7 @@ class CacheBlendEvent(BaseEvent):
         return "CacheBlendEvent"
 
     @classmethod
-    def of(cls, info: dict[str, Any], span_id: str | None) -> CacheBlendEvent:
+    def from_answer(cls, info: dict[str, Any], span_id: str | None) -> CacheBlendEvent:
         """An event of what is said of an answer, in the span in which the model was called."""
         own = {name: info[name] for name in cls.model_fields if name in info}
         return cls(**own, info=info, span_id=span_id)
@@ -137,7 +137,7 @@ class ModelCall(Generic[R]):
     growing: bool = False
     operation: Operation = "text_completion"
 
-    def whole(self) -> R:
+    def collect(self) -> R:
         """The whole answer."""
         return self._done(*self.fields._complete([self.prompt], self.arguments, self.options, self.operation))
 
@@ -160,20 +160,20 @@ class ModelCall(Generic[R]):
         pieces = _Pieces(self)
         try:
             for piece in stream:
-                yield from pieces.of(piece)
+                yield from pieces.respond(piece)
         finally:
             stream.cancel()
-        yield from pieces.last(stream.result)
+        yield from pieces.end(stream.result)
 
     async def _apieces(self, stream: TextStream) -> AsyncGenerator[R, None]:
         pieces = _Pieces(self)
         try:
             async for piece in stream:
-                for response in pieces.of(piece):
+                for response in pieces.respond(piece):
                     yield response
         finally:
             stream.cancel()
-        for response in pieces.last(stream.result):
+        for response in pieces.end(stream.result):
             yield response
 
     def _done(self, answer: Generation) -> R:
@@ -188,7 +188,7 @@ class _Pieces(Generic[R]):
         self._begun = call.opening
         self._held = HeldBack(call.tools, begins_in_thought(call.prompt.suffix))
 
-    def of(self, piece: str) -> Iterator[R]:
+    def respond(self, piece: str) -> Iterator[R]:
         """A response for what of a piece may be handed out; a call comes when it is complete, or as it grows."""
         if self._call.opening:
             if self._call.growing:
@@ -198,7 +198,7 @@ class _Pieces(Generic[R]):
             self._text += new
             yield self._call.respond(AnswerText(self._text, new))
 
-    def last(self, answer: Generation | None) -> Iterator[R]:
+    def end(self, answer: Generation | None) -> Iterator[R]:
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
             yield self._call.respond(AnswerText(self._call.opening + answer.text, None, answer, self._text))

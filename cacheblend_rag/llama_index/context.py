@@ -52,7 +52,7 @@ class Hint:
     questions: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Hint:
+    def from_values(cls, values: Mapping[str, Any]) -> Hint:
         """Read the values of a template's variables."""
         usual = any(values.get(name) for name in CONTEXT_NAMES)
         contexts: list[str | tuple[str, ...]] = []
@@ -95,7 +95,7 @@ class _Place:
     text: str
     origins: Sequence[int]  # one more than there are characters
 
-    def moved(self, match: Match) -> Match:
+    def locate(self, match: Match) -> Match:
         return Match(self.origins[match.start], self.origins[match.stop])
 
 
@@ -165,7 +165,7 @@ def _places(text: str, hint: Hint) -> list[_Place]:
     for context in hint.contexts:
         if isinstance(context, tuple):
             start = text.find(str(list(context)))
-            found += _listed(context, start) if start >= 0 else ()
+            found += _list_entries(context, start) if start >= 0 else ()
             continue
         forms = ((form, text.find(form)) for form in (context, context.strip()))
         found += [_Place(form, range(at, at + len(form) + 1)) for form, at in forms if at >= 0][:1]
@@ -174,7 +174,7 @@ def _places(text: str, hint: Hint) -> list[_Place]:
     return [place for place, end in zip(found, ends, strict=False) if place.origins[0] >= end]
 
 
-def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:
+def _list_entries(contexts: Sequence[str], start: int) -> Iterator[_Place]:
     """Entries of a list as Python writes it: line breaks and quotes are escaped."""
     at = start + 1
     for entry in contexts:
@@ -203,7 +203,7 @@ def _chunks(
     parts = dict(find_parts(place.text, split_again, gaps))
     chunks: dict[Match, WrittenForm | None] = {}
     for match in (*taken, *parts):
-        moved, own = place.moved(match), place.text[match.start : match.stop]
+        moved, own = place.locate(match), place.text[match.start : match.stop]
         written = text[moved.start : moved.stop]
         origin = changed[match].document if match in changed else parts.get(match, own)
         known.forms.note(origin, written)

@@ -77,7 +77,7 @@ def forgetting(vector_store: S, llm: CacheBlendLLM) -> S:
     return cast(S, _Forgetting(vector_store, partial(_forget_texts, model=llm)))
 
 
-class _Reading:
+class _NodeReading:
     """Reads nodes of a store before and after a call.
 
     Parameters
@@ -96,20 +96,20 @@ class _Reading:
         # Qdrant's store reads no more than a few thousand unless it is told to.
         self._limit = {"limit": _MANY} if "limit" in inspect.signature(store.get_nodes).parameters else {}
 
-    def before(self) -> list[BaseNode]:
+    def list_present(self) -> list[BaseNode]:
         return list(self._store.get_nodes(node_ids=self._node_ids, filters=self._filters, **self._limit))
 
-    async def abefore(self) -> list[BaseNode]:
+    async def alist_present(self) -> list[BaseNode]:
         return list(await self._store.aget_nodes(node_ids=self._node_ids, filters=self._filters, **self._limit))
 
-    def left(self, before: Sequence[BaseNode], done: bool) -> list[str]:
-        return _gone(before, self._store.get_nodes(node_ids=_ids(before)) if before else ())
+    def find_gone(self, before: Sequence[BaseNode], done: bool) -> list[str]:
+        return _find_gone(before, self._store.get_nodes(node_ids=_ids(before)) if before else ())
 
-    async def aleft(self, before: Sequence[BaseNode], done: bool) -> list[str]:
-        return _gone(before, await self._store.aget_nodes(node_ids=_ids(before)) if before else ())
+    async def afind_gone(self, before: Sequence[BaseNode], done: bool) -> list[str]:
+        return _find_gone(before, await self._store.aget_nodes(node_ids=_ids(before)) if before else ())
 
 
-class _OfDocument(_Reading):
+class _OfDocument(_NodeReading):
     """Nodes of one document."""
 
     def __init__(self, store: Any, ref_doc_id: str, **kwargs: Any) -> None:
@@ -119,45 +119,45 @@ class _OfDocument(_Reading):
         super().__init__(store, filters=MetadataFilters(filters=[one], condition=FilterCondition.OR))
         self._document = ref_doc_id
 
-    def before(self) -> list[BaseNode]:
-        return super().before() or self._mine(store_nodes(self._store))
+    def list_present(self) -> list[BaseNode]:
+        return super().list_present() or self._mine(store_nodes(self._store))
 
-    async def abefore(self) -> list[BaseNode]:
-        return await super().abefore() or self._mine(await self._store.aget_nodes(node_ids=None, **self._limit))
+    async def alist_present(self) -> list[BaseNode]:
+        return await super().alist_present() or self._mine(await self._store.aget_nodes(node_ids=None, **self._limit))
 
     def _mine(self, nodes: Iterable[BaseNode]) -> list[BaseNode]:
         """Those of the document, where the store cannot filter by it."""
         return [node for node in nodes if node.ref_doc_id == self._document]
 
 
-class _All(_Reading):
+class _All(_NodeReading):
     """All nodes, of which none is there after the call."""
 
-    def before(self) -> list[BaseNode]:
+    def list_present(self) -> list[BaseNode]:
         return store_nodes(self._store)
 
-    def left(self, before: Sequence[BaseNode], done: bool) -> list[str]:
-        return _gone(before, () if done else before)
+    def find_gone(self, before: Sequence[BaseNode], done: bool) -> list[str]:
+        return _find_gone(before, () if done else before)
 
-    async def aleft(self, before: Sequence[BaseNode], done: bool) -> list[str]:
-        return self.left(before, done)
+    async def afind_gone(self, before: Sequence[BaseNode], done: bool) -> list[str]:
+        return self.find_gone(before, done)
 
 
-class _Replaced(_Reading):
+class _Replaced(_NodeReading):
     """Nodes that have the ids of those that are added."""
 
     def __init__(self, store: Any, nodes: Sequence[BaseNode], **kwargs: Any) -> None:
         super().__init__(store, [node.node_id for node in nodes])
 
-    def before(self) -> list[BaseNode]:
+    def list_present(self) -> list[BaseNode]:
         try:
-            return super().before() if self._node_ids else []
+            return super().list_present() if self._node_ids else []
         except Exception as error:
             return _nothing_yet(self._store, error)
 
-    async def abefore(self) -> list[BaseNode]:
+    async def alist_present(self) -> list[BaseNode]:
         try:
-            return await super().abefore() if self._node_ids else []
+            return await super().alist_present() if self._node_ids else []
         except Exception as error:
             return _nothing_yet(self._store, error)
 
@@ -172,7 +172,7 @@ def _ids(nodes: Iterable[BaseNode]) -> list[str]:
     return [node.node_id for node in nodes]
 
 
-def _gone(before: Iterable[BaseNode], after: Iterable[BaseNode]) -> list[str]:
+def _find_gone(before: Iterable[BaseNode], after: Iterable[BaseNode]) -> list[str]:
     """Texts of the nodes that were there before, without those of the nodes that still are."""
     there = {text for node in after for text in node_texts(node)}
     return [text for node in before for text in node_texts(node) if text not in there]
@@ -183,8 +183,8 @@ class _Forgetting(StoreProxy):
 
     delete = Leaving(_OfDocument)
     adelete = Leaving(_OfDocument, asynchronous=True)
-    delete_nodes = Leaving(_Reading)
-    adelete_nodes = Leaving(_Reading, asynchronous=True)
+    delete_nodes = Leaving(_NodeReading)
+    adelete_nodes = Leaving(_NodeReading, asynchronous=True)
     clear = Leaving(_All)
     aclear = Leaving(_All, asynchronous=True)
     add = Leaving(_Replaced)

@@ -143,7 +143,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             ``stop``, ``timeout``, ``max_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
             ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``response_format``.
         """
-        return self._completion(prompt, formatted, kwargs).whole()
+        return self._completion(prompt, formatted, kwargs).collect()
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -163,7 +163,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation; see `complete` for options, and ``tools`` in OpenAI's form."""
-        return self._conversation(messages, kwargs).whole()
+        return self._conversation(messages, kwargs).collect()
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -201,7 +201,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         tools = options.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
-        seen = self._with_images(messages, tools, begun) or self._matched(messages, tools, begun)
+        seen = self._with_images(messages, tools, begun) or self._match(messages, tools, begun)
         info, in_thought = self._teller(), begins_in_thought(seen.suffix)
         as_object = bool(options.get("as_object"))
 
@@ -230,7 +230,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         turns = turns_of(messages, images=True) if by_template and self.engine.takes_images else []
         return self.engine.image_prompt(turns, tools, begun=begun) if holds_image(turns) else None
 
-    def _matched(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str) -> Prompt:
+    def _match(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str) -> Prompt:
         """The prompt of a conversation of text, and the chunks that are found in it."""
         hint = messages.hint if isinstance(messages, MarkedMessages) else None
         return self._see(self._spoken(messages, tools) + begun, hint, messages)
@@ -275,7 +275,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             report = said.answer.report
             info = self._info(report)
             note(report)
-            _dispatcher.event(CacheBlendEvent.of(info, span))
+            _dispatcher.event(CacheBlendEvent.from_answer(info, span))
             usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
             return {**info, "usage": {**usage, "total_tokens": sum(usage.values())}}
 
@@ -354,11 +354,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """The prompt that `predict` and its like make of a template; it is marked with the context in it."""
         values = self._values(prompt_args)
-        return MarkedText(super()._get_prompt(prompt, **values), Hint.of({**prompt.kwargs, **values}))
+        return MarkedText(super()._get_prompt(prompt, **values), Hint.from_values({**prompt.kwargs, **values}))
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         values = self._values(prompt_args)
-        return MarkedMessages(super()._get_messages(prompt, **values), Hint.of({**prompt.kwargs, **values}))
+        return MarkedMessages(super()._get_messages(prompt, **values), Hint.from_values({**prompt.kwargs, **values}))
 
     def _values(self, values: dict[str, Any]) -> dict[str, Any]:
         if not self.normalise_lists:

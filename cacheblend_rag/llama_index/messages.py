@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.prompt.calls import Call, parse_calls
+from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
 from cacheblend_rag.prompt.images import IMAGE
 
@@ -75,7 +75,7 @@ def answer_message(
     return called_message(parsed.calls, parsed.content)
 
 
-def called_message(calls: Sequence[Call], text: str = "") -> ChatMessage:
+def called_message(calls: Sequence[WrittenCall], text: str = "") -> ChatMessage:
     """A text and calls as a message.
 
     The calls stand in blocks, and once more in OpenAI's form where LlamaIndex's streams of objects look for them.

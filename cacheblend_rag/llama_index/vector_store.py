@@ -87,14 +87,14 @@ class FaissVectorStore(BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove the nodes of a document."""
         with self._lock:
-            self._remove([node.node_id for node in self._chosen(None, [ref_doc_id], None)])
+            self._remove([node.node_id for node in self._choose(None, [ref_doc_id], None)])
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Remove nodes by id, by metadata, or both."""
         with self._lock:
-            self._remove([node.node_id for node in self._chosen(node_ids, None, filters)])
+            self._remove([node.node_id for node in self._choose(node_ids, None, filters)])
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -115,7 +115,7 @@ class FaissVectorStore(BasePydanticVectorStore):
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Nodes by id, by metadata, or all; in the order in which they were added."""
         with self._lock:
-            return [node.model_copy(deep=True) for node in self._chosen(node_ids, None, filters)]
+            return [node.model_copy(deep=True) for node in self._choose(node_ids, None, filters)]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Find the nearest nodes, or diverse ones among them (``mmr``).
@@ -144,7 +144,7 @@ class FaissVectorStore(BasePydanticVectorStore):
                     " with vector_store=FaissVectorStore.from_persist_dir(persist_dir)"
                 )
             # An index that keeps no nodes itself limits its questions to an empty list of them.
-            chosen = self._chosen(query.node_ids or None, query.doc_ids or None, query.filters)
+            chosen = self._choose(query.node_ids or None, query.doc_ids or None, query.filters)
             allowed = [self._index.keys[node.node_id] for node in chosen]
             hits = self._index.search(vector, wanted, allowed, int)  # of equally near ones the first added comes first
             if diverse and hits:
@@ -158,7 +158,7 @@ class FaissVectorStore(BasePydanticVectorStore):
             ids=[node.node_id for node in nodes],
         )
 
-    def _chosen(
+    def _choose(
         self, node_ids: list[str] | None, doc_ids: list[str] | None, filters: MetadataFilters | None
     ) -> list[BaseNode]:
         fits = build_metadata_filter_fn(self._filtered_by, filters)

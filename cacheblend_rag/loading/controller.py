@@ -43,7 +43,7 @@ class RatioBounds:
         if not 0 <= self.lowest <= self.highest <= 1 or not self.step > 0:
             raise ConfigError("bounds", self, "use 0 <= lowest <= highest <= 1 and a positive step")
 
-    def quantised(self, ratio: float) -> float:
+    def round_down(self, ratio: float) -> float:
         """The highest allowed ratio that is not above this one, or the lowest."""
         steps = math.floor((min(ratio, self.highest) - self.lowest) / self.step + 1e-9)
         return round(self.lowest + max(0, steps) * self.step, 6)
@@ -167,15 +167,15 @@ class LoadingController:
         if device is None:
             if ratio is None:
                 raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
-            device = self.cheapest_device(chunks, known.blended(tokens, fixed_share, ratio), reads=reads)
+            device = self.cheapest_device(chunks, known.blended_seconds(tokens, fixed_share, ratio), reads=reads)
         split = self._split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
         # Chunks that are computed instead add to what is done at any ratio.
         fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
         load = split.load_seconds
         before, hidden = read_before * load, (1 - read_before) * load
         if ratio is None:
-            ratio = bounds.quantised(known.ratio_of(hidden, tokens, fixed))
-        recompute = known.blended(tokens, fixed, ratio)
+            ratio = bounds.round_down(known.ratio_of(hidden, tokens, fixed))
+        recompute = known.blended_seconds(tokens, fixed, ratio)
         # Nothing is gained by loading.
         if len(split.computed) == len(chunks) or before + max(hidden, recompute) >= prefill:
             return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))

@@ -38,7 +38,7 @@ _READ_AHEAD = 6
 _MOST_READERS = 6
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers
-# (docs/explanation/performance.md).
+# (docs/benchmarks/parts.md).
 _FAST = 10**9
 # Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
@@ -237,7 +237,7 @@ class LayerReader:
                 try:
                     self._copier.put(place, layer, keys[0, :, span], values[0, :, span])
                 except (StoreError, OSError) as error:
-                    raise _lost(place, error) from error
+                    raise _lost_error(place, error) from error
         self.took(time.perf_counter() - started)
         return LayerKV(keys, values)
 
@@ -248,7 +248,7 @@ class LayerReader:
                 try:
                     place.record.read_ahead(layer)
                 except StoreError as error:
-                    raise _lost(place, error) from error
+                    raise _lost_error(place, error) from error
 
     def took(self, seconds: float) -> None:
         """Count time spent reading."""
@@ -261,7 +261,7 @@ class LayerReader:
         return _PinnedCopier([place.record for place in self.placements], self.dtype, self.device)
 
 
-def _lost(place: Placement, error: Exception) -> RecordLost:
+def _lost_error(place: Placement, error: Exception) -> RecordLost:
     return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
 
 
@@ -288,7 +288,7 @@ class _Streams:
         """Within it the host queues copies."""
         return torch.cuda.stream(self._copies)
 
-    def queued(self) -> torch.cuda.Event:
+    def mark_queued(self) -> torch.cuda.Event:
         """Event of the moment when all copies queued so far are done."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._copies)
@@ -333,11 +333,11 @@ def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
                 while len(reading) < _READ_AHEAD and (layers := next(groups, None)):
                     reading.append(_read(reader, layers, pool))
                 while reading and len(copied) < _GROUPS_AHEAD and (reading[0].is_read() if begun else not copied):
-                    copied.append(_copied(reader, reading.popleft(), streams))
+                    copied.append(_copy(reader, reading.popleft(), streams))
                 if not ready:
                     if not copied and not reading:
                         return
-                    target, done = copied.popleft() if copied else _copied(reader, reading.popleft(), streams)
+                    target, done = copied.popleft() if copied else _copy(reader, reading.popleft(), streams)
                     streams.hand_over(target, done)
                     rotated = reader.rotation is not None
                     ready.extend(LayerKV(keys, values, rotated) for keys, values in target[:, :, None].unbind())
@@ -376,7 +376,7 @@ def _groups(layers: int) -> Iterator[slice]:
         start = stop
 
 
-def _copied(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.Tensor, torch.cuda.Event]:
+def _copy(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.Tensor, torch.cuda.Event]:
     """Buffers of some layers, ``[layers, 2, kv_heads, tokens, head_dim]``, and what says that they are filled."""
     from cacheblend_rag.models.gpu.scatter import Source, place
 
@@ -385,7 +385,7 @@ def _copied(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torc
         try:
             data.append(group.reads[number].result() if number in group.reads else placed.record.read_written(layers))
         except (StoreError, OSError) as error:
-            raise _lost(placed, error) from error
+            raise _lost_error(placed, error) from error
     started = time.perf_counter()
     shape = (layers.stop - layers.start, 2, reader.kv_heads, reader.tokens, reader.head_dim)
     with streams.copying():
@@ -399,7 +399,7 @@ def _copied(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torc
             where = part.data_ptr(), part.stride(0), info.tokens, placed.start
             sources.append(Source(*where, rotates=not info.rotated, int8=int8))
         place(sources, target, reader.rotation)
-        done = streams.queued()
+        done = streams.mark_queued()
     reader.took(time.perf_counter() - started)
     return target, done
 
@@ -412,10 +412,10 @@ def synchronize(layer: Future[LayerKV]) -> LayerKV:
     RecordLost
         If a record could not be read.
     """
-    return _taken(layer.result())
+    return _take(layer.result())
 
 
-def _taken(kv: LayerKV) -> LayerKV:
+def _take(kv: LayerKV) -> LayerKV:
     """KV that the stream of this thread works on from now on; its memory was given out to another."""
     for tensor in (kv.keys, kv.values) if kv.keys.is_cuda else ():
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -425,7 +425,7 @@ def _taken(kv: LayerKV) -> LayerKV:
 def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
     """Read each layer when it is asked for: the plain twin of `load_ahead`."""
     for layer in range(start, reader.layers):
-        yield _taken(reader.fetch_kv(layer))
+        yield _take(reader.fetch_kv(layer))
 
 
 def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:

@@ -46,7 +46,7 @@ class PrefillProfile:
         """Time of a full prefill: ``Prefill(LLM, L)`` in section 5 of the paper."""
         return self.constant + self.linear * tokens + self.quadratic * tokens * tokens
 
-    def blended(self, tokens: int, fixed_share: float, ratio: float) -> float:
+    def blended_seconds(self, tokens: int, fixed_share: float, ratio: float) -> float:
         """Time of a blended pass with nothing to load: ``T_recompute`` in section 5 of the paper.
 
         Parameters
@@ -63,7 +63,7 @@ class PrefillProfile:
     def ratio_of(self, seconds: float, tokens: int, fixed_share: float) -> float:
         """The recompute ratio at which a blended pass takes so long; 0 or less if none is small enough."""
         whole = (1 - fixed_share) * self.row_cost * self.seconds(tokens)
-        return (seconds - self.blended(tokens, fixed_share, 0.0)) / whole if whole > 0 else 0.0
+        return (seconds - self.blended_seconds(tokens, fixed_share, 0.0)) / whole if whole > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class MachineProfile:
     devices: Mapping[str, Device] = field(default_factory=dict)
     blends: Mapping[str, BlendSettings] = field(default_factory=dict)
 
-    def joined(self, other: MachineProfile) -> MachineProfile:
+    def merge(self, other: MachineProfile) -> MachineProfile:
         """Both, where both know a model or device what the other has measured later."""
         return MachineProfile(
             {**self.prefill, **other.prefill}, {**self.devices, **other.devices}, {**self.blends, **other.blends}

@@ -52,7 +52,7 @@ class SharedKV:
 
     def copy_layer(self, key: str, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer into place, from memory or from the record; see `StoredKV.read_into`."""
-        kept = self._kept(key, layer)
+        kept = self._take_kept(key, layer)
         if kept is None:
             record.read_into(layer, keys, values)
             self._keep(key, layer, keys, values)
@@ -78,7 +78,7 @@ class SharedKV:
             self._layers.clear()
             self.size = 0
 
-    def _kept(self, key: str, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _take_kept(self, key: str, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A layer that was read before; the last prompt that needs it takes it away."""
         with self._lock:
             found = self._layers.get((key, layer))

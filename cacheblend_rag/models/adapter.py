@@ -30,7 +30,7 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
-from cacheblend_rag.models.lora import unwrapped
+from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.models.modules import (
     ForwardOverrides,
     cache_argument,
@@ -109,7 +109,7 @@ class ModelAdapter:
     """
 
     def __init__(self, model: Any, *, like: str | None = None) -> None:
-        self.model = model = unwrapped(model)
+        self.model = model = unwrap(model)
         self.family = family_of(model, like)
         self.config = model.config.get_text_config()
         self._decoder = part_of(model, "get_decoder")()
@@ -251,7 +251,7 @@ class ModelAdapter:
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         parts = row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
         left = self.device.type != "cpu" or is_compiled(self.model)
-        return computed_in_blocks.of(self.model, [] if left else parts)
+        return computed_in_blocks.get(self.model, [] if left else parts)
 
     def embed(self, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Input of layer 0, ``[tokens, hidden]``."""
@@ -279,7 +279,7 @@ class ModelAdapter:
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
-        return self.form.values(self._attention(layer), self._normed(layer, hidden))
+        return self.form.values(self._attention(layer), self._norm_rows(layer, hidden))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
@@ -291,7 +291,7 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        return self.form.keys(self._attention(layer), self._normed(layer, hidden), rotaries.of_keys(layer))
+        return self.form.keys(self._attention(layer), self._norm_rows(layer, hidden), rotaries.of_keys(layer))
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
@@ -301,14 +301,14 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows, in float32.
         """
-        keys, values = self.form.both(self._attention(layer), self._normed(layer, hidden), rotaries.of_keys(layer))
+        keys, values = self.form.both(self._attention(layer), self._norm_rows(layer, hidden), rotaries.of_keys(layer))
         kv.write(rows, keys[None], values[None])
 
-    def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _norm_rows(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that a layer projects: its input, behind a norm where the family has one there."""
         norm = self.family.norm
         if (kernels := self._in_use) is not None:
-            return kernels[layer].normed(hidden)
+            return kernels[layer].norm_rows(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def kernel_mask(
@@ -497,13 +497,13 @@ class ModelAdapter:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])  # as the model would hand them over
         logits: torch.Tensor = self.model.lm_head(self._decoder.norm(rows)).view(*hidden.shape[:-1], -1)
-        return logits if self._within_container else _scaled(logits, self.config)
+        return logits if self._within_container else _scale_logits(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
         cache = preallocate(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
-            layer, held = cache.layers[number], self.form.cached(kv)
+            layer, held = cache.layers[number], self.form.to_cached(kv)
             if isinstance(layer, PreallocatedLayer):
                 layer.hold(*held)
             else:
@@ -512,7 +512,7 @@ class ModelAdapter:
 
     def layers_of(self, layers: Iterable[Any]) -> list[LayerKV]:
         """KV in layers of a transformers cache, keys rotated."""
-        return [self.form.held(layer.keys, layer.values) for layer in layers]
+        return [self.form.from_cached(layer.keys, layer.values) for layer in layers]
 
     def prefill(
         self,
@@ -621,7 +621,7 @@ class ModelAdapter:
         """Whether gradients get through a projection; those of some quantised weights stop them, or lose them."""
         rows = torch.ones(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device, requires_grad=True)
         with self._plain(gradients=True):
-            projected = self.form.projected(self._attention(0), rows)
+            projected = self.form.project(self._attention(0), rows)
         if not projected.requires_grad:
             return False
         (gradient,) = torch.autograd.grad(projected.sum(), rows, allow_unused=True)
@@ -638,8 +638,8 @@ class ModelAdapter:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
-            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.cached(kv)))
-        with self._plain(gradients), self.row_by_row.in_use(), self.positions.within(regime), suppress(Enough):
+            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.to_cached(kv)))
+        with self._plain(gradients), self.row_by_row.in_use(), self.positions.use_regime(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 
@@ -653,7 +653,7 @@ class ModelAdapter:
             yield
 
 
-def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+def _scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Logits scaled as the config says: Granite divides, Cohere multiplies, Gemma caps."""
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         logits = logits / divisor

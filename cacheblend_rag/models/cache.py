@@ -25,9 +25,9 @@ class ScatterCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        new = self._form.held(keys, values)
+        new = self._form.from_cached(keys, values)
         self._kv.write(self._rows, new.keys, new.values)
-        return self._form.cached(self._kv)
+        return self._form.to_cached(self._kv)
 
 
 class Enough(Exception):  # noqa: N818
@@ -57,7 +57,7 @@ class _Buffers:
     @classmethod
     def holding(cls, keys: torch.Tensor, values: torch.Tensor, rows: int) -> _Buffers:
         """Room for some rows and then some, with what there is copied into it."""
-        return cls(_enlarged(keys, rows), _enlarged(values, rows), keys.shape[2])
+        return cls(_enlarge(keys, rows), _enlarge(values, rows), keys.shape[2])
 
     def follows(self, keys: torch.Tensor, rows: int) -> bool:
         """Whether these keys are all that lies here, with space for so many rows."""
@@ -89,7 +89,7 @@ class JoinedLayers:
     _entries: tuple[int, torch.Tensor] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, layers: Sequence[PreallocatedLayer], rows: int) -> JoinedLayers:
+    def allocate(cls, layers: Sequence[PreallocatedLayer], rows: int) -> JoinedLayers:
         """Room for some rows and then some, with what layers hold; they hold it here from now on."""
         first = layers[0].keys
         _, heads, used, width = first.shape
@@ -212,7 +212,7 @@ def joined_layers(cache: Cache) -> JoinedLayers | None:
     if joined is None or joined.used == joined.room or any(layer.joined is not joined for layer in layers):
         if len(layers[0].keys) != 1 or len({layer.keys.shape for layer in layers}) != 1:
             return None
-        joined = JoinedLayers.of(layers, 1)
+        joined = JoinedLayers.allocate(layers, 1)
     return joined
 
 
@@ -283,7 +283,7 @@ def called_at_each_layer(cache: Cache, called: Callable[[], object] | None) -> I
             layer.before_update = None
 
 
-def _enlarged(rows: torch.Tensor, wanted: int) -> torch.Tensor:
+def _enlarge(rows: torch.Tensor, wanted: int) -> torch.Tensor:
     room = rows.new_empty((*rows.shape[:2], wanted + _ROWS, rows.shape[3]))
     room[:, :, : rows.shape[2]] = rows
     return room

@@ -207,10 +207,10 @@ def family_of(model: Any, like: str | None = None) -> Family:
     family = FAMILIES.get(like or kind)
     if family is None:
         remedy = 'if its layers are shaped like Llama\'s, try like="llama"'
-        raise _unsupported(config or model, f"no entry describes it; {remedy}")
+        raise _unsupported_error(config or model, f"no entry describes it; {remedy}")
     if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
         remedy = f'if it leaves text to the text model within, try like="{kind}"'
-        raise _unsupported(config, f"no test covers this container; {remedy}")
+        raise _unsupported_error(config, f"no test covers this container; {remedy}")
     return family
 
 
@@ -223,10 +223,10 @@ def check_supported(config: Any) -> None:
         If the model cannot be blended; the message says why and names the known families.
     """
     if (reason := _why_unsupported(config)) is not None:
-        raise _unsupported(config, reason)
+        raise _unsupported_error(config, reason)
 
 
-def _unsupported(config: Any, reason: str) -> UnsupportedModelError:
+def _unsupported_error(config: Any, reason: str) -> UnsupportedModelError:
     kind, known = getattr(config, "model_type", type(config).__name__), ", ".join(sorted(FAMILIES))
     return UnsupportedModelError(f"model family {kind!r} is not supported: {reason}; supported families: {known}")
 

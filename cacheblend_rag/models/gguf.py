@@ -266,14 +266,14 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
     """The file's reader, and its settings except long lists."""
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class ArrayReader(GGUFReader):  # type: ignore[misc]
         """Cuts the file up as a plain array, which is several times faster than as a mapped one."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
     try:
-        reader = Reader(path)
+        reader = ArrayReader(path)
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
         return reader, {field.name: field.contents() for field in short}
     except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised

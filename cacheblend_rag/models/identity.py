@@ -81,7 +81,7 @@ class ModelIdentity:
         self._own = own or fingerprint(model)
         self._own_state, self._paths = _merged_state(layers), _paths(layers)
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self.value = self._of(layers)
+        self.value = self._identify(layers)
         """Identity when it was last looked at."""
 
     def refresh(self) -> bool:
@@ -97,21 +97,21 @@ class ModelIdentity:
             self._own = fingerprint(self._model)
             self._known.clear()
         self._own_state, self._paths = merged, paths
-        self.value = self._of(layers)
+        self.value = self._identify(layers)
         return changed
 
-    def _of(self, layers: Sequence[AdaptedLayer]) -> str:
+    def _identify(self, layers: Sequence[AdaptedLayer]) -> str:
         active = [layer for layer in layers if layer.tensors and not layer.merged]
         if not active:
             return self._own
         state = _state(active)
         if state not in self._known:
-            self._known[state] = self._hashed(active)
+            self._known[state] = self._hash(active)
             if len(self._known) > _STATES:
                 self._known.popitem(last=False)
         return self._known[state]
 
-    def _hashed(self, active: Sequence[AdaptedLayer]) -> str:
+    def _hash(self, active: Sequence[AdaptedLayer]) -> str:
         digest = hashlib.sha256(self._own.encode())
         for layer in active:
             digest.update(repr(layer.facts).encode())

@@ -97,7 +97,7 @@ class JoinedKV(SegmentKV):
         return Written("raw", self.block.flatten(1).view(torch.uint8))
 
     @classmethod
-    def of(cls, kv: SegmentKV, device: torch.device) -> JoinedKV:
+    def copy_from(cls, kv: SegmentKV, device: torch.device) -> JoinedKV:
         """A copy on a device; on a CPU in pinned memory, from which a GPU reads without the processor's help."""
         shape = (len(kv.keys), 2, *kv.keys[0].shape)
         block = torch.empty(shape, dtype=kv.keys[0].dtype, device=device, pin_memory=device.type == "cpu")

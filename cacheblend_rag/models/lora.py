@@ -41,7 +41,7 @@ class AdaptedLayer:
     merged: tuple[str, ...]
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """The transformers model within a `PeftModel`; another model is itself.
 
     Raises

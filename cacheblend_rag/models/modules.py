@@ -205,7 +205,7 @@ class OneForEach(Generic[_Shared]):
         self._make, self._lock = make, threading.Lock()
         self._by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Shared]] = weakref.WeakKeyDictionary()
 
-    def of(self, model: nn.Module, modules: Sequence[nn.Module]) -> _Shared:
+    def get(self, model: nn.Module, modules: Sequence[nn.Module]) -> _Shared:
         """Those of a model; others when it has other modules than before."""
         with self._lock:
             known = self._by_model.get(model)
@@ -284,7 +284,7 @@ def _same(thing: _Thing) -> _Thing:
     copied = object.__new__(type(thing))
     copied.__dict__.update(thing.__dict__)
     for name, value in thing.__dict__.items():
-        if callable(value) and (moved := _moved(value, thing, copied)) is not None:
+        if callable(value) and (moved := _move(value, thing, copied)) is not None:
             copied.__dict__[name] = moved
         elif name == "forward":
             remedy = "remove it, or bind it to the module as a method"
@@ -292,7 +292,7 @@ def _same(thing: _Thing) -> _Thing:
     return copied
 
 
-def _moved(value: Any, thing: object, copied: object) -> Any:
+def _move(value: Any, thing: object, copied: object) -> Any:
     """A method, or a function with the object filled in, for its copy; None if it is neither."""
     if isinstance(value, types.MethodType) and value.__self__ is thing:
         return types.MethodType(value.__func__, copied)

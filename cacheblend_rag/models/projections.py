@@ -53,15 +53,15 @@ class PlainKV:
         values = keys if self._fused else self._project(attention, normed, self._family.values)
         return self._keys(attention, keys, rotary), self._values(values)
 
-    def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that transformers caches of a layer."""
         return kv.keys, kv.values
 
-    def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+    def from_cached(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
         """The KV in what transformers caches."""
         return LayerKV(keys, values)
 
-    def projected(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
+    def project(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
         """One of the projections of rows ``[1, rows, hidden]``, as it comes from its layer."""
         found: torch.Tensor = getattr(attention, self._family.fused or self._family.keys)(rows)
         return found
@@ -101,18 +101,18 @@ class LatentKV(PlainKV):
         for name in ("kv_a_proj_with_mqa", "kv_a_layernorm"):
             part_of(attention, name)
 
-    def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents and rotary parts."""
         joined = torch.cat((kv.keys, kv.values), dim=-1)
         return joined[..., self._rotating :], joined[..., : self._rotating]
 
-    def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+    def from_cached(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
         """The KV in latents and rotary parts."""
         first, second = torch.cat((values, keys), dim=-1).chunk(2, dim=-1)
         return LayerKV(first, second)
 
-    def projected(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
-        """See `PlainKV.projected`."""
+    def project(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
+        """See `PlainKV.project`."""
         found: torch.Tensor = attention.kv_a_proj_with_mqa(rows)
         return found
 

@@ -252,16 +252,16 @@ class Positions:
     def rotaries(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
         """Cosine and sine of positions ``start`` to ``start + tokens``, in float32."""
         if start or self._dynamic or self._long:
-            return self._made(tokens, start, regime, device)
+            return self._make(tokens, start, regime, device)
         if self._kept is None or self._kept[0] < tokens or self._kept[1] != device:
             size = -(-tokens // _ROUNDED) * _ROUNDED
-            self._kept = size, device, self._made(size, 0, regime, device)
+            self._kept = size, device, self._make(size, 0, regime, device)
         return self._kept[2].at(slice(tokens))
 
-    def _made(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
+    def _make(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
         self.settle(device)
         positions = torch.arange(start, start + tokens, device=device)
-        with self.within(regime):
+        with self.use_regime(regime):
             tables = {name: self._table(name, positions) for name in self._types}
         return Rotaries(tables, self._names, self._rotates)
 
@@ -272,7 +272,7 @@ class Positions:
                 self._table(name, torch.zeros(1, dtype=torch.long, device=device))
 
     @contextmanager
-    def within(self, regime: int) -> Iterator[None]:
+    def use_regime(self, regime: int) -> Iterator[None]:
         """Within this, shorter texts get the frequencies of a prompt of that regime, on this thread.
 
         The model chooses by the highest position, so one is added that lies in the regime, and its

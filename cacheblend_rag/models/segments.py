@@ -40,11 +40,11 @@ def cut_out(
         layer = layers.pop(0)
         rotated = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
         for row, (head, length) in enumerate(zip(heads, lengths, strict=True)):
-            keys[row].append(_copied(rotated[row, :, head:length]))
-            values[row].append(_copied(layer.values[row, :, first + head : first + length]))
+            keys[row].append(_copy(rotated[row, :, head:length]))
+            values[row].append(_copy(layer.values[row, :, first + head : first + length]))
     return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
 
 
-def _copied(part: torch.Tensor) -> torch.Tensor:
+def _copy(part: torch.Tensor) -> torch.Tensor:
     """The same in memory of its own: a view would keep the whole batch alive."""
     return part.clone(memory_format=torch.contiguous_format)

@@ -59,7 +59,7 @@ _JSON = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_fini
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     """A tool call that a model wrote."""
 
     name: str
@@ -74,12 +74,12 @@ class ParsedAnswer:
     ----------
     content : str
         The text around the calls.
-    calls : tuple of Call
+    calls : tuple of WrittenCall
         In their order in the text.
     """
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[WrittenCall, ...] = ()
 
 
 class _NoCallError(Exception):
@@ -139,7 +139,7 @@ def parse_calls(
         return ParsedAnswer(text)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     at = _behind_thought(text, in_thought)
-    kept, calls, certain = [text[:at]], list[Call](), True
+    kept, calls, certain = [text[:at]], list[WrittenCall](), True
     free = at  # a call may stand directly behind it
     found = _NOTHING_BUT_JSON.match(text, at) or _START.search(text, at)
     while found is not None:
@@ -174,12 +174,12 @@ def parse_calls(
     return ParsedAnswer(content.rstrip() if calls or not whole else content, tuple(calls))
 
 
-def begun_call(text: str) -> Call | None:
+def begun_call(text: str) -> WrittenCall | None:
     """The call in JSON that a text has begun, as far as it is written; None before its arguments begin."""
     try:
         call = from_json(text[text.index("{") :], allow_partial="trailing-strings")
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-        return _sendable(Call(name, arguments)) if isinstance(arguments, dict) else None
+        return _sendable(WrittenCall(name, arguments)) if isinstance(arguments, dict) else None
     except (ValueError, KeyError, AttributeError, _NoCallError):
         return None
 
@@ -251,13 +251,13 @@ def _may_become(rest: str, *marks: str) -> bool:
     return any(mark.startswith(rest) for mark in marks)
 
 
-def _behind(space: re.Pattern[str], text: str, at: int) -> int:
+def _end_of_run(space: re.Pattern[str], text: str, at: int) -> int:
     """Where a run of some characters ends; it may be empty."""
     found = space.match(text, at)
     return found.end() if found else at
 
 
-def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: bool) -> tuple[list[Call], int]:
+def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: bool) -> tuple[list[WrittenCall], int]:
     """The calls that begin at a place and stand in its lines, and where they end.
 
     Raises
@@ -267,7 +267,7 @@ def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: boo
     """
     calls, at = _block(text, at, schemas, whole)
     while not begun:
-        rest = _behind(_LINE_LEFT, text, len(text[:at].rstrip()))
+        rest = _end_of_run(_LINE_LEFT, text, len(text[:at].rstrip()))
         if text.startswith(_BEHIND, rest):
             break
         try:
@@ -286,13 +286,13 @@ def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: boo
     return calls, at
 
 
-def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:
+def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[WrittenCall], int]:
     """The calls that begin at a place, and where they end."""
     if text[at] != "<":
         return _bare_calls(text, at, schemas, whole)
     tagged = text.startswith(CALL_START, at)
     if tagged:
-        at = _behind(_SPACE, text, at + len(CALL_START))
+        at = _end_of_run(_SPACE, text, at + len(CALL_START))
         if _may_become(text[at:], _FUNCTION):
             raise _UnfinishedError
     if text.startswith(_FUNCTION, at):
@@ -303,7 +303,7 @@ def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple
         raise _NoCallError
     if not tagged and any(call.name not in schemas for call in calls):
         raise _NoCallError
-    end = _behind(_LEFT_OVER, text, at)
+    end = _end_of_run(_LEFT_OVER, text, at)
     if text.startswith(CALL_END, end):
         return calls, end + len(CALL_END)
     if _may_become(text[end:], CALL_END):
@@ -315,25 +315,25 @@ def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple
     return calls, at
 
 
-def _bare_calls(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:
+def _bare_calls(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[WrittenCall], int]:
     if _may_become(text[at:], MARK):
         raise _UnfinishedError
     if text.startswith(MARK, at):
-        at = _behind(_SPACE, text, at + len(MARK))
+        at = _end_of_run(_SPACE, text, at + len(MARK))
         if at == len(text):
             raise _UnfinishedError
     calls, at = _json_calls(text, at)
     if any(call.name not in schemas for call in calls):
         raise _NoCallError
-    at = _behind(_LEFT_OVER, text, at)
+    at = _end_of_run(_LEFT_OVER, text, at)
     if at == len(text) and not whole:  # one more may follow
         raise _UnfinishedError
     return calls, at
 
 
-def _json_calls(text: str, at: int) -> tuple[list[Call], int]:
+def _json_calls(text: str, at: int) -> tuple[list[WrittenCall], int]:
     """Calls in JSON: objects or lists of them, one behind the other."""
-    calls = list[Call]()
+    calls = list[WrittenCall]()
     while True:
         value, at = _json_value(text, at)
         calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
@@ -356,7 +356,7 @@ def _json_value(text: str, at: int) -> tuple[Any, int]:
         raise _NoCallError from None
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any) -> WrittenCall:
     """A call in JSON: its arguments may be a JSON text, as OpenAI has them, null, or not there."""
     inner = value.get("function") if isinstance(value, dict) else None
     call = inner if isinstance(inner, dict) else value
@@ -373,10 +373,10 @@ def _call(value: Any) -> Call:
             raise _NoCallError from None
     if arguments is not None and not isinstance(arguments, dict):
         raise _NoCallError
-    return _sendable(Call(call["name"], arguments or {}))
+    return _sendable(WrittenCall(call["name"], arguments or {}))
 
 
-def _sendable(call: Call) -> Call:
+def _sendable(call: WrittenCall) -> WrittenCall:
     """The call, which can be sent on as JSON: half a surrogate pair is no character."""
     try:
         json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
@@ -385,23 +385,23 @@ def _sendable(call: Call) -> Call:
     return call
 
 
-def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[Call], int]:
+def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[WrittenCall], int]:
     """Calls in Qwen3-Coder's form, one behind the other."""
-    calls = list[Call]()
+    calls = list[WrittenCall]()
     while found := _FUNCTION_NAME.match(text, at):
         name, at = found[1], found.end()
         arguments: dict[str, Any] = {}
         if text.startswith("{", at):
             arguments, at = _json_value(text, at)
-            at = _behind(_SPACE, text, at)
+            at = _end_of_run(_SPACE, text, at)
         while given := _WHOLE_PARAMETER.match(text, at):
-            arguments[given[1]] = _typed(given[2], given[1], schemas.get(name))
+            arguments[given[1]] = _parse_value(given[2], given[1], schemas.get(name))
             at = given.end()
         if not text.startswith(_FUNCTION_END, at):
             begun = text.startswith(_PARAMETER, at) or _may_become(text[at:], _PARAMETER, _FUNCTION_END)
             raise _UnfinishedError if begun else _NoCallError
-        calls.append(_sendable(Call(name, arguments)))
-        at = _behind(_SPACE, text, at + len(_FUNCTION_END))
+        calls.append(_sendable(WrittenCall(name, arguments)))
+        at = _end_of_run(_SPACE, text, at + len(_FUNCTION_END))
     rest = text[at:]
     if _BEGUN_NAME.match(rest) or (rest and _may_become(rest, _FUNCTION)):
         raise _UnfinishedError
@@ -410,7 +410,7 @@ def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[lis
     return calls, at
 
 
-def _typed(text: str, name: str, schema: Any) -> Any:
+def _parse_value(text: str, name: str, schema: Any) -> Any:
     """The value of a parameter that was written without quotes, by the schema of its function."""
     text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -442,7 +442,7 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
             schemas += _list(one.get(several))
         if isinstance(address := one.get("$ref"), str) and address not in seen:
             seen.add(address)
-            schemas.append(_referred(address, root))
+            schemas.append(_resolve_references(address, root))
     return kinds
 
 
@@ -450,7 +450,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _referred(address: str, root: Mapping[str, Any]) -> Any:
+def _resolve_references(address: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
     for step in address.removeprefix("#/").split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None

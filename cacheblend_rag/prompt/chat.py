@@ -104,10 +104,10 @@ def render_turns(
     except TemplateSyntaxError as error:
         raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
     except _REFUSALS as error:
-        raise _refused(turns, error) from error
+        raise _template_error(turns, error) from error
 
 
-def _refused(turns: Sequence[Mapping[str, Any]], error: Exception) -> PromptError:
+def _template_error(turns: Sequence[Mapping[str, Any]], error: Exception) -> PromptError:
     roles = [str(turn["role"]) for turn in turns]
     shown = ", ".join(roles[:_ROLES_SHOWN]) + (", …" if len(roles) > _ROLES_SHOWN else "")
     why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

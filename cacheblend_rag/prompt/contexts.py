@@ -62,9 +62,9 @@ class Contexts:
             # At most half of a context is one text: a prompt speaks of several things, too.
             shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
         pairs = zip(parts, _passages(), strict=False)
-        return tuple(self._filled(part, (*self.tokenizer.text_ids(passage), *separator)) for part, passage in pairs)
+        return tuple(self._fill(part, (*self.tokenizer.text_ids(passage), *separator)) for part, passage in pairs)
 
-    def _filled(self, parts: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> tuple[int, ...]:
+    def _fill(self, parts: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> tuple[int, ...]:
         """A context: its parts, behind as much of the filling as there is room for."""
         start = self.tokenizer.start_ids
         room = max(0, self.tokens - len(start))
@@ -76,7 +76,7 @@ class Contexts:
         """Identity of the ids."""
         return hashlib.sha256(repr(self.ids).encode()).hexdigest()
 
-    def of(self, chunk: Sequence[int]) -> tuple[int, ...]:
+    def numbers_for(self, chunk: Sequence[int]) -> tuple[int, ...]:
         """Numbers of the contexts for a chunk of these ids: those it is no part of, or all if it is part of each.
 
         Behind itself a chunk would be read as a repetition.
@@ -151,16 +151,16 @@ def side_by_side(sizes: Sequence[int], tokens: int) -> list[list[int]]:
 
 def finder(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
     """Says of the ids of a context whether one of some chunks begins in them."""
-    openings = [_joined(chunk[:_OPENS]) for chunk in chunks]
+    openings = [_join(chunk[:_OPENS]) for chunk in chunks]
 
     def begins(context: Sequence[int]) -> bool:
-        text = _joined(context)
+        text = _join(context)
         return any(opening in text for opening in openings)
 
     return begins
 
 
-def _joined(ids: Sequence[int]) -> str:
+def _join(ids: Sequence[int]) -> str:
     return "".join(f" {number} " for number in ids)
 
 

@@ -84,10 +84,10 @@ def image_prompt(
         If Pillow is not installed.
     """
     started = time.perf_counter()
-    images = _decoded(turns, limits)
+    images = _decode_all(turns, limits)
     own = getattr(processor, "chat_template", None)
     template = {"chat_template": own} if isinstance(own, str) else {}
-    shown = [{**turn, "content": _shown(turn["content"])} for turn in turns]
+    shown = [{**turn, "content": _show(turn["content"])} for turn in turns]
     _check_marks(processor, shown)
     text = render_turns(tokenizer, shown, tools, {**template, **(options or {})}) + begun
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
@@ -136,7 +136,7 @@ def _blocks(turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[s
             yield from ((number, block) for block in turn["content"] if block["type"] == IMAGE)
 
 
-def _shown(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+def _show(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
     """A content as a chat template gets it: of an image, that there is one."""
     if isinstance(content, str):
         return content
@@ -156,19 +156,19 @@ def _check_marks(processor: Any, turns: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _decoded(turns: Sequence[Mapping[str, Any]], limits: ImageLimits | None) -> list[Any]:
+def _decode_all(turns: Sequence[Mapping[str, Any]], limits: ImageLimits | None) -> list[Any]:
     """The images of a conversation, in their order."""
     found, images, pixels = list(_blocks(turns)), [], 0
     if limits is not None and len(found) > limits.images:
         raise ImageError(found[limits.images][0], f"a conversation may have {limits.images} images: send fewer")
     for number, block in found:
-        opened = _opened(number, _bytes_of(number, block))
+        opened = _open_image(number, _bytes_of(number, block))
         pixels += opened.width * opened.height  # the header says it; nothing is unpacked yet
         if limits is not None and pixels > limits.pixels:
             raise ImageError(
                 number, f"the images of a conversation may have {limits.pixels:,} pixels together: send smaller ones"
             )
-        images.append(_unpacked(number, opened))
+        images.append(_decode_image(number, opened))
     return images
 
 
@@ -187,7 +187,7 @@ def _bytes_of(number: int, block: Mapping[str, Any]) -> bytes:
         raise ImageError(number, f"its image is not base64 ({error}): encode the bytes of the file anew") from error
 
 
-def _opened(number: int, data: bytes) -> Any:
+def _open_image(number: int, data: bytes) -> Any:
     """An image whose size is known."""
     try:
         from PIL import Image
@@ -196,20 +196,20 @@ def _opened(number: int, data: bytes) -> Any:
     try:
         return Image.open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:  # what a damaged file raises has no common base
-        raise _damaged(number, error) from error
+        raise _damage_error(number, error) from error
 
 
-def _unpacked(number: int, image: Any) -> Any:
+def _decode_image(number: int, image: Any) -> Any:
     """The image as transformers' own ``load_image`` gives it: upright, in RGB."""
     from PIL import ImageOps
 
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # as above
-        raise _damaged(number, error) from error
+        raise _damage_error(number, error) from error
 
 
-def _damaged(number: int, error: Exception) -> ImageError:
+def _damage_error(number: int, error: Exception) -> ImageError:
     from PIL import Image
 
     if isinstance(error, Image.DecompressionBombError):

@@ -135,7 +135,7 @@ class WrittenForms:
                 if (part := solid(text)) and any(part in form for form in forms):
                     self.note(original, text.strip())
 
-    def of(self, texts: Iterable[str]) -> list[str]:
+    def find(self, texts: Iterable[str]) -> list[str]:
         """The other forms of some texts, the forms of these forms among them."""
         found = dict.fromkeys(texts)
         given = len(found)

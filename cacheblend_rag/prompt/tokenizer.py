@@ -130,11 +130,11 @@ class _Encoded:
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
 
-    def moved(self, by: int) -> list[tuple[int, int, int]]:
+    def shift(self, by: int) -> list[tuple[int, int, int]]:
         """Each id with the first of its characters and the one behind its last, counted from elsewhere."""
         return [(id, start + by, stop + by) for id, start, stop in zip(self.ids, self.starts, self.stops, strict=True)]
 
-    def within(self, start: int, stop: int) -> Span:
+    def tokens_within(self, start: int, stop: int) -> Span:
         """The tokens that lie wholly within these characters; none if that is not known."""
         first = bisect_left(self.starts, start)
         last = first
@@ -218,7 +218,7 @@ class PromptTokenizer:
         chunks: list[TokenizedChunk] = []
         at = prefix.stop
         for first, last in written.chunks:
-            chunks.append(self._located(encoded, written.text[first:last], first, at))
+            chunks.append(self._locate(encoded, written.text[first:last], first, at))
             at = chunks[-1].span.stop
         suffix = Span(at if chunks or prompt.prefix else 0, len(encoded.ids))
         return TokenizedPrompt(encoded.ids, prefix, tuple(chunks), suffix)
@@ -233,13 +233,13 @@ class PromptTokenizer:
             known, ids = self._encode(_LINE_END).ids, self._encode(_LINE_END + text).ids
         return ids[len(_common(known, ids)) :]
 
-    def _located(self, encoded: _Encoded, text: str, first: int, at: int) -> TokenizedChunk:
+    def _locate(self, encoded: _Encoded, text: str, first: int, at: int) -> TokenizedChunk:
         """A chunk that begins at a character; none of its tokens stand before position ``at``."""
         own, first = self.chunk(text), first + len(text) - len(text.lstrip())
         text = text.strip()
         if not own.ids:
             return TokenizedChunk(Span(at, at), text)
-        within = encoded.within(first, first + len(text))
+        within = encoded.tokens_within(first, first + len(text))
         span = encoded.find(own.ids, first + own.start, at)
         if span is not None and span.start >= at and (not encoded.starts or span.stop <= within.stop):
             return TokenizedChunk(span, text, own.head)
@@ -251,7 +251,7 @@ class PromptTokenizer:
         opening = len(self.start_ids)
         if not prefix:
             return opening
-        known = encoded.within(0, len(prefix)).stop if encoded.starts else 0
+        known = encoded.tokens_within(0, len(prefix)).stop if encoded.starts else 0
         return max(opening, known or len(_common(encoded.ids, self._opening(prefix).ids)))
 
     def _chunk(self, text: str) -> ChunkTokens:
@@ -263,10 +263,10 @@ class PromptTokenizer:
             ids = reduce(_longest_common, (other.ids for other in others), usual.ids[len(before) :])
             first = _Encoded(usual.ids).find(ids, 0, len(before)) if ids else None
             return ChunkTokens(usual.ids[len(before) : first.start] if first else (), ids, 0, before)
-        before = usual.ids[: usual.within(0, len(separator)).stop]
-        known = [set(other.moved(-len(around))) for other, around in zip(others, _SURROUNDINGS, strict=True)]
-        own = usual.within(len(separator), len(separator) + len(text))
-        tokens = usual.moved(-len(separator))[own.start : own.stop]
+        before = usual.ids[: usual.tokens_within(0, len(separator)).stop]
+        known = [set(other.shift(-len(around))) for other, around in zip(others, _SURROUNDINGS, strict=True)]
+        own = usual.tokens_within(len(separator), len(separator) + len(text))
+        tokens = usual.shift(-len(separator))[own.start : own.stop]
         run = _longest_run([all(token in one for one in known) for token in tokens])
         if not run:
             return ChunkTokens((), (), 0, before)

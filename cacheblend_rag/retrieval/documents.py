@@ -70,10 +70,10 @@ LEADS_OUT = "it is a link that leads out of the folder"
 
 
 def _text(name: str, data: bytes) -> tuple[str, ...]:
-    return (_decoded(name, data),)
+    return (_decode(name, data),)
 
 
-def _decoded(name: str, data: bytes, *, markup: bool = False) -> str:
+def _decode(name: str, data: bytes, *, markup: bool = False) -> str:
     """Text in whatever encoding it is; that of markup may be declared in it."""
     try:
         text = data.decode("utf-8-sig")
@@ -126,7 +126,7 @@ def _no_text(name: str) -> DocumentError:
 
 
 def _html(name: str, data: bytes) -> tuple[str, ...]:
-    return (_text_of_html(name, _decoded(name, data, markup=True)),)
+    return (_text_of_html(name, _decode(name, data, markup=True)),)
 
 
 def _text_of_html(name: str, markup: str) -> str:
@@ -276,7 +276,7 @@ def _missing(package: str, name: str) -> MissingExtraError:
 
 def _csv(name: str, data: bytes) -> tuple[str, ...]:
     """A table as one paragraph a row; each cell stands behind its column's name, so that a row is understood alone."""
-    text = _decoded(name, data)
+    text = _decode(name, data)
     told = _SEPARATOR.match(text)
     text = text[told.end() :] if told else text.lstrip("\r\n")
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the whole process; a cell may be a long text

@@ -189,24 +189,24 @@ class SentenceTransformerEmbeddings(Embeddings):
 
     def parts_of(self, texts: Sequence[str]) -> list[list[str]]:
         """Divide passages into the parts that get a vector each: halves, and halves of these, at ends of sentences."""
-        return self._divided(texts, self.part_tokens)
+        return self._divide(texts, self.part_tokens)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Embed documents; returns one vector a text."""
         if not texts:
             return []
         progress = self.show_progress and len(texts) > self.batch_size
-        return self._embedded(
+        return self._embed(
             texts, lambda some: self.model.encode_document(some, batch_size=self.batch_size, show_progress_bar=progress)
         )
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a question; returns its vector."""
-        return self._embedded([text], lambda some: self.model.encode_query(some, show_progress_bar=False))[0]
+        return self._embed([text], lambda some: self.model.encode_query(some, show_progress_bar=False))[0]
 
-    def _embedded(self, texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[list[float]]:
+    def _embed(self, texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[list[float]]:
         """Vectors of texts; of one that is too long the mean of those of its parts, as long as these are."""
-        parts = self._divided(texts, self.most_tokens)
+        parts = self._divide(texts, self.most_tokens)
         vectors = encode([part for some in parts for part in some])  # [parts, dimension]
         if len(vectors) == len(texts):
             return [vector.tolist() for vector in vectors]
@@ -222,7 +222,7 @@ class SentenceTransformerEmbeddings(Embeddings):
         ends = np.cumsum([len(some) for some in parts])[:-1]
         return [_mean(rows).tolist() for rows in np.split(np.asarray(vectors), ends)]
 
-    def _divided(self, texts: Sequence[str], most: int | None) -> list[list[str]]:
+    def _divide(self, texts: Sequence[str], most: int | None) -> list[list[str]]:
         # A token is no shorter than a byte.
         long = [most is not None and len(text.encode(errors="replace")) > most for text in texts]
         return [self._halves(text, most or 0) if one else [text] for text, one in zip(texts, long, strict=True)]

@@ -84,14 +84,14 @@ class ExactIndex(Generic[T]):
     def restore(self, items: Mapping[int, T], keys: Mapping[str, int], index: Any) -> None:
         """Take over what was saved, in place of what is here."""
         self.items, self.keys, self.faiss = dict(sorted(items.items())), dict(keys), index if items else None
-        self._next, self._starts = int(self._held().max(initial=-1)) + 1, None
+        self._next, self._starts = int(self._list_numbers().max(initial=-1)) + 1, None
 
     @property
     def vectors(self) -> int:
         """How many vectors there are."""
         return 0 if self.faiss is None else int(self.faiss.ntotal)
 
-    def _held(self) -> npt.NDArray[np.int64]:
+    def _list_numbers(self) -> npt.NDArray[np.int64]:
         """The numbers of all vectors."""
         return np.empty(0, np.int64) if self.faiss is None else faiss.vector_to_array(self.faiss.id_map)
 
@@ -105,7 +105,7 @@ class ExactIndex(Generic[T]):
         """The numbers of the vectors that these items have."""
         if not keys:
             return np.empty(0, np.int64)
-        held = self._held()
+        held = self._list_numbers()
         return held[np.isin(self._owners(held), keys)]
 
     def check_dimension(self, dimension: int) -> None:

@@ -68,7 +68,7 @@ def _rewritten(tree: Any) -> Iterator[str]:
         if local in _ELSEWHERE:
             yield _ELSEWHERE[local]
         elif local in _BREAKS:
-            element.tag = _named(tree, _BREAKS[local])
+            element.tag = _tag(tree, _BREAKS[local])
         elif local in _MATHS:
             _replace(element, [_run(tree, _formula(element))])
         elif local == "ruby":
@@ -118,12 +118,12 @@ def _shapes(tree: Any, element: Any) -> None:
     others = [one.text or "" for one in drawn]
     others += [one.get("string") or "" for one in _within(element, "textpath")]
     if others := [text for text in others if text.strip()]:
-        made = _made(tree, "txbxContent")
+        made = _make(tree, "txbxContent")
         for text in others:
             made.append(_paragraph(tree, text))
         boxes.append(made)
     if boxes:
-        element.tag = _named(tree, "pict")
+        element.tag = _tag(tree, "pict")
         for child in list(element):
             element.remove(child)
         element.extend(boxes)
@@ -168,23 +168,23 @@ def _replace(element: Any, others: Sequence[Any]) -> None:
 
 
 def _run(tree: Any, text: str) -> Any:
-    run, inner = _made(tree, "r"), _made(tree, "t")
+    run, inner = _make(tree, "r"), _make(tree, "t")
     inner.text = text
     run.append(inner)
     return run
 
 
 def _paragraph(tree: Any, text: str) -> Any:
-    paragraph = _made(tree, "p")
+    paragraph = _make(tree, "p")
     paragraph.append(_run(tree, text))
     return paragraph
 
 
-def _made(tree: Any, name: str) -> Any:
-    return tree.makeelement(_named(tree, name))
+def _make(tree: Any, name: str) -> Any:
+    return tree.makeelement(_tag(tree, name))
 
 
-def _named(tree: Any, name: str) -> str:
+def _tag(tree: Any, name: str) -> str:
     """The tag of an element of WordprocessingML, in whichever of its namespaces the document is."""
     return str(tree.tag).partition("}")[0] + "}" + name
 

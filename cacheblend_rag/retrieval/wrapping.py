@@ -77,42 +77,45 @@ class Leaving:
             if read is None:
                 return again()
             if self._asynchronous:
-                return _calling_async(again, read.abefore, read.aleft, forget)
-            return _calling(again, read.before, read.left, forget)
+                return _calling_async(again, read.alist_present, read.afind_gone, forget)
+            return _calling(again, read.list_present, read.find_gone, forget)
 
         return call
 
 
 def _calling(
-    call: Callable[[], R], before: Callable[[], T], left: Callable[[T, bool], Collection[str]], forget: Forget
+    call: Callable[[], R],
+    list_present: Callable[[], T],
+    find_gone: Callable[[T, bool], Collection[str]],
+    forget: Forget,
 ) -> R:
     """Call a method of a store, and forget the texts that have left it then.
 
     A call that fails may have done a part of its work: what has left by then is forgotten, no more.
     """
-    there, done = before(), False
+    there, done = list_present(), False
     try:
         result = call()
         done = True
         return result
     finally:
-        _forget(forget, left(there, done))
+        _forget(forget, find_gone(there, done))
 
 
 async def _calling_async(
     call: Callable[[], Awaitable[R]],
-    before: Callable[[], Awaitable[T]],
-    left: Callable[[T, bool], Awaitable[Collection[str]]],
+    list_present: Callable[[], Awaitable[T]],
+    find_gone: Callable[[T, bool], Awaitable[Collection[str]]],
     forget: Forget,
 ) -> R:
     """`_calling` of an asynchronous method."""
-    there, done = await before(), False
+    there, done = await list_present(), False
     try:
         result = await call()
         done = True
         return result
     finally:
-        await asyncio.to_thread(_forget, forget, await left(there, done))
+        await asyncio.to_thread(_forget, forget, await find_gone(there, done))
 
 
 def _forget(forget: Forget, texts: Collection[str]) -> None:

@@ -119,7 +119,7 @@ class ScaledCodec(Codec):
         return (tensor.float() / scale).round_().clamp_(-self._largest, self._largest)
 
     def _size(self, info: RecordInfo, axis: int) -> int:
-        return 4 * math.prod(_reduced(info, axis)) + _elements(info)
+        return 4 * math.prod(_reduce(info, axis)) + _elements(info)
 
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
         scale = self._scale(tensor, axis)
@@ -131,7 +131,7 @@ class ScaledCodec(Codec):
         return target
 
     def _unpack_into(self, data: Buffer, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
-        scale = _view(data, offset, torch.float32, _reduced(info, axis))
+        scale = _view(data, offset, torch.float32, _reduce(info, axis))
         small = _view(data, offset + scale.nbytes, torch.int8, _shape(info))
         if target.device.type == "cpu":
             torch.mul(small, scale, out=target)
@@ -214,7 +214,7 @@ class EncodedKV(SegmentKV):
         """Keys and values of a layer, each ``[kv_heads, tokens, head_dim]``."""
         return self.codec.decode(self.layers[layer].numpy(), self.info)
 
-    def decoded(self) -> SegmentKV:
+    def decode(self) -> SegmentKV:
         """The same, as the model's element type has it."""
         keys, values = zip(*map(self.layer, range(self.info.layers)), strict=True)
         return SegmentKV(keys, values, self.rotated)
@@ -222,12 +222,12 @@ class EncodedKV(SegmentKV):
     @property
     def keys(self) -> tuple[torch.Tensor, ...]:
         """See `SegmentKV`."""
-        return self.decoded().keys
+        return self.decode().keys
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
         """See `SegmentKV`."""
-        return self.decoded().values
+        return self.decode().values
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +239,7 @@ class EncodedKV(SegmentKV):
         """See `SegmentKV.written`."""
         return Written(self.codec.name, self.layers) if isinstance(self.layers, torch.Tensor) else None
 
-    def joined(self, pinned: bool) -> EncodedKV:
+    def join(self, pinned: bool) -> EncodedKV:
         """A copy whose layers lie one behind another."""
         block = torch.empty((len(self.layers), len(self.layers[0])), dtype=torch.uint8, pin_memory=pinned)
         return EncodedKV(self.info, self.codec, torch.stack(tuple(self.layers), out=block))
@@ -266,7 +266,7 @@ def _elements(info: RecordInfo) -> int:
     return math.prod(_shape(info))
 
 
-def _reduced(info: RecordInfo, axis: int) -> tuple[int, ...]:
+def _reduce(info: RecordInfo, axis: int) -> tuple[int, ...]:
     shape = list(_shape(info))
     shape[axis] = 1
     return tuple(shape)

@@ -58,7 +58,7 @@ class DiskEntry:
     filename: str
 
 
-class _Connection(sqlite3.Connection):
+class _OwnedConnection(sqlite3.Connection):
     """A connection that closes itself with the thread or the cache that it belongs to: Python warns of others.
 
     It lies in a `threading.local`, so no two threads use it. Any thread may be the one that drops the cache.
@@ -70,7 +70,7 @@ class _Connection(sqlite3.Connection):
 
 
 def _connect(path: str, **options: Any) -> sqlite3.Connection:
-    return sqlite3.connect(path, factory=_Connection, check_same_thread=False, **options)
+    return sqlite3.connect(path, factory=_OwnedConnection, check_same_thread=False, **options)
 
 
 class _Index:
@@ -110,7 +110,7 @@ class _Index:
 
 
 class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
-    """diskcache's cache over a `_Connection` a thread, with counts of our own and eviction record by record."""
+    """diskcache's cache over an `_OwnedConnection` a thread, with counts of our own and eviction record by record."""
 
     def __init__(self, folder: Path, size_limit: int) -> None:
         super().__init__(
@@ -248,7 +248,7 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         """Write a new file with mode 0600; nothing stays of one that cannot be written whole."""
         written = 0
         try:
-            with open(_created(Path(full_path)), "wb") as file:
+            with open(_create(Path(full_path)), "wb") as file:
                 for piece in iterator:
                     written += file.write(piece)
         except BaseException:
@@ -352,11 +352,11 @@ class DiskStore(KVStore):
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
-        found = {key: record for key in keys if (record := self._opened(key)) is not None}
+        found = {key: record for key in keys if (record := self._open(key)) is not None}
         self._count(hits=len(found), misses=len(keys) - len(found))
         return found
 
-    def _opened(self, key: str) -> FileRecord | None:
+    def _open(self, key: str) -> FileRecord | None:
         try:
             handle = self._cache.get(key, read=True)
             if handle is not None:
@@ -583,7 +583,7 @@ class _InPieces:
         return next(self._left, b"")
 
 
-def _created(path: Path) -> int:
+def _create(path: Path) -> int:
     """Descriptor of a new private file; another process may just be removing its empty folder."""
     for attempts_left in reversed(range(10)):
         try:

@@ -51,7 +51,7 @@ def open_store(store: KVStore | StoreLocations | None, config: BlendConfig, *, b
         return MemoryStore(config.store_bytes)
     if not are_locations(store):
         return check_store(store)
-    tiers = [_opened(location, config) for location in _each(store)]
+    tiers = [_open(location, config) for location in _each(store)]
     memory = config.memory_bytes
     if config.memory_limit == "auto":
         remote = all(tier.traits.remote for tier in tiers)
@@ -105,7 +105,7 @@ def _each(store: StoreLocations) -> Sequence[str | os.PathLike[str]]:
     return locations
 
 
-def _opened(location: str | os.PathLike[str], config: BlendConfig) -> KVStore:
+def _open(location: str | os.PathLike[str], config: BlendConfig) -> KVStore:
     form = RecordFormat(config.codec)
     if "://" in os.fspath(location):
         return open_remote(os.fspath(location), form)

@@ -32,7 +32,9 @@ def keep_context(store: KVStore, fingerprint: str, context: LearnedContext) -> P
     if store.traits.folder is None:
         raise ConfigError("store", store, "use a store with a folder; a learned context is kept in it")
     path = _path(store.traits.folder, fingerprint)
-    record = KVRecord.of(context.kv, fingerprint=fingerprint, context_ids=(), token_ids=tuple(range(len(context))))
+    record = KVRecord.describe(
+        context.kv, fingerprint=fingerprint, context_ids=(), token_ids=tuple(range(len(context)))
+    )
     record = replace(record, info=replace(record.info, kind=_KIND))
     draft = path.with_suffix(".draft")
     try:

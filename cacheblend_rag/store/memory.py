@@ -91,7 +91,7 @@ class MemoryStore(KVStore):
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
-        record = self._moved(record)
+        record = self._move(record)
         size = record.kv.nbytes
         if size > self.traits.size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self.traits.size_limit}")
@@ -110,15 +110,15 @@ class MemoryStore(KVStore):
         with self._lock:
             return next(iter(self._records.items())) if self._volume > self.traits.size_limit else None
 
-    def _moved(self, record: KVRecord) -> KVRecord:
+    def _move(self, record: KVRecord) -> KVRecord:
         kv = record.kv
         if isinstance(kv, EncodedKV):
             if self._pinned and self.traits.device.type == "cpu":
                 return KVRecord(record.info, self._joined(kv))
-            kv = kv.decoded()
+            kv = kv.decode()
         if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.traits.device.type == "cuda"):
             try:
-                return KVRecord(record.info, JoinedKV.of(kv, self.traits.device))
+                return KVRecord(record.info, JoinedKV.copy_from(kv, self.traits.device))
             except RuntimeError as error:  # the system bounds how much may be pinned
                 if self.traits.device.type == "cuda":
                     raise
@@ -130,10 +130,10 @@ class MemoryStore(KVStore):
     @staticmethod
     def _joined(kv: EncodedKV) -> EncodedKV:
         try:
-            return kv.joined(pinned=True)
+            return kv.join(pinned=True)
         except RuntimeError as error:
             _log.warning(_NOT_PINNED, error)
-            return kv.joined(pinned=False)
+            return kv.join(pinned=False)
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""

@@ -96,7 +96,7 @@ def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
     form = form or RecordFormat()
     extra = SEAL_BYTES if form.seal else 0
     layer = form.codec_of(info).layer_bytes(info) + extra
-    return _padded(START_BYTES + _header_bytes(info) + extra) + info.layers * _padded(layer)
+    return _pad(START_BYTES + _header_bytes(info) + extra) + info.layers * _pad(layer)
 
 
 def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> list[_Piece]:
@@ -105,18 +105,18 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     A sealed file can be read under its key only. Pieces may be the memory of the record itself: a large one is copied
     only where it is written.
     """
-    head, table, layers = _encoded(record, form or RecordFormat(), key)
+    head, table, layers = _encode(record, form or RecordFormat(), key)
     pieces: list[_Piece] = [head]
     end = len(head)
     for place, layer in zip(table, layers, strict=True):
         pieces += [bytes(place.offset - end), *layer]
         end = place.offset + place.size
-    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
+    return [piece for piece in (*pieces, bytes(_pad(end) - end)) if len(piece)]
 
 
 def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes, Sequence[Sequence[_Piece]]]:
     """A record for a store that keeps layers one by one: magic and header, and each layer in pieces."""
-    head, _, layers = _encoded(record, form, key)
+    head, _, layers = _encode(record, form, key)
     return head, layers
 
 
@@ -127,13 +127,13 @@ def as_written(record: KVRecord, form: RecordFormat | None) -> KVRecord:
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     if codec is CODECS["raw"]:
         return record
-    size = _padded(codec.layer_bytes(record.info))
+    size = _pad(codec.layer_bytes(record.info))
     data = [torch.frombuffer(bytearray().join(layer).ljust(size), dtype=torch.uint8) for layer in layers]
     kv = EncodedKV(record.info, codec, data)
-    return KVRecord(record.info, kv if codec.on_gpu else kv.decoded())
+    return KVRecord(record.info, kv if codec.on_gpu else kv.decode())
 
 
-def _encoded(
+def _encode(
     record: KVRecord, form: RecordFormat, key: str
 ) -> tuple[bytes, list[LayerPlace], Sequence[Sequence[_Piece]]]:
     """Magic and header, where each layer lies behind them, and each layer in pieces."""
@@ -142,10 +142,10 @@ def _encoded(
     size = room + (SEAL_BYTES if form.seal else 0)
     if form.seal:
         layers = [[form.seal.close(b"".join(layer), _place(key, number))] for number, layer in enumerate(layers)]
-    table, offset = list[LayerPlace](), _padded(START_BYTES + size)
+    table, offset = list[LayerPlace](), _pad(START_BYTES + size)
     for layer in layers:
         table.append(LayerPlace(len(table), offset, sum(map(len, layer)), _checksum(layer)))
-        offset = _padded(offset + table[-1].size)
+        offset = _pad(offset + table[-1].size)
     header = _header(record.info, codec.name, table).ljust(room)
     if form.seal:
         header = form.seal.close(header, _place(key, "header"))
@@ -210,7 +210,7 @@ class EncodedRecord(StoredKV):
             raise RecordError("it is encrypted" if self._seal is None else "it is not encrypted, as it should be")
         if len(header) != self._header_size(start) or zlib.crc32(header) != int.from_bytes(start[12:16], "little"):
             raise RecordError("the header fails its checksum")
-        first = _padded(START_BYTES + len(header))
+        first = _pad(START_BYTES + len(header))
         if self._seal:
             header = self._seal.open(header, _place(self._key, "header"))
         parsed = _parse_header(header)
@@ -316,7 +316,7 @@ class FileRecord(EncodedRecord):
     def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
         """See `StoredKV.read_written`; layers lie one behind another in the file, and are read at once."""
         places = self._layers[layers]
-        data = torch.empty((len(places), _padded(places[0].size)), dtype=torch.uint8, pin_memory=pinned)
+        data = torch.empty((len(places), _pad(places[0].size)), dtype=torch.uint8, pin_memory=pinned)
         self._read(places[0].offset, data.numpy().data.cast("B"))
         for place, layer in zip(places, data.numpy(), strict=True):
             _check_sum(place, layer[: place.size])
@@ -410,7 +410,7 @@ def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> 
     for number, layer in enumerate(header.layers):
         if layer.offset != offset or layer.size != whole + extra:
             raise RecordError(f"the header describes an impossible place or size of layer {number}")
-        offset = _padded(offset + layer.size)
+        offset = _pad(offset + layer.size)
     if size not in (None, offset):
         raise RecordError(f"the file has {size} bytes but its header describes {offset}")
 
@@ -420,5 +420,5 @@ def _place(key: str, part: int | str) -> str:
     return f"{key} {part}"
 
 
-def _padded(size: int) -> int:
+def _pad(size: int) -> int:
     return -(-size // _PAGE) * _PAGE

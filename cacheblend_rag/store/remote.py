@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -43,15 +43,12 @@ class _Circuit:
     ----------
     name : str
         Of the store, as messages call it.
-
-    Attributes
-    ----------
-    pause : float
-        Seconds until a store that did not answer is tried again.
+    clock : callable
+        Seconds, from any beginning.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self.pause = name, _PAUSE_SECONDS
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._name, self._clock = name, clock
         self._lock = threading.Lock()
         self._failures, self._until = 0, 0.0
 
@@ -65,11 +62,11 @@ class _Circuit:
             At once, if the circuit is open.
         """
         self._enter()
-        started = time.monotonic()
+        started = self._clock()
         try:
             yield
         except StoreUnreachableError as error:
-            self._failed(error, time.monotonic() - started)
+            self._failed(error, self._clock() - started)
             raise
         except StoreError:
             self._answered()
@@ -79,18 +76,18 @@ class _Circuit:
 
     def _enter(self) -> None:
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if now < self._until:
                 raise StoreUnreachableError(f"{self._name} is away and is tried again in {self._until - now:.0f} s")
             if self._until:  # this call tries it; the others go on without
-                self._until = now + self.pause
+                self._until = now + _PAUSE_SECONDS
 
     def _failed(self, error: StoreUnreachableError, seconds: float) -> None:
         with self._lock:
             self._failures += 1
             was_open = bool(self._until)
             if seconds > _LONG_SECONDS or self._failures >= _MOST_FAILURES:
-                self._until = time.monotonic() + self.pause
+                self._until = self._clock() + _PAUSE_SECONDS
             opened = bool(self._until) and not was_open
         if opened:
             _log.warning("%s is away: KV there counts as missing until it answers again (%s)", self._name, error)
@@ -115,6 +112,8 @@ class RemoteStore(KVStore):
         Seconds that one call may take.
     form : RecordFormat, optional
         How records are written. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they are always encrypted.
+    clock : callable
+        Seconds, from any beginning.
 
     Notes
     -----
@@ -125,13 +124,20 @@ class RemoteStore(KVStore):
     has nothing to write.
     """
 
-    def __init__(self, name: str, tier: str, timeout: float, form: RecordFormat | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tier: str,
+        timeout: float,
+        form: RecordFormat | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         check_above_zero("timeout", timeout)
         self.name, self.timeout = name, timeout
         self.form = (form or RecordFormat()).sealed()
         self.traits = StoreTraits(tier, remote=True, form=self.form)
         # A slow way up does not keep anyone from reading.
-        self.reads, self.writes = _Circuit(name), _Circuit(f"writing to {name}")
+        self.reads, self.writes = _Circuit(name, clock), _Circuit(f"writing to {name}", clock)
         self._warnings = Warnings()
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kv-{tier}")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class S3Store(RemoteStore):
         Seconds that one request to read, look or erase may take.
     form : RecordFormat, optional
         How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they are always encrypted.
+    clock : callable
+        Seconds, from any beginning: how long a store that does not answer is left alone.
 
     Raises
     ------
@@ -58,9 +61,16 @@ class S3Store(RemoteStore):
         If ``obstore`` is not installed.
     """
 
-    def __init__(self, url: str, *, timeout: float = 5.0, form: RecordFormat | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 5.0,
+        form: RecordFormat | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         check_address(url, S3_SCHEMES, _CREDENTIALS)
-        super().__init__(url, "s3", timeout, form)
+        super().__init__(url, "s3", timeout, form, clock)
         self._obstore = _obstore()
         self._reader = self._writer = self._client(url, timeout)
         if urlsplit(url).scheme not in _LOCAL:

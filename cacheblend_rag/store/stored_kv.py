@@ -69,7 +69,7 @@ class KVRecord:
     kv: SegmentKV
 
     @classmethod
-    def of(
+    def describe(
         cls, kv: SegmentKV, *, fingerprint: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...]
     ) -> KVRecord:
         """Describe the KV of a segment."""

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cacheblend_rag.errors import StoreError
@@ -28,11 +28,13 @@ class TombstonedStore(WrappedStore):
     lasting : float
         Seconds that a tombstone stays after its record is erased. If an older answer stores the record again within
         that time, it is dropped.
+    clock : callable
+        Seconds, from any beginning.
     """
 
-    def __init__(self, inner: KVStore, lasting: float) -> None:
+    def __init__(self, inner: KVStore, lasting: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(inner)
-        self.lasting, self._lock = lasting, threading.Lock()
+        self.lasting, self._clock, self._lock = lasting, clock, threading.Lock()
         self._until: dict[str, float] = {}  # by key; for ever while the record may be there
         self._suspended: frozenset[str] = frozenset()
         self._near = threading.local()
@@ -72,7 +74,7 @@ class TombstonedStore(WrappedStore):
 
     def bury(self, keys: Iterable[str]) -> None:
         """Set tombstones: from now on nothing is read from these records or stored in their place."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._until = {key: until for key, until in self._until.items() if until > now}
             self._until.update(dict.fromkeys(keys, math.inf))
@@ -98,17 +100,17 @@ class TombstonedStore(WrappedStore):
             raise StoreError(f"KV record {key} is still there after it was erased")
         with self._lock:
             if key in self._until:
-                self._until[key] = time.monotonic() + self.lasting
+                self._until[key] = self._clock() + self.lasting
 
     @property
     def tombstones(self) -> int:
         """How many there are."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             return sum(until > now for until in self._until.values())
 
     def _buried(self, key: str) -> bool:
-        return self._until.get(key, 0.0) > time.monotonic()
+        return self._until.get(key, 0.0) > self._clock()
 
     def _hidden(self, key: str) -> bool:
         return bool(self._suspended) or self._buried(key)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -52,6 +52,8 @@ class ValkeyStore(RemoteStore):
         Seconds that the server may take to answer, and to send one layer.
     form : RecordFormat, optional
         How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they are always encrypted.
+    clock : callable
+        Seconds, from any beginning: how long a store that does not answer is left alone.
 
     Raises
     ------
@@ -61,10 +63,17 @@ class ValkeyStore(RemoteStore):
         If ``valkey`` is not installed.
     """
 
-    def __init__(self, url: str, *, timeout: float = 2.0, form: RecordFormat | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 2.0,
+        form: RecordFormat | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         check_address(url, VALKEY_SCHEMES, f"{_USERNAME_VARIABLE} and {_PASSWORD_VARIABLE}")
         self._valkey = _valkey()
-        super().__init__(url, "valkey", timeout, form)
+        super().__init__(url, "valkey", timeout, form, clock)
         try:
             self._client = self._valkey.Valkey.from_url(
                 url,

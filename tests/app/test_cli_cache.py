@@ -91,7 +91,7 @@ def test_looking_is_no_use(data: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["stats", "list", "verify", "clear"])
-def test_a_folder_without_a_store_is_named_and_not_made(
+def test_folder_without_a_store_is_named_and_not_made(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", command, "--data-dir", str(tmp_path / "typo")]) == 2
@@ -122,7 +122,7 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert "codec='int5'" in capsys.readouterr().err
 
 
-def test_what_is_estimated_is_what_is_taken(
+def test_estimate_equals_the_bytes_on_disk(
     data: Path, model: Path, docs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", "estimate", "--model", str(model), "--docs", str(docs), "--codec", "int8"]) == 0

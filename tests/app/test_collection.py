@@ -25,7 +25,7 @@ def test_the_folder_holds_two_dozen_articles_below_a_megabyte() -> None:
 
 
 @pytest.mark.parametrize("name", ARTICLES)
-def test_an_article_has_a_title_and_plain_paragraphs(name: str) -> None:
+def test_article_has_a_title_and_plain_paragraphs(name: str) -> None:
     title, blank, *rest = ARTICLES[name].split("\n")
     assert re.fullmatch(r"# \S.*", title)
     assert blank == ""

@@ -38,7 +38,7 @@ def second(command: list[str], model: Path, docs: Path, data: Path) -> subproces
     )
 
 
-def test_a_second_process_is_refused_and_told_by_whom_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
+def test_second_process_is_refused_with_the_owners_name_and_loses_nothing(model: Path, tmp_path: Path) -> None:
     docs, data = write_documents(tmp_path / "docs"), tmp_path / "data"
     server = Served(model, docs, data)
     id = new_collection(server.client)
@@ -56,7 +56,7 @@ def test_a_second_process_is_refused_and_told_by_whom_and_nothing_is_lost(model:
     again.end(signal.SIGTERM)
 
 
-def test_it_is_held_within_a_process_too_and_given_up_from_any_thread(tmp_path: Path) -> None:
+def test_lock_holds_within_a_process_and_is_released_from_any_thread(tmp_path: Path) -> None:
     held = DataLock(tmp_path)
     with pytest.raises(ConfigError, match=f"data_dir=.*in use by process {os.getpid()}"):
         DataLock(tmp_path)
@@ -68,7 +68,7 @@ def test_it_is_held_within_a_process_too_and_given_up_from_any_thread(tmp_path: 
     assert not (tmp_path / "in-use.json").exists()
 
 
-def test_a_folder_whose_owner_is_not_known(tmp_path: Path) -> None:
+def test_folder_locked_by_an_unknown_owner_is_refused(tmp_path: Path) -> None:
     held = DataLock(tmp_path)
     for text in ("", "{", "[]", '{"process": "x", "command": 1}'):
         (tmp_path / "in-use.json").write_text(text)
@@ -77,7 +77,7 @@ def test_a_folder_whose_owner_is_not_known(tmp_path: Path) -> None:
     held.release()
 
 
-def test_what_cannot_be_loaded_holds_nothing(tmp_path: Path) -> None:
+def test_failed_start_releases_the_data_folder(tmp_path: Path) -> None:
     docs = write_documents(tmp_path / "docs")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

@@ -23,7 +23,7 @@ def test_starter_models_and_bundled_articles_are_what_nobody_has_to_name() -> No
     assert (options.model, options.embedder, options.docs) == (DEFAULT_MODEL, DEFAULT_EMBEDDER, ARTICLES_PATH)
 
 
-def test_what_was_read_last_stays_in_memory(tmp_path: Path) -> None:
+def test_last_read_chunks_stay_in_memory(tmp_path: Path) -> None:
     options = toy(tmp_path)
     with FolderRAG(options) as rag:
         rag.update()
@@ -37,7 +37,7 @@ def test_what_was_read_last_stays_in_memory(tmp_path: Path) -> None:
     assert media == [("disk",) * 6] * 2, "whoever wants no copies has none"
 
 
-def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:
+def test_folder_rag_answers_questions_that_full_reuse_gets_wrong(tmp_path: Path) -> None:
     asked = [one for one in read_questions() if one.kind == "reference"]
     right: dict[str, int] = {"blended": 0, "reuse": 0}
     with FolderRAG(toy(tmp_path)) as rag:

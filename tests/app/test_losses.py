@@ -10,8 +10,8 @@ from cacheblend_rag.app.cli.arguments import Screen
 from cacheblend_rag.retrieval.documents import read_folder
 
 
-def test_a_command_names_a_file_with_damaged_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_command_names_a_file_with_damaged_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "bad.txt").write_bytes("The café of Norling opened in 1911 by Måns. ".encode() + b"Bad \xff byte here.")
-    with Screen().alone():
+    with Screen().mute_logs():
         read_folder(tmp_path)
     assert "bad.txt is UTF-8 but for damage in 1 places" in caplog.text

@@ -70,7 +70,7 @@ def other_context(context: LearnedContext) -> LearnedContext:
 
 
 @pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
-def test_an_untrained_one_is_the_prose_it_begins_with(family: str) -> None:
+def test_untrained_context_equals_the_prose_it_begins_with(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))
         context, (ids,) = (
@@ -124,7 +124,7 @@ def test_training_brings_answers_nearer_and_leaves_the_model_as_it_is(model: Any
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_what_is_judged_had_no_part_in_training(adapted: AdaptResult) -> None:
+def test_adapted_context_is_judged_on_held_back_prompts(adapted: AdaptResult) -> None:
     for seen in (adapted.neighbours, adapted.learned):
         assert len(seen.reuse.divergences) == len(seen.blended.divergences) == OPTIONS.held_back
     said = adapt_report(adapted)
@@ -138,7 +138,7 @@ def test_what_is_judged_had_no_part_in_training(adapted: AdaptResult) -> None:
     ("count", "changes", "name"),
     [(2, {}, "prompts"), (8, {"steps": 0}, "steps"), (8, {"rate": 0.0}, "rate"), (8, {"tokens": 1.5}, "tokens")],
 )
-def test_what_cannot_be_learned_from_is_named(model: Any, count: int, changes: dict[str, Any], name: str) -> None:
+def test_adapt_names_options_it_cannot_learn_from(model: Any, count: int, changes: dict[str, Any], name: str) -> None:
     with engine_of(model) as engine, pytest.raises(ConfigError, match=f"{name}="):
         adapt(engine, prompts(0, count), replace(OPTIONS, **changes), progress=False)
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_learned_from_is_named(model: Any, count: int, changes: d
 # Engines over it -------------------------------------------------------------------------------
 
 
-def test_an_engine_computes_chunks_behind_it(model: Any, adapted: AdaptResult, tmp_path: Path) -> None:
+def test_engine_computes_chunks_behind_the_learned_context(model: Any, adapted: AdaptResult, tmp_path: Path) -> None:
     prompt = prompts(50, 1)[0]
     with engine_of(model, store=tmp_path, selection="none") as engine:
         assert (engine.condition, engine.learned) == ("context", None)
@@ -177,7 +177,7 @@ def test_recomputing_everything_is_full_prefill(model: Any, adapted: AdaptResult
             assert_logits_close(fused.logits, full.logits, model, len(fused.input_ids))
 
 
-def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted: AdaptResult) -> None:
+def test_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted: AdaptResult) -> None:
     prompt = Prompt("", [tiny.text(20, 3)], "What fell?")
     with engine_of(model, selection="none") as engine:
         engine = engine.with_learned(adapted.context)
@@ -241,7 +241,7 @@ def test_learned_without_a_context_is_refused(model: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", [None, "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="])
-def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
+def test_learned_context_is_kept_unchanged_and_encrypted_like_records(
     model: Any, adapted: AdaptResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     if key:
@@ -257,7 +257,7 @@ def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "another model"])
-def test_a_damaged_one_is_logged_and_neighbours_stand_in(
+def test_damaged_context_is_logged_and_neighbours_stand_in(
     model: Any, adapted: AdaptResult, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     with engine_of(model, store=tmp_path) as engine:

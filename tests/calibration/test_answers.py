@@ -61,7 +61,7 @@ def asked(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Asked:
     return Asked(engine, tiny.text(30, 4), monkeypatch)
 
 
-def test_a_right_guess_needs_no_generation(asked: Asked) -> None:
+def test_right_guess_needs_no_generation(asked: Asked) -> None:
     ids = asked.found.token_ids
     assert len(ids) == MOST
     known = GreedyAnswers(asked.engine, asked.ids, MOST)
@@ -71,7 +71,7 @@ def test_a_right_guess_needs_no_generation(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("right", [0, 1, 5, MOST - 1])
-def test_a_guess_that_goes_wrong_is_left_there(asked: Asked, right: int) -> None:
+def test_wrong_guess_is_left_where_it_goes_wrong(asked: Asked, right: int) -> None:
     ids = asked.found.token_ids
     wrong = [*ids[:right], (ids[right] + 1) % 50, *reversed(ids)][: MOST + 2]
     known = GreedyAnswers(asked.engine, asked.ids, MOST)
@@ -82,13 +82,13 @@ def test_a_guess_that_goes_wrong_is_left_there(asked: Asked, right: int) -> None
     assert asked.generated == before
 
 
-def test_a_guess_that_is_too_short_is_gone_on_with(asked: Asked) -> None:
+def test_short_guess_is_continued(asked: Asked) -> None:
     known = GreedyAnswers(asked.engine, asked.ids, MOST)
     assert asked.text(known, asked.found.token_ids[:4]) == asked.found.text
     assert asked.generated == [MOST - 4]
 
 
-def test_an_answer_ends_where_the_model_ends_it(asked: Asked) -> None:
+def test_answer_ends_where_the_model_ends_it(asked: Asked) -> None:
     ids, end = asked.found.token_ids, asked.found.token_ids[6]
     first = ids.index(end)
     asked.engine.model.generation_config.eos_token_id = [end]
@@ -100,7 +100,7 @@ def test_an_answer_ends_where_the_model_ends_it(asked: Asked) -> None:
     assert asked.generated == []
 
 
-def test_what_is_not_plain_greedy_is_generated(asked: Asked) -> None:
+def test_answers_are_generated_where_decoding_is_not_plain_greedy(asked: Asked) -> None:
     asked.engine.model.generation_config.repetition_penalty = 5.0
     expected = asked.decoded(MOST)
     assert expected.token_ids != asked.found.token_ids
@@ -109,7 +109,7 @@ def test_what_is_not_plain_greedy_is_generated(asked: Asked) -> None:
     assert asked.generated == [len(expected.token_ids)]
 
 
-def test_what_is_added_to_one_cache_is_not_in_the_other(asked: Asked) -> None:
+def test_shared_cache_keeps_its_own_rows(asked: Asked) -> None:
     before = [layer.keys.clone() for layer in asked.cache.layers]
     answer_log_probs(asked.engine.adapter, shared_cache(asked.cache), asked.logits, [3, 4, 5])
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(asked.cache.layers, before, strict=True))

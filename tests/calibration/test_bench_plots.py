@@ -221,7 +221,7 @@ def test_the_pictures_of_the_pages_show_the_results_beside_them(name: str, tmp_p
 
 
 @pytest.mark.parametrize("content", ["", "no JSON", "[1]", "{", '{"options": {}, "to_batch": {}}', None])
-def test_what_is_no_result_is_named_with_what_is_expected(
+def test_redraw_names_a_file_that_is_no_result(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "unknown.json"
@@ -246,7 +246,7 @@ def test_what_is_no_result_is_named_with_what_is_expected(
         ("no/plot.svg", "a folder"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
+def test_impossible_plot_is_refused_before_anything_is_measured(
     module: str,
     plot: str,
     hint: str,

@@ -16,7 +16,7 @@ from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.calibrate import (
     CalibrationOptions,
-    _divided,
+    _divide,
     calibrate,
     keep_settings,
     report,
@@ -107,7 +107,7 @@ def test_the_tolerance_holds_on_prompts_nobody_has_seen(
         assert tried.work == pytest.approx(settings.work, abs=0.05)
 
 
-def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     searched, checks = stubbed(models)
     few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
 
@@ -133,12 +133,12 @@ def test_no_cheaper_rule_was_passed_over(
     _, finding = found["middling"]
     assert finding.chosen is not None
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    _, checks = _divided(prompts(0, COUNT), 0.67)
+    _, checks = _divide(prompts(0, COUNT), 0.67)
     assert len(checks) == COUNT * 2 // 3
     assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
     assert finding.candidates[-1][1] is finding.chosen
     held_back = trials_of(adapter, segments, checks, finding.condition)
-    searched, cheaper = trials_of(adapter, segments, _divided(prompts(0, COUNT), 0.67)[0], finding.condition), 0
+    searched, cheaper = trials_of(adapter, segments, _divide(prompts(0, COUNT), 0.67)[0], finding.condition), 0
     for make, ratios in KINDS.values():
         for ratio in ratios:
             tried = searched.try_rule(make(ratio).fit(6), below=finding.chosen.work)
@@ -158,7 +158,9 @@ def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
     return first, second
 
 
-def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_tries_the_next_share_where_a_rule_fails(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
     searched, checks = stubbed(models)
 
@@ -208,7 +210,7 @@ def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypa
     assert settings_of(finding, TOLERANCE).selection == "all"
 
 
-def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+def test_report_says_what_was_chosen(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
     assert "nothing recomputed" in report(*found["calm"])
     assert "of full prefill's" in report(*found["middling"])
     assert "of their tokens recomputed" in report(*found["middling"])
@@ -223,7 +225,7 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     trials = TrialSet(adapter, segments, [prompt], full=full_of(adapter, 5))
     with engine_of(model, selection="all") as engine:
         answer = engine.generate(prompt, max_new_tokens=5)
-    full = full_of(adapter, 5).of(segments.tokenize(prompt).input_ids)
+    full = full_of(adapter, 5).answer(segments.tokenize(prompt).input_ids)
     ids, log_probs = full.ids, full.log_probs
     assert ids == answer.token_ids
     assert log_probs.argmax(dim=-1).tolist() == ids
@@ -232,7 +234,7 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
+def test_hard_prompts_of_many_decide(models: dict[str, Any]) -> None:
     """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     every, few = (
@@ -253,7 +255,7 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     assert len(given_up.divergences) == 2
 
 
-def test_what_does_too_much_work_is_left_after_a_prompt(models: dict[str, Any]) -> None:
+def test_rule_with_too_much_work_is_left_after_one_prompt(models: dict[str, Any]) -> None:
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     trials = TrialSet(adapter, segments, prompts(0, 4), full=full_of(adapter, 4))
     dear = SelectBoundary(0.5)
@@ -264,7 +266,7 @@ def test_what_does_too_much_work_is_left_after_a_prompt(models: dict[str, Any]) 
     assert trials.try_rule(dear, below=0.2).whole, "what is known is not tried again"
 
 
-def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
+def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None:
     """The KV of a chunk, and full prefill's answer, for as long as a prompt holds them."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     (prompt,) = prompts(0, 1)
@@ -274,15 +276,15 @@ def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
     chunk = (prompt.chunks[0], (), segments.chunk(prompt.chunks[0]).ids)
     kv = beside.compute(*chunk)
     assert beside.compute(*chunk) is kv
-    answer = full.of(one.tokens.input_ids)
-    assert full.of(one.tokens.input_ids) is answer
-    assert full.of(two.tokens.input_ids) is not answer
+    answer = full.answer(one.tokens.input_ids)
+    assert full.answer(one.tokens.input_ids) is answer
+    assert full.answer(two.tokens.input_ids) is not answer
     expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks, 2).compute)
     rule = SelectBoundary(0.2).fit(6)
     assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
 
 
-def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_search_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, asked = CalibrationOptions(tolerance=TOLERANCE / 20, answer_tokens=4), prompts(0, 6)
     tried, try_one = [], TrialSet.measure
 
@@ -374,7 +376,7 @@ SETTINGS = BlendSettings(
 )
 
 
-def test_a_profile_of_an_earlier_version_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
+def test_old_profile_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
     path, profile = tmp_path / "profile.json", MachineProfile(blends={"m": SETTINGS})
     profile.save(path)
     saved = json.loads(path.read_text(encoding="utf-8"))
@@ -396,7 +398,7 @@ def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: 
     before = MachineProfile.load(path)
     assert before is not None
     assert before.blends == {}
-    joined = before.joined(MachineProfile(blends={"m": SETTINGS}))
+    joined = before.merge(MachineProfile(blends={"m": SETTINGS}))
     joined.save(path)
     assert MachineProfile.load(path) == joined
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -437,7 +439,7 @@ def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
     assert policy_of(flat).head_share() == pytest.approx(2 / 24)
 
 
-def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = policy_of(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
     assert "does not tolerate blending within 0.01 nats" in caplog.text

@@ -25,7 +25,7 @@ def titles(case: EvalCase) -> list[str]:
     return [passage.title for passage in case.passages]
 
 
-def test_what_shares_rare_words_comes_first_and_support_is_kept() -> None:
+def test_choosing_prefers_rare_words_and_keeps_support() -> None:
     assert titles(choose(CASE, 2, ranker=RANKER, keep_support=False)) == ["T1", "T3"]
     assert titles(choose(CASE, 3, ranker=RANKER)) == ["T1", "T3", "T4"]
     assert titles(choose(CASE, 1, ranker=RANKER)) == ["T4"]
@@ -84,7 +84,7 @@ def test_prompts_ask_for_what_the_measure_measures() -> None:
         build_prompt(CASE, "haiku")
 
 
-def test_a_chat_template_goes_around_the_prompt() -> None:
+def test_chat_template_goes_around_the_prompt() -> None:
     tokenizer = tiny.tokenizer()
     with pytest.raises(ConfigError, match="no chat template"):
         ChatFrame(tokenizer)

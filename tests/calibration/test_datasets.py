@@ -75,7 +75,7 @@ def test_malformed_lines_are_refused_with_their_numbers(tmp_path: Path) -> None:
         ({"question": None}, "'question' is missing"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_dataset_error_says_line_and_fault(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", question(0), {**question(1), **change})
     with pytest.raises(DatasetError, match="line 2: ") as caught:
         load_cases(path)
@@ -173,7 +173,7 @@ def test_multihop_records_that_are_wrong(key: str, value: Any, tmp_path: Path) -
         load_cases(write(tmp_path / "dev.json", [HOTPOT, wrong]), "hotpotqa")
 
 
-def test_a_format_that_is_not_the_file_s_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+def test_wrong_format_is_refused_by_what_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "questions.jsonl", question(0))
     for form in set(FORMATS) - {"own"}:
         with pytest.raises(DatasetError, match=r"line 1: '\w+'"):

@@ -62,7 +62,7 @@ def test_the_scripts_first_command_runs(
     assert names >= {"results.jsonl", "table.md", "summary.json", "quality-ttft.svg", "quality-kind.svg"}
 
 
-def test_a_line_of_our_schema_is_one(tmp_path: Path) -> None:
+def test_documented_line_is_a_case(tmp_path: Path) -> None:
     (line,) = blocks("json")
     (tmp_path / "questions.jsonl").write_text(line, encoding="utf-8")
     assert load_cases(tmp_path / "questions.jsonl")[0].answers == ("an owl",)

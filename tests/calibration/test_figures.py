@@ -42,7 +42,7 @@ def test_each_figure_by_one_command(
         assert content["curves"]["neighbouring layers"]["x"] == [1]
 
 
-def test_a_figure_that_is_not_there(
+def test_unknown_figure_is_refused(
     model_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--only", "3", "--data", str(questions), "--model", str(model_folder)]

@@ -31,7 +31,7 @@ def run(*second: Answered, probes: tuple[Answered, ...] = ()) -> Run:
     return Run(REQUESTS, (Answered("0", ("", ""), 0.5, 0.9, 0.4, 60), *second), probes)
 
 
-def test_what_routers_find_is_counted_in_tokens() -> None:
+def test_hits_of_routers_are_counted_in_tokens() -> None:
     own, shared = Answered("0", ("memory", "disk"), 0.2, 0.4), Answered("1", ("memory", "valkey"), 0.4, 0.5)
     (one, both) = (summarized(runs, TOKENS) for runs in ([run(own)], [run(own), run(shared)]))
     assert (one["possible"], one["own"], one["own_of_possible"], one["shared_store"]) == (0.5, 0.5, 1.0, 0.0)
@@ -42,7 +42,7 @@ def test_what_routers_find_is_counted_in_tokens() -> None:
     assert paired([run(own)], [run(shared)]) == pytest.approx((1 + 2) / 2)
 
 
-def test_a_request_that_failed_is_counted_and_not_timed() -> None:
+def test_failed_request_is_counted_and_not_timed() -> None:
     lost = summarized([run(Answered("", (), 9.0, 9.0))], TOKENS)
     assert (lost["failed"], lost["ttft_mean"]) == (1, 0.5)
 
@@ -64,7 +64,7 @@ def test_the_simulator_gets_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_whole_run_writes_results_of_every_router(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     arguments = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--replicas", "2", "--rounds", "1"]
     arguments += ["--requests", "8", "--rate", "2", "--topics", "2", "--words", "12", "--kill"]

@@ -148,7 +148,7 @@ def recorded(path: Path, router: str) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_recorded_run_is_met_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulator_meets_a_recorded_run_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path / "ours.jsonl", "ours")
     recorded(tmp_path / "random.jsonl", "random")
     for seen, found in replay([read_trace(tmp_path / "ours.jsonl")], TIMES, seeds=[0]).values():

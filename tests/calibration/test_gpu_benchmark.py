@@ -147,7 +147,7 @@ def test_results_of_kernels_are_right(family: str, tmp_path: Path, kernels: None
         assert cases[name]()["right"]
 
 
-def test_a_difference_that_is_none_is_not_right() -> None:
+def test_nan_difference_is_not_right() -> None:
     assert gpu_exact._row("x", float("nan"))["rows"] == [["x", "WRONG", "nan of at most 1e-03"]]
     assert gpu_exact.difference(torch.tensor([1.0, -4.0]), torch.tensor([1.0, -2.0])) == 1.0
 
@@ -155,7 +155,7 @@ def test_a_difference_that_is_none_is_not_right() -> None:
 # Cases that fail ----------------------------------------------------------------------------
 
 
-def test_a_case_that_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
+def test_failed_case_is_reported_and_the_rest_runs(tmp_path: Path) -> None:
     path, seen = tmp_path / "part.json", list[str]()
 
     def fails() -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_each_count_is_that_of_the_text(checkout: Path) -> None:
     assert library["registries"] == ["store.base._known", "store.base.state"]
 
 
-def test_a_class_with_too_many_methods_or_lines_is_named(checkout: Path) -> None:
+def test_class_with_too_many_methods_or_lines_is_named(checkout: Path) -> None:
     many = "class Many:\n" + "    def m{}(self): ...\n" * 26
     long = "class Long:\n" + "    x = 1\n" * 400
     just = "class Just:\n" + "    x = 1\n" * 399
@@ -132,6 +132,6 @@ def test_checkouts_stand_side_by_side_and_the_last_line_is_json(
     )
 
 
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+def test_folder_outside_a_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="name the root of a checkout"):
         main(["--root", str(tmp_path)])

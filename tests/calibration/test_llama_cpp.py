@@ -25,7 +25,7 @@ EXACT = LlamaSettings(flash_attention=False, kv="F32")
 SMALL = ["--chunks", "2", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1", "--device", "cpu"]
 
 
-def test_a_missing_package_is_named_with_its_remedy(
+def test_missing_package_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
@@ -35,7 +35,7 @@ def test_a_missing_package_is_named_with_its_remedy(
     assert "pip install llama-cpp-python" in error
 
 
-def test_a_device_that_is_no_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_other_than_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     with pytest.raises(ConfigError, match=r'device=.*use "cpu"'):
         measure(TTFTOptions(device="meta"))
@@ -121,7 +121,7 @@ def test_bfloat16_is_given_to_it_as_what_it_is_quick_with(monkeypatch: pytest.Mo
         assert file_dtype(torch.float32) == torch.float32
 
 
-def test_a_prefix_that_is_kept_is_not_read_again(tmp_path: Path) -> None:
+def test_kept_prefix_is_not_read_again(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     write_gguf(tiny.model(), tmp_path / "model.gguf")
     with LlamaCpp(tmp_path / "model.gguf", threads=1) as llama:
@@ -132,7 +132,7 @@ def test_a_prefix_that_is_kept_is_not_read_again(tmp_path: Path) -> None:
         assert not torch.allclose(context.prefill(others + IDS[40:]), wanted, atol=0.1)
 
 
-def test_what_llama_cpp_cannot_do_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_llama_cpp_failures_are_errors_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("llama_cpp")
     (tmp_path / "no.gguf").write_bytes(b"GGUF")
     with caplog.at_level(logging.ERROR), pytest.raises(CacheBlendError, match="could not load"):

@@ -25,7 +25,7 @@ PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_a_throttled_store_delays_reads_and_changes_no_bit(prefetch: bool) -> None:
+def test_throttled_store_delays_reads_and_changes_no_bit(prefetch: bool) -> None:
     with engine_of(recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)
         size = engine.store.volume()
@@ -94,7 +94,7 @@ def test_by_content_hits_stay_and_chained_ones_decay() -> None:
     assert simulate(TraceOptions(chunks=50, capacity=50, requests=100, drift=0)).content == (1.0,) * 24
 
 
-def test_a_real_store_hits_as_the_simulated_one(tmp_path: Path) -> None:
+def test_real_store_hits_as_the_simulated_one(tmp_path: Path) -> None:
     """The least recently used chunk goes first, in the simulation as in the store."""
     chunks = [tiny.text(40, number) for number in range(6)]
     with engine_of(store=None, min_tokens=0) as engine:

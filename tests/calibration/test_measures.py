@@ -56,7 +56,7 @@ def test_rouge_l_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyP
     rouge_scorer.cache_clear()
 
 
-def test_a_short_answer_is_its_first_line() -> None:
+def test_short_answer_is_its_first_line() -> None:
     assert first_line("\n  an owl \nQuestion: what else?") == "an owl"
     assert first_line(" \n") == ""
 

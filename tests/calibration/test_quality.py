@@ -64,7 +64,7 @@ def test_known_answers_are_counted_and_paired_with_full_recompute_s(engine: Blen
     assert "2 prompts were left out" in table
 
 
-def test_a_killed_run_goes_on_and_another_run_s_folder_is_refused(
+def test_killed_run_goes_on_and_the_folder_of_another_run_is_refused(
     engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cacheblend_rag.calibration import quality

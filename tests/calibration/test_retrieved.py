@@ -21,7 +21,7 @@ def test_passages_stand_in_the_order_of_their_article_and_each_once() -> None:
     assert joined_articles(cases) == {"Mill": "first\n\nsecond\n\ntenth\n\nloose"}
 
 
-def test_a_question_gets_the_nearest_chunks_if_an_answer_is_in_them(tmp_path: Path) -> None:
+def test_question_gets_the_nearest_chunks_if_an_answer_is_in_them(tmp_path: Path) -> None:
     documents = tmp_path / "documents"
     documents.mkdir()
     for name, text in (("mill", "The mill burned down in 1931."), ("harbour", "The harbour was dredged in 1912.")):

@@ -71,7 +71,7 @@ def killed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_a_killed_run_goes_on_where_it_was(
+def test_killed_run_goes_on_where_it_was(
     killed: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, questions = killed / "out", killed / "questions.jsonl"
@@ -125,7 +125,7 @@ def test_parts_sum_up_to_a_whole_run(killed: Path, model_folder: Path, capsys: p
 @pytest.mark.parametrize(
     ("given", "said"), [("4", "K/N"), ("0/4", "from 1 to 4"), ("5/4", "from 1 to 4"), ("1/0", "1")]
 )
-def test_a_part_that_is_none_is_refused(
+def test_unknown_part_is_refused(
     given: str, said: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = write_questions(tmp_path / "questions.jsonl", 2)
@@ -144,7 +144,7 @@ def test_malformed_lines_reach_the_user(model_folder: Path, tmp_path: Path, caps
     assert not (tmp_path / "out" / "results.jsonl").exists()
 
 
-def test_a_journal_keeps_others_out_and_tells_what_is_damaged(tmp_path: Path) -> None:
+def test_journal_keeps_others_out_and_names_damaged_lines(tmp_path: Path) -> None:
     with Journal(tmp_path, {"seed": 1}) as journal:
         journal.append({"case": "a", "value": (1, 2)})
         with pytest.raises(ConfigError, match="a run is writing"), Journal(tmp_path, {"seed": 1}):
@@ -200,7 +200,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> EvalRun:
         return Evaluation(engine, lambda chunks: cases, options).run(folder / "out", progress=False)
 
 
-def test_what_a_run_measures(run: EvalRun) -> None:
+def test_run_measures_every_method_beside_full_prefill(run: EvalRun) -> None:
     assert len(run.lines) == 6 * 4
     for line in run.lines:
         results = {result["label"]: result for result in line["results"]}
@@ -220,7 +220,7 @@ def test_what_a_run_measures(run: EvalRun) -> None:
         assert {result["misses"] for result in results.values()} == {0}
 
 
-def test_an_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
+def test_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
     """Of comparisons of the toy's archive many are longer than the 32 tokens that answers usually take."""
     cases = ToyCases("dev", {"comparison": 6}).cases
     with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:

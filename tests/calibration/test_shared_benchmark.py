@@ -16,7 +16,7 @@ from docs.benchmarks.scripts.servers import link_process
 from docs.benchmarks.scripts.shared import SharedOptions
 
 
-def test_a_link_carries_what_it_is_given_at_its_rate() -> None:
+def test_link_carries_what_it_is_given_at_its_rate() -> None:
     """Two connections have the rate together; what comes through is what was sent."""
     sent, rate = bytes(range(256)) * 8000, 10e6  # 2 MB each
 
@@ -77,6 +77,6 @@ def test_every_store_is_measured_and_gives_the_same(
     assert (tmp_path / "again.svg").read_bytes() == plot.read_bytes()
 
 
-def test_a_link_has_a_rate() -> None:
+def test_link_without_a_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match="link"):
         SharedOptions(link=0.0)

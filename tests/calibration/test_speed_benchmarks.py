@@ -54,7 +54,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after(shape: str, paramet
     assert shape in SHAPES
 
 
-def test_a_shape_can_be_a_file(tmp_path: Path, deep_shape: str) -> None:
+def test_shape_can_be_a_file(tmp_path: Path, deep_shape: str) -> None:
     assert random_model(deep_shape).config.num_hidden_layers == 6
     for content in ("{", "[]", '{"model_type": "steam"}', '{"hidden_size": 8}'):
         (tmp_path / "config.json").write_text(content)
@@ -173,14 +173,14 @@ def test_time_and_memory_are_measured_over_length_and_chunks(
 
 
 @pytest.mark.slow
-def test_a_point_is_measured_in_a_process_of_its_own(deep_shape: str) -> None:
+def test_point_is_measured_in_its_own_process(deep_shape: str) -> None:
     point = PointOptions(shape=deep_shape, chunks=2, chunk_tokens=40, threads=1, device="cpu", method="full")
     found = scaling.in_its_own_process(point)
     assert (found["method"], found["chunks"], found["work"]) == ("full", 2, 1.0)
     assert 0 < found["before"] <= found["peak"]
 
 
-def test_a_point_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_point_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling.sys, "executable", "false")  # a program that fails at once
     with pytest.raises(CacheBlendError, match="could not be measured"):
         scaling.in_its_own_process(PointOptions())

@@ -74,7 +74,7 @@ def test_methods_and_places_can_be_left_out(
     "changes",
     [{"methods": ("lmcache",)}, {"kv": ("tape",)}, {"kv": ()}, {"ratios": (1.5,)}, {"shape": "gpt-5"}, {"device": "x"}],
 )
-def test_what_cannot_be_measured_is_refused(changes: dict[str, object]) -> None:
+def test_bench_refuses_impossible_options(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         bench_model(TTFTOptions(threads=1, **changes))  # type: ignore[arg-type]
 
@@ -132,7 +132,7 @@ def test_the_work_of_methods_is_what_one_counts_by_hand() -> None:
         assert cost.loaded == (len(split.prefix) + split.chunk_tokens) * 2 * LAYERS * 16 * 4
 
 
-def test_a_bound_is_the_longer_of_computing_and_reading() -> None:
+def test_bound_is_the_longer_of_computing_and_reading() -> None:
     cost = Cost(work=0.25, loaded=3000)
     assert cost.bound(full=8.0, rate=1500.0) == 2.0
     assert cost.bound(full=8.0, rate=1000.0) == 3.0

@@ -33,7 +33,7 @@ def test_llama_cpp_answers_from_weights_of_its_own_quantiser(case: Case) -> None
 
 
 @pytest.mark.pretrained
-def test_a_starter_reads_a_chat_about_articles(smollm2_folder: Path, tmp_path: Path) -> None:
+def test_starter_reads_a_chat_about_articles(smollm2_folder: Path, tmp_path: Path) -> None:
     case = Case(next(iter(STARTERS)), "float32", 3, str(tmp_path))
     prompt = case.prompt(case.tokenizer())
     assert len(prompt.chunks) == 3

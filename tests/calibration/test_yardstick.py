@@ -161,12 +161,12 @@ def test_keys_are_found_where_they_are_told() -> None:
     ("said", "right"),
     [("It was March 2008.", True), ("in the march of 2008", False), ("march  2008!", True), ("", False)],
 )
-def test_what_counts_as_right(said: str, right: bool) -> None:
+def test_answer_counts_as_right_if_it_says_a_gold_answer(said: str, right: bool) -> None:
     assert is_right(said, ["March 2008", ""]) == right
 
 
 @pytest.mark.parametrize("method", ["none", "sink/best@0.1", "sink/", "sink/hkvd@x"])
-def test_a_method_that_cannot_be_read_is_refused(method: str) -> None:
+def test_unreadable_method_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match="methods="):
         parse_method(method)
 
@@ -214,7 +214,7 @@ def test_a_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
     assert fit(["a", "b"], ["a", "b"]) > fit(["a", "b"], ["b", "a"]) > fit(["a", "b"], ["b", "c"]) > fit(["a"], ["c"])
 
 
-def test_a_condition_that_is_not_known_is_refused() -> None:
+def test_unknown_condition_is_refused() -> None:
     with engine_of(tiny.model()) as engine, pytest.raises(ConfigError, match="condition="):
         Yardstick(engine, cases(1), ["behind/none"]).measure(cases(1)[0], "0")
 
@@ -264,7 +264,7 @@ def test_deviation_is_of_reused_rows_alone(tmp_path: Path) -> None:
         assert found[name]["first_norm"] > 0
 
 
-def test_a_folder_of_another_model_or_element_type_is_refused_at_once(tmp_path: Path) -> None:
+def test_folder_of_another_model_or_element_type_is_refused_at_once(tmp_path: Path) -> None:
     tiny.model(num_hidden_layers=2).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     given = ["--model", str(tmp_path / "model"), "--methods", "learned/none", "--data-dir", str(tmp_path / "data")]

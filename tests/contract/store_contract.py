@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,7 +21,8 @@ from cacheblend_rag.store import KVRecord, KVStore, StoredKV, TieredStore
 from cacheblend_rag.store.record import RecordFormat, encode_pieces
 from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.faults import record_of
-from tests.probes import CHUNKS, PROMPT, engine_of, until
+from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.waiting import until
 
 PATIENCE = 5  # seconds; diskcache gives up a lock after ten
 HEADS, DIM, LAYERS = 2, 8, 2
@@ -35,7 +35,7 @@ def make(seed: int = 0, tokens: int = 5) -> KVRecord:
         tuple(torch.randn((HEADS, tokens, DIM), generator=generator) for _ in range(LAYERS)) for _ in range(2)
     )
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+    return KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
 
 
 def encoded(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:
@@ -152,13 +152,13 @@ class StoreContract:
         store.delete("a")
         until(lambda: store.volume() - before < size)  # a server may free memory a moment later
 
-    def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_deletion(self, store: KVStore) -> None:
         store.put("a", make(1))
         opened = store.open("a")
         store.delete("a")
         assert same(opened, make(1))
 
-    def test_an_open_record_outlives_its_replacement(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_replacement(self, store: KVStore) -> None:
         store.put("a", make(1))
         opened = store.open("a")
         store.put("a", make(2))
@@ -177,7 +177,7 @@ class StoreContract:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
 
-    def test_one_at_a_time_has_the_claim(self, store: KVStore) -> None:
+    def test_claim_is_held_by_one_at_a_time(self, store: KVStore) -> None:
         with store.claim("a") as first, store.claim("b") as other:
             assert first
             assert other
@@ -190,34 +190,43 @@ class StoreContract:
         with store.claim("a") as after:
             assert after
 
-    def test_a_claim_can_be_waited_for(self, store: KVStore) -> None:
-        got: list[bool] = []
+    def test_claim_can_be_waited_for(self, store: KVStore) -> None:
+        events, asked = list[str](), threading.Event()
 
         def wait() -> None:
+            with store.claim("a") as mine:
+                assert not mine
+            asked.set()
             with store.claim("a", wait=20) as mine:
-                got.append(mine)
+                events.append("got" if mine else "given up")
 
         with store.claim("a"):
             waiting = threading.Thread(target=wait)
             waiting.start()
-            time.sleep(0.05)
-            assert got == []
+            assert asked.wait(20)
+            events.append("left")
         waiting.join()
-        assert got == [True]
+        assert events == ["left", "got"]
 
     def test_engines_that_miss_the_same_chunks_compute_them_once(
         self, store: KVStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Several engines over one store, warming the same chunks at the same time."""
         computed: list[tuple[int, ...]] = []
-        compute = ModelAdapter.segments_kv
+        claimed: set[int] = set()
+        compute, claim = ModelAdapter.segments_kv, store.claim
 
-        def slow(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            claimed.add(threading.get_ident())
+            return claim(*given, **more)
+
+        def held(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+            until(lambda: len(claimed) == 3)  # all have seen that it is missing
             computed.extend(map(tuple, segments))
-            time.sleep(0.05)
             return compute(self, context, segments, *others)
 
-        monkeypatch.setattr(ModelAdapter, "segments_kv", slow)
+        monkeypatch.setattr(store, "claim", noted)
+        monkeypatch.setattr(ModelAdapter, "segments_kv", held)
         engines = [engine_of(store=store, check_model=False) for _ in range(3)]
         start = threading.Barrier(3)
 
@@ -235,7 +244,7 @@ class StoreContract:
             assert engine.fuse(PROMPT).report.hits == 3
             engine.close()
 
-    def test_what_an_engine_forgets_is_a_miss(self, store: KVStore) -> None:
+    def test_chunk_an_engine_forgets_is_a_miss(self, store: KVStore) -> None:
         with engine_of(store=store, check_model=False) as engine:
             engine.warm(CHUNKS)
             assert engine.forget(CHUNKS[:1]) == 1
@@ -271,7 +280,7 @@ class BoundedStoreContract(StoreContract):
         assert same(store.open("f"), make(2, tokens=2400))
         store.close()
 
-    def test_a_record_larger_than_the_store_is_refused_and_evicts_nothing(self, tmp_path: Path) -> None:
+    def test_record_larger_than_the_store_is_refused_and_evicts_nothing(self, tmp_path: Path) -> None:
         store = self.of_size(tmp_path, 200_000)
         store.put("a", make(1))
         with pytest.raises(StoreError, match="size_limit"):
@@ -301,7 +310,7 @@ class BoundedStoreContract(StoreContract):
         assert [key for key in keys if not store.contains(key)] == sorted(set(told), key=int)
         store.close()
 
-    def test_a_record_is_evicted_whatever_becomes_of_the_call(
+    def test_record_is_evicted_whatever_becomes_of_the_call(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         store = self.of_size(tmp_path, 300_000)
@@ -319,7 +328,7 @@ class BoundedStoreContract(StoreContract):
         assert store.volume() <= store.traits.size_limit
         store.close()
 
-    def test_what_is_forgotten_while_it_is_evicted_does_not_come_back(self, tmp_path: Path) -> None:
+    def test_record_forgotten_during_eviction_does_not_come_back(self, tmp_path: Path) -> None:
         upper, lower = self.of_size(tmp_path, 300_000), self.of_size(tmp_path / "lower", 10**9)
         store, told = TieredStore([upper, lower]), list[str]()
         sink = upper.on_evict

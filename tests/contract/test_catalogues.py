@@ -71,7 +71,7 @@ def take(catalogue: Catalogue, id: str, *texts: str, name: str = "") -> None:
 class CatalogueContract:
     """Inherited by the tests of each catalogue, which give ``catalogue``: an empty one with a collection."""
 
-    def test_a_collection(self, catalogue: Catalogue) -> None:
+    def test_collection_is_created_with_its_name_and_embedder(self, catalogue: Catalogue) -> None:
         catalogue.create("other", "Ängste", [1.5, 2])
         assert sorted(catalogue.collections()) == [("mine", "Mine"), ("other", "Ängste")]
         assert catalogue.embedder_fingerprint("other") == [1.5, 2]
@@ -81,7 +81,7 @@ class CatalogueContract:
         take(catalogue, "a", "three", name="a.txt")
         assert [one.name for one in catalogue.documents("mine")] == ["B.txt", "a.txt"]  # by code point
         assert catalogue.counts("mine") == (2, 3)
-        assert catalogue.named("mine", ["a.txt", "c.txt"]) == ["a"]
+        assert catalogue.ids_by_name("mine", ["a.txt", "c.txt"]) == ["a"]
         assert catalogue.holds("a", "mine")
         assert not catalogue.holds("a", "other")
         assert not catalogue.holds("b\0", "mine") if not catalogue.backend.shared else True
@@ -102,7 +102,7 @@ class CatalogueContract:
         assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [[9, 9, 9, 9]]
         assert catalogue.embedder_fingerprint("mine") == [7]
 
-    def test_a_passage_may_have_vectors_of_several_parts(self, catalogue: Catalogue) -> None:
+    def test_passage_may_have_vectors_of_several_parts(self, catalogue: Catalogue) -> None:
         catalogue.uploads.accept("job", "mine", [one := file("a")])
         chunks, parts = read("one", "two")[0], [np.eye(3, 4, dtype=np.float32), np.full(4, 7, dtype=np.float32)]
         catalogue.add([(one, chunks, parts)])
@@ -113,7 +113,7 @@ class CatalogueContract:
         assert [len(vector) for vector in catalogue.vectors("mine")[1]] == [1, 3]
         assert [catalogue.passages(ids)[id].page for id in ids] == [1, 2]
 
-    def test_an_upload_on_its_way(self, catalogue: Catalogue) -> None:
+    def test_upload_is_listed_until_its_files_are_done(self, catalogue: Catalogue) -> None:
         catalogue.uploads.accept("job", "mine", [file("1"), file("2"), file("3")])
         assert catalogue.uploads.jobs() == [("job", "mine")]
         assert catalogue.uploads.job("job") == "mine"
@@ -131,12 +131,12 @@ class CatalogueContract:
         assert catalogue.bytes_used() == 10 + len(b'text{"page": 1}') + 16
         assert (
             catalogue.uploads.jobs_waiting(),
-            catalogue.uploads.taken("job"),
-            catalogue.uploads.unwarmed("job"),
+            catalogue.uploads.count_taken("job"),
+            catalogue.uploads.count_unwarmed("job"),
         ) == (0, 1, 1)
         assert catalogue.uploads.to_warm(9) == [("2", "2.txt", "job")]
-        catalogue.uploads.warmed(["2"])
-        assert (catalogue.uploads.to_warm(9), catalogue.uploads.unwarmed("job")) == ([], 0)
+        catalogue.uploads.mark_warmed(["2"])
+        assert (catalogue.uploads.to_warm(9), catalogue.uploads.count_unwarmed("job")) == ([], 0)
         catalogue.uploads.end_job("job")
         assert catalogue.uploads.jobs() == []
         assert catalogue.uploads.job("job") == "mine"
@@ -148,12 +148,12 @@ class CatalogueContract:
         for number in range(4):
             catalogue.uploads.accept(f"job {number}", "mine", [one := file(str(number), job=f"job {number}")])
             catalogue.add([(one, *read("text"))])
-            catalogue.uploads.warmed([str(number)])
+            catalogue.uploads.mark_warmed([str(number)])
             catalogue.uploads.end_job(f"job {number}")
         assert [catalogue.uploads.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
         assert len(catalogue.documents("mine")) == 4
 
-    def test_a_file_that_failed_is_listed_until_it_is_dismissed(
+    def test_failed_file_is_listed_until_it_is_dismissed(
         self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("cacheblend_rag.app.server.storage.catalogue._REMEMBERED", 2)
@@ -181,14 +181,14 @@ class CatalogueContract:
         ]  # bounded as one comes
         assert catalogue.uploads.job("job 1") is None
 
-    def test_a_deletion(self, catalogue: Catalogue) -> None:
+    def test_deletion_removes_documents_at_once_and_keeps_tombstones(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one", "two")
         take(catalogue, "b", "three")
         used = catalogue.bytes_used()
-        assert not catalogue.deletions.unfinished()
+        assert not catalogue.deletions.has_unfinished()
         catalogue.deletions.delete(["a"], ["k1", "k2"])
         assert [one.id for one in catalogue.documents("mine")] == ["b"]
-        assert catalogue.deletions.unfinished()
+        assert catalogue.deletions.has_unfinished()
         assert sorted(catalogue.deletions.tombstones()) == ["k1", "k2"]
         assert len(catalogue.deletions.tombstones(1)) == 1
         assert catalogue.texts_of("a") == ["one", "two"]
@@ -196,26 +196,26 @@ class CatalogueContract:
         assert catalogue.latest_texts(100) == ["three"]
         catalogue.deletions.purge(10)
         assert catalogue.texts_of("a"), "its KV is not erased yet"
-        catalogue.deletions.erased(["k1", "k2"])
+        catalogue.deletions.mark_erased(["k1", "k2"])
         catalogue.deletions.purge(1)
         assert len(catalogue.texts_of("a")) == 1
         catalogue.deletions.purge(10)
-        assert not catalogue.deletions.unfinished()
+        assert not catalogue.deletions.has_unfinished()
         assert catalogue.texts_of("a") == []
         assert catalogue.bytes_used() < used
 
-    def test_a_collection_goes_with_all_it_holds(self, catalogue: Catalogue) -> None:
+    def test_collection_goes_with_all_it_holds(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one")
         catalogue.uploads.accept("job", "mine", [file("1")])
         catalogue.deletions.delete(["a"], ["k"], "mine")
         assert catalogue.collections() == []
         assert catalogue.uploads.waiting(9) == []
         assert catalogue.uploads.jobs() == []
-        catalogue.deletions.erased(["k"])
+        catalogue.deletions.mark_erased(["k"])
         catalogue.deletions.purge(9)
         assert catalogue.bytes_used() == 0
 
-    def test_one_replaces_another_and_what_comes_again_is_not_erased(self, catalogue: Catalogue) -> None:
+    def test_document_replaces_another_and_returning_texts_are_not_erased(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one", name="n.txt")
         one = file("b", "n.txt")
         catalogue.uploads.accept("job", "mine", [one])
@@ -224,7 +224,7 @@ class CatalogueContract:
         assert [one.id for one in catalogue.documents("mine")] == ["b"]
         assert catalogue.deletions.tombstones() == ["k1"]
 
-    def test_a_change_that_fails_changes_nothing(self, catalogue: Catalogue) -> None:
+    def test_failed_change_changes_nothing(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one")
         catalogue.uploads.accept("job", "mine", [file("b"), file("c")])
         with pytest.raises(Exception, match=r"(?i)unique"):
@@ -255,7 +255,7 @@ class TestSharedCatalogue(CatalogueContract):
 
     def test_all_or_nothing(self, catalogue: Catalogue) -> None:
         def fails() -> None:
-            with catalogue.backend.alone():
+            with catalogue.backend.exclusive():
                 catalogue.uploads.accept("job", "mine", [file("a")])
                 peers_of(catalogue).keep_bytes("a", b"\0\xff" * 10)
                 assert peers_of(catalogue).bytes_of("a") == b"\0\xff" * 10
@@ -275,14 +275,14 @@ class TestSharedCatalogue(CatalogueContract):
         catalogue.add([(file("c"), *read("text"))])
         assert [peers_of(catalogue).bytes_of(id) for id in "abc"] == [b"", b"", b""]
 
-    def test_a_text_that_the_database_does_not_take(self, catalogue: Catalogue) -> None:
+    def test_text_with_nul_is_refused(self, catalogue: Catalogue) -> None:
         with pytest.raises(DocumentError, match="NUL"):
             take(catalogue, "a", "one\0")
         with pytest.raises(DocumentError):
             catalogue.holds("\0")
         assert catalogue.documents("mine") == []
 
-    def test_a_file_is_read_by_one_server(self, postgres: PostgresServer, tmp_path: Path) -> None:
+    def test_file_is_read_by_one_server(self, postgres: PostgresServer, tmp_path: Path) -> None:
         tenant = f"tenant-{next(_names)}"
         databases = [database_of(postgres, tmp_path / name) for name in ("a", "b")]
         a, b = [Catalogue(PostgresBackend(one, tenant)) for one in databases]
@@ -302,7 +302,7 @@ class TestSharedCatalogue(CatalogueContract):
         databases[1].close()
         databases[0].close()
 
-    def test_who_follows_sees_all_changes_in_their_order(self, catalogue: Catalogue) -> None:
+    def test_follower_sees_all_changes_in_their_order(self, catalogue: Catalogue) -> None:
         at, registered = peers_of(catalogue).position()
         assert registered == 1
         take(catalogue, "a", "one")
@@ -330,7 +330,7 @@ class TestSharedCatalogue(CatalogueContract):
             one.close()
 
 
-def test_a_file_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None:
+def test_catalogue_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None:
     """It was written by statements that knew SQLite alone."""
     folder = tmp_path / "documents"
     folder.mkdir()
@@ -350,17 +350,17 @@ def test_a_file_of_the_first_version_is_read_and_changed(tmp_path: Path) -> None
     ]
     assert [id for id, _, _ in catalogue.uploads.to_warm(9)] == ["b"]
     assert sorted(catalogue.deletions.tombstones()) == ["k1", "k2"]
-    catalogue.deletions.erased(["k1", "k2"])
+    catalogue.deletions.mark_erased(["k1", "k2"])
     catalogue.deletions.purge(9)
     take(catalogue, "f", "five")
     assert catalogue.passages([max(ids) + 2])[max(ids) + 2].text == "five", "no number of a passage comes twice"
-    assert catalogue.deletions.unfinished() is False
+    assert catalogue.deletions.has_unfinished() is False
     catalogue.close()
     with closing(sqlite3.connect(folder / "catalogue.db")) as file:
         assert file.execute("PRAGMA user_version").fetchone() == (1,), "programs before this one still read it"
 
 
-def test_a_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_path: Path) -> None:
     address = f"postgresql://127.0.0.1:{postgres.port}"
     with psycopg.connect(f"{address}/postgres", autocommit=True) as connection:
         connection.execute("CREATE DATABASE old")
@@ -383,9 +383,9 @@ def test_a_schema_of_the_first_version_is_used(postgres: PostgresServer, tmp_pat
         ("in", "b"),
         ("out", "a"),
     ]
-    catalogue.deletions.erased(["k"])
+    catalogue.deletions.mark_erased(["k"])
     catalogue.deletions.purge(9)
-    assert not catalogue.deletions.unfinished()
+    assert not catalogue.deletions.has_unfinished()
     database.close()
 
 
@@ -407,7 +407,7 @@ def test_new_tables_are_those_of_the_first_version(postgres: PostgresServer, tmp
     database.close()
 
 
-def test_what_is_no_database_and_what_cannot_be_used(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_unusable_database_is_refused_without_its_password(postgres: PostgresServer, tmp_path: Path) -> None:
     rag = FolderRAGOptions(docs=tmp_path, data_dir=tmp_path, config=BlendConfig())
     for address in ("postgresql://u:hush@host/db", "postgresql://host/db?password=hush", "mysql://host/db"):
         with pytest.raises(ConfigError, match="database") as refused:

@@ -33,7 +33,7 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = 70, di
     keys = tuple((torch.randn(shape, generator=generator) * channels + channels).to(dtype) for _ in range(LAYERS))
     values = tuple((torch.randn(shape, generator=generator) * rows).to(dtype) for _ in range(LAYERS))
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+    return KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
 
 
 def opened(data: bytes) -> FileRecord:
@@ -121,7 +121,7 @@ def test_the_size_is_known_before_a_record_is_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
-def test_what_a_codec_cannot_scale_is_kept_raw(name: str, bad: float) -> None:
+def test_unscalable_rows_are_kept_raw(name: str, bad: float) -> None:
     record = make()
     record.kv.keys[1][0, 3, 5] = bad
     record.kv.keys[1][0, 4, 5] = -bad
@@ -143,7 +143,7 @@ def test_eight_bits_once_decoded_are_encoded_again_without_loss(dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_record_is_known_as_it_will_be_read(name: str, tmp_path: Path) -> None:
+def test_as_written_equals_the_record_that_is_read_back(name: str, tmp_path: Path) -> None:
     record = make(torch.bfloat16)
     record.kv.keys[0][1].zero_()
     with closing(DiskStore(tmp_path, form=RecordFormat(name))) as store:
@@ -174,7 +174,7 @@ def test_constant_and_zero_kv_are_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_prefix_is_never_quantised(name: str) -> None:
+def test_prefix_is_never_quantised(name: str) -> None:
     record = make()
     prefix = KVRecord(dataclasses.replace(record.info, rotated=True, kind="prefix"), record.kv)
     for layer, (keys, values) in enumerate(read_back(prefix, RecordFormat(name))):
@@ -192,7 +192,7 @@ def test_unknown_codecs_are_refused_by_name() -> None:
 # In a store ---------------------------------------------------------------------------------
 
 
-def test_a_store_reads_records_of_every_codec(tmp_path: Path) -> None:
+def test_store_reads_records_of_every_codec(tmp_path: Path) -> None:
     record = make(torch.bfloat16)
     for name in CODECS:
         store = DiskStore(tmp_path, form=RecordFormat(name))
@@ -213,7 +213,7 @@ def test_a_store_reads_records_of_every_codec(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_store_adds_little_to_the_kv(name: str, tmp_path: Path) -> None:
+def test_store_adds_little_to_the_kv(name: str, tmp_path: Path) -> None:
     record = make(torch.bfloat16, tokens=512)
     store = DiskStore(tmp_path, form=RecordFormat(name))
     for number in range(8):

@@ -59,7 +59,7 @@ def file_of(folder: Path, chunk: str) -> Path:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_record_damaged_before_look_up_is_a_logged_miss(
+def test_record_damaged_before_look_up_is_a_logged_miss(
     damage: str, prefetch: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(store=tmp_path, codec="raw", recompute_ratio=0.2, write_back="off") as engine, reading(prefetch):
@@ -84,7 +84,7 @@ def test_a_record_damaged_before_look_up_is_a_logged_miss(
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("layer", [None, 0, 1, 3])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_record_damaged_while_it_is_loaded_is_dropped(
+def test_record_damaged_while_it_is_loaded_is_dropped(
     victim: int, layer: int | None, prefetch: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Cut between look-up and load (no layer), or just before a layer is read, after others were fused."""
@@ -130,7 +130,7 @@ def test_every_record_lost_one_after_another_gives_a_cold_run(prefetch: bool, ca
     assert_same(fused, cold)
 
 
-def test_a_lost_prefix_is_computed_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_prefix_is_computed_again(caplog: pytest.LogCaptureFixture) -> None:
     store = Hooked()
     with engine_of(store=store, recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)
@@ -151,7 +151,7 @@ def test_a_lost_prefix_is_computed_again(caplog: pytest.LogCaptureFixture) -> No
         assert engine.fuse(PROMPT).report.prefix_hit
 
 
-def test_an_eviction_during_the_pass_changes_nothing(tmp_path: Path) -> None:
+def test_eviction_during_the_pass_changes_nothing(tmp_path: Path) -> None:
     store = Hooked(DiskStore(tmp_path))
     with engine_of(store=store, recompute_ratio=0.2, write_back="off") as engine:
         engine.warm(CHUNKS)

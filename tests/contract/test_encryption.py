@@ -36,7 +36,7 @@ def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["short", base64.b64encode(KEY[:16]).decode(), "not base64 at all!", "ä"])
-def test_a_bad_key_is_named_but_not_shown(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bad_key_is_named_but_not_shown(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(KEY_VARIABLE, text)
     with pytest.raises(ConfigError, match=KEY_VARIABLE) as caught:
         DiskStore(tmp_path)
@@ -44,7 +44,7 @@ def test_a_bad_key_is_named_but_not_shown(text: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_sealed_record_is_read_as_it_was_written(codec: str, seal: Seal, tmp_path: Path) -> None:
+def test_sealed_record_is_read_as_it_was_written(codec: str, seal: Seal, tmp_path: Path) -> None:
     plain, form = RecordFormat(codec), RecordFormat(codec, seal)
     record = record_of(3)
     (tmp_path / "plain").write_bytes(encoded(record, plain))
@@ -91,7 +91,7 @@ def test_layers_cannot_change_places(seal: Seal) -> None:
             seal.open(sealed, place)
 
 
-def test_a_store_encrypts_when_the_environment_says_so(
+def test_store_encrypts_when_the_environment_says_so(
     seal: Seal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, base64.b64encode(KEY).decode())

@@ -47,7 +47,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DamageTrials]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_gives_the_result_without_the_record(trials: DamageTrials, where: float, bit: int) -> None:
+def test_flipped_bit_gives_the_result_without_the_record(trials: DamageTrials, where: float, bit: int) -> None:
     at = int(where * len(trials.data))
     damaged = bytearray(trials.data)
     damaged[at] ^= 1 << bit
@@ -81,7 +81,7 @@ def cold() -> FusedKV:
 
 
 @pytest.mark.parametrize("write_back", ["inline", "background"])
-def test_a_folder_removed_while_in_use(
+def test_removing_the_folder_in_use_costs_only_hits(
     write_back: str, tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kv"
@@ -96,7 +96,7 @@ def test_a_folder_removed_while_in_use(
     assert not folder.exists(), "nothing is written into a folder that was taken away"
 
 
-def test_a_folder_removed_between_two_layers(tmp_path: Path) -> None:
+def test_removing_the_folder_between_two_layers_changes_nothing(tmp_path: Path) -> None:
     """Records that are open stay readable."""
     folder = tmp_path / "kv"
     store = Hooked(DiskStore(folder))
@@ -137,7 +137,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., None]]:
         _libc().umount2(str(path).encode(), 2)
 
 
-def test_a_full_disk(
+def test_full_disk_costs_only_storing(
     tmp_path: Path, mount: Callable[..., None], cold: FusedKV, caplog: pytest.LogCaptureFixture
 ) -> None:
     mount("tmpfs", options="size=1m")
@@ -160,7 +160,7 @@ def test_a_full_disk(
             record.close()
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_size_limit_costs_only_storing(tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture) -> None:
     """A quota: files of this process may have no more than so many bytes."""
     old, heard = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with engine_of(store=tmp_path / "kv", recompute_ratio=0.2) as engine:
@@ -179,7 +179,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, cold: FusedKV, caplog: pytest.
         assert engine.fuse(PROMPT).report.hits == 3
 
 
-def test_a_folder_that_becomes_read_only(
+def test_folder_turned_read_only_costs_only_storing(
     tmp_path: Path, mount: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(store=tmp_path / "kv", recompute_ratio=0.2) as engine:
@@ -261,9 +261,7 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "socket folder"])
-def test_what_is_no_plain_file_is_a_miss_and_blocks_nothing(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_record_that_is_no_plain_file_is_a_miss(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(tmp_path / "kv")
     store.put("a", record_of(1))
     (path,) = files(tmp_path / "kv")
@@ -281,7 +279,7 @@ def test_what_is_no_plain_file_is_a_miss_and_blocks_nothing(
 
 
 @pytest.mark.parametrize("key", ["../../outside", "/etc/passwd", "a/b", "\0", "x" * 5000, "..", "'; DROP TABLE Cache"])
-def test_a_path_in_a_key_leads_nowhere(key: str, tmp_path: Path) -> None:
+def test_path_in_a_key_leads_nowhere(key: str, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = DiskStore(folder)
     store.put(key, record_of(3))
@@ -300,7 +298,7 @@ def test_a_path_in_a_key_leads_nowhere(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../outside", "/etc/passwd", "\0", "x" * 5000, 5, None, b"bytes", "cache.db/../../outside"], ids=repr
 )
-def test_a_path_in_the_index_leads_nowhere(name: Any, tmp_path: Path) -> None:
+def test_path_in_the_index_leads_nowhere(name: Any, tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "kv")
     store.put("a", record_of(3))
     (tmp_path / "outside").write_bytes(files(tmp_path / "kv")[0].read_bytes())
@@ -344,7 +342,7 @@ def test_kill_9_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [FileExistsError, FileNotFoundError])
-def test_a_folder_that_another_process_removes_meanwhile_is_made_again(
+def test_folder_removed_by_another_process_is_made_again(
     error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, make, failed = DiskStore(tmp_path), Path.mkdir, list[Path]()

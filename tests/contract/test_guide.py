@@ -31,7 +31,7 @@ class TestMountStore(BoundedStoreContract):
 
 
 @pytest.mark.parametrize("damage", ["emptied", "truncated", "altered", "a folder instead"])
-def test_a_damaged_record_is_a_logged_miss(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_is_a_logged_miss(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     store = GUIDE.MountStore(tmp_path)
     store.put("a", make(1))
     (path,) = tmp_path.glob("*.kv")
@@ -50,9 +50,7 @@ def test_a_damaged_record_is_a_logged_miss(tmp_path: Path, damage: str, caplog: 
         assert same(store.open("a"), make(1))
 
 
-def test_it_is_a_tier_and_its_records_are_as_small_and_as_secret_as_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mount_store_is_a_tier_with_small_encrypted_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "A" * 43 + "=")
     mount = GUIDE.MountStore(tmp_path / "mount", form=RecordFormat("int8"))
     store = TieredStore([MemoryStore("1MB"), mount])

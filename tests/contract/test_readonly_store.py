@@ -123,7 +123,7 @@ def run(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
 @pytest.mark.parametrize("write_back", ["inline", "background"])
-def test_a_folder_that_cannot_be_written_serves_hits(kept: dict[str, Kept], write_back: str) -> None:
+def test_unwritable_folder_serves_hits(kept: dict[str, Kept], write_back: str) -> None:
     said = kept[write_back].said
     for turn in range(2):
         assert said[f"stored {turn}"] == [2, 0]

@@ -31,7 +31,7 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = TOKENS
     keys = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(LAYERS))
     values = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(LAYERS))
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f" * 64, context_ids=(1,), token_ids=tuple(range(7, 7 + tokens)))
+    return KVRecord.describe(kv, fingerprint="f" * 64, context_ids=(1,), token_ids=tuple(range(7, 7 + tokens)))
 
 
 RECORD = make()
@@ -150,10 +150,10 @@ def test_another_version_is_refused(version: int) -> None:
         opened(DATA[:7] + bytes([version]) + DATA[8:])
 
 
-def test_a_view_with_strides_is_stored_in_order() -> None:
+def test_view_with_strides_is_stored_in_order() -> None:
     whole = torch.randn(HEADS, DIM, TOKENS).transpose(1, 2)
     kv = SegmentKV((whole,), (whole,), rotated=True)
-    record = KVRecord.of(kv, fingerprint="f", context_ids=(), token_ids=tuple(range(TOKENS)))
+    record = KVRecord.describe(kv, fingerprint="f", context_ids=(), token_ids=tuple(range(TOKENS)))
     (keys, values), *_ = read_all(encoded(record))
     assert torch.equal(keys, whole)
     assert torch.equal(values, whole)
@@ -192,7 +192,7 @@ def test_any_truncation_is_refused_before_a_layer_is_read(length: int) -> None:
 
 
 @pytest.mark.parametrize("extra", [1, PAGE, 10 * PAGE])
-def test_a_longer_file_is_refused(extra: int) -> None:
+def test_longer_file_is_refused(extra: int) -> None:
     with pytest.raises(RecordError, match="describes"):
         opened(DATA + b"\0" * extra)
 
@@ -262,7 +262,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize("changes", HUGE, ids=str)
-def test_a_crafted_header_is_refused_without_allocating(changes: dict[str, Any], watch: _Watch) -> None:
+def test_crafted_header_is_refused_without_allocating(changes: dict[str, Any], watch: _Watch) -> None:
     data = with_header(json.dumps(header_of(DATA) | changes))
     with pytest.raises(RecordError):
         opened(data)
@@ -274,13 +274,13 @@ def test_a_crafted_header_is_refused_without_allocating(changes: dict[str, Any],
     [b"", b"[]", b"null", b"5", b'"x"', b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"layers": 1e999}'],
     ids=lambda raw: repr(raw[:12]),
 )
-def test_a_header_that_is_no_record_is_refused(text: bytes) -> None:
+def test_header_of_another_file_is_refused(text: bytes) -> None:
     with pytest.raises(RecordError):
         opened(with_header(text))
 
 
 @pytest.mark.parametrize("length", [2**32 - 1, 2**31, len(DATA) + 1, len(DATA) - 15])
-def test_a_header_size_beyond_the_file_is_refused_without_allocating(length: int, watch: _Watch) -> None:
+def test_header_size_beyond_the_file_is_refused_without_allocating(length: int, watch: _Watch) -> None:
     data = DATA[:8] + length.to_bytes(4, "little") + DATA[12:]
     with pytest.raises(RecordError, match="file has only"):
         opened(data)
@@ -311,7 +311,7 @@ def test_any_value_in_any_header_field_gives_a_record_error_or_a_whole_record(na
         record.close()
 
 
-def test_a_record_truncated_after_it_was_opened_is_refused_when_read(tmp_path: Any) -> None:
+def test_record_truncated_after_it_was_opened_is_refused_when_read(tmp_path: Any) -> None:
     path = tmp_path / "record"
     path.write_bytes(DATA)
     record = FileRecord(path.open("rb"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -14,18 +16,20 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.calibration.profiler import measure_remote
-from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
+from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreUnreachableError
 from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.loading import ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.factory import open_remote
+from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.servers import make_bucket, s3_environment, s3_server, valkey_server
 from tests import tiny
 from tests.contract.store_contract import StoreContract, make, same
 from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.waiting import Clock
 
 _names = count()
 
@@ -47,7 +51,7 @@ def valkey() -> Iterator[int]:
 class RemoteStoreContract(StoreContract):
     """The contract where it differs for stores elsewhere."""
 
-    def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_deletion(self, store: KVStore) -> None:
         """It is read whole, or lost; never another's."""
         store.put("a", make(1, tokens=5000))
         opened = store.open("a")
@@ -56,7 +60,7 @@ class RemoteStoreContract(StoreContract):
         with pytest.raises(RecordError):
             same(opened, make(1, tokens=5000))
 
-    def test_an_open_record_outlives_its_replacement(self, store: KVStore) -> None:
+    def test_open_record_outlives_its_replacement(self, store: KVStore) -> None:
         """A record is written once: of two with one identity the first stays."""
         store.put("a", make(1))
         opened = store.open("a")
@@ -113,7 +117,7 @@ def test_places_are_named_in_one_line(valkey: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "store", [[], [""], ["kv", 3], "ftp://host/kv", "s3://", "valkey://host:port/0", "s3://name:secret@bucket"]
 )
-def test_what_is_no_place_is_refused(store: Any) -> None:
+def test_bad_store_address_is_refused_without_its_secret(store: Any) -> None:
     with pytest.raises(ConfigError, match="store=") as raised:
         open_store(store, BlendConfig())
     assert "secret" not in str(raised.value)
@@ -133,7 +137,7 @@ def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
             copied.close()
 
 
-def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, address, extra in (("obstore", "s3://bucket", "s3"), ("valkey", "valkey://host", "valkey")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(MissingExtraError, match=rf"\[{extra}\]"):
@@ -143,7 +147,7 @@ def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
 # The loading controller -----------------------------------------------------------------------
 
 
-def test_a_store_on_another_machine_is_measured(store_of_each: KVStore) -> None:
+def test_remote_store_is_measured(store_of_each: KVStore) -> None:
     found = measure_remote(store_of_each, size=10**6)
     assert found.name == store_of_each.traits.tier
     assert found.throughput > 0
@@ -160,7 +164,7 @@ def store_of_each(request: Any, s3: int, valkey: int) -> Iterator[KVStore]:
         yield store
 
 
-def test_what_takes_longer_to_come_than_to_compute_is_computed() -> None:
+def test_chunk_slower_to_fetch_than_to_compute_is_computed() -> None:
     prefill = {"model": PrefillProfile(0.0, 1e-3, 0.0)}
     devices = {"disk": Device("disk", 1e9), "s3": Device("s3", 1e6, latency=0.02)}
     controller = LoadingController(MachineProfile(prefill, devices))
@@ -174,7 +178,7 @@ def test_what_takes_longer_to_come_than_to_compute_is_computed() -> None:
     assert plan.load_seconds == pytest.approx(0.01 + 2 * 0.02 + 0.2), "both are asked for at once"
 
 
-def test_an_engine_leaves_alone_what_does_not_pay(tmp_path: Path) -> None:
+def test_engine_leaves_records_that_do_not_pay(tmp_path: Path) -> None:
     shared, folder = f"file://{tmp_path}/shared", tmp_path / "kv"
     with engine_of(store=[tmp_path / "other", shared]) as other:
         other.warm(CHUNKS)
@@ -186,3 +190,68 @@ def test_an_engine_leaves_alone_what_does_not_pay(tmp_path: Path) -> None:
             MachineProfile(prefill, devices).save(folder / "profile.json")
         with engine_of(store=[folder, shared], recompute_ratio="auto", write_back="off") as engine:
             assert engine.fuse(PROMPT).report.hits == hits
+
+
+# Stores that are away ---------------------------------------------------------------------------
+
+
+class Far(RemoteStore):
+    """A store that answers, or fails at once or late, as it is told."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__("far", "far", 2.0, None, clock)
+        self.clock, self.fails, self.seconds, self.asked = clock, True, 0.0, 0
+
+    def _has(self, key: str) -> bool:
+        self.asked += 1
+        self.clock.advance(self.seconds)
+        if self.fails:
+            raise StoreUnreachableError("it does not answer")
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 3), (0.5, 3), (0.6, 1)])
+def test_failing_store_is_left_alone_and_tried_again(
+    seconds: float, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with closing(Far(clock)) as store:
+        store.seconds = seconds
+        for _ in range(5):
+            assert not store.contains("a")
+        assert store.asked == calls, "three failures in a row open the circuit, or one that was waited for"
+        clock.advance(9.9)
+        assert not store.contains("a")
+        assert store.asked == calls
+        clock.advance(0.1)
+        assert [store.contains("a") for _ in range(2)] == [False] * 2
+        assert store.asked == calls + 1, "one call tries it, in vain"
+        store.fails = False
+        clock.advance(10)
+        assert [store.contains("a") for _ in range(2)] == [True] * 2
+        assert store.asked == calls + 3
+    assert "far answers again" in caplog.text
+
+
+def test_others_go_on_without_a_store_while_one_call_tries_it() -> None:
+    clock, trying, go = Clock(), threading.Event(), threading.Event()
+
+    class Slow(Far):
+        def _has(self, key: str) -> bool:
+            if key == "slow":
+                trying.set()
+                assert go.wait(20)
+            return super()._has(key)
+
+    with closing(Slow(clock)) as store, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            assert not store.contains("a")
+        clock.advance(10)
+        store.fails = False
+        first = pool.submit(store.contains, "slow")
+        assert trying.wait(20)
+        assert not store.contains("a")
+        assert store.asked == 3
+        go.set()
+        assert first.result(20)
+        assert store.contains("a")

@@ -230,7 +230,7 @@ def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str,
     assert model.config._attn_implementation == before
 
 
-def test_of_rows_before_the_question_nothing_undefined_is_read() -> None:
+def test_scoring_reads_no_undefined_rows_before_the_question() -> None:
     """Text between chunks is computed before the question, whose KV may then hold whatever was in memory."""
     adapter = ModelAdapter(tiny.model())
     ids, rows = torch.arange(5, 45), torch.tensor([0, 1, 12, 13, *range(30, 40)])
@@ -254,7 +254,7 @@ def test_query_takes_what_the_question_attends_to_most() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 23, 60])
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
-def test_a_falling_schedule_has_its_mean(mean: float, layers: int) -> None:
+def test_falling_schedule_has_its_mean(mean: float, layers: int) -> None:
     ratios = falling(mean, layers)
     whole = [*ratios, *[ratios[-1]] * layers][:layers]
     assert sum(whole) == pytest.approx(mean * layers)
@@ -274,7 +274,7 @@ def test_schedules_are_followed(engine: Any) -> None:
     assert own.report.recomputed_tokens == tuple(int(share * tokens) for share in expected)
 
 
-def test_a_rule_can_be_an_object_and_chunks_not_stored_are_always_computed(model: Any) -> None:
+def test_rule_can_be_an_object_and_chunks_not_stored_are_always_computed(model: Any) -> None:
     with engine_of(model, selection=SelectHKVD((2,), 0.1), write_back="off") as engine:
         cold = engine.fuse(PROMPT).report
         assert cold.recomputed_tokens == (0,) * LAYERS
@@ -313,7 +313,7 @@ def test_work_equals_a_hand_count() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "gpt_oss"])
-def test_what_a_layer_costs(family: str) -> None:
+def test_shape_of_a_layer_gives_its_cost(family: str) -> None:
     layer = ModelAdapter(tiny.model(family)).shape.layers[0]
     queries, keys, out = 32 * 32, 16 * 32, 32 * 32
     mlp = 3 * 32 * 64

@@ -55,9 +55,7 @@ def test_records_survive_and_two_stores_share_a_folder(tmp_path: Path) -> None:
     third.close()
 
 
-def test_a_journal_that_is_gone_before_it_is_looked_at_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_that_vanishes_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes that use the folder make and remove journals at any time."""
     found = Path.glob
 
@@ -97,7 +95,7 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
         os.umask(old)
 
 
-def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_folder_means_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     store = DiskStore("~/kv")
     store.put("a", make(1))
@@ -105,7 +103,7 @@ def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.close()
 
 
-def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that first uses the store after the process has changed its folder opens the data base anew."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -121,7 +119,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert files(tmp_path / "first")
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_unusable_folder_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match="name a folder"):
         DiskStore(tmp_path / "file")
@@ -169,7 +167,7 @@ def alter(folder: Path, statement: str, *values: object) -> None:
 
 
 @pytest.mark.parametrize("inline", [True, False])
-def test_a_pickled_value_is_a_miss_and_never_run(
+def test_pickled_value_is_a_miss_and_never_run(
     inline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
@@ -194,7 +192,7 @@ def test_a_pickled_value_is_a_miss_and_never_run(
     assert (tmp_path / "exploded").exists(), "the bomb itself must work, or this test shows nothing"
 
 
-def test_a_pickled_key_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_key_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     store = DiskStore(tmp_path / "kv", 300_000)
     store.put("a", make(1))
@@ -207,9 +205,7 @@ def test_a_pickled_key_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
-def test_a_value_outside_the_folder_is_neither_read_nor_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_value_outside_the_folder_is_neither_read_nor_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "kv"
     store = DiskStore(folder)
     store.put("a", make(1))
@@ -244,7 +240,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_is_a_logged_miss_and_can_be_stored_again(
+def test_damaged_record_is_a_logged_miss_and_can_be_stored_again(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DiskStore(tmp_path)
@@ -262,7 +258,7 @@ def test_a_damaged_record_is_a_logged_miss_and_can_be_stored_again(
     store.close()
 
 
-def test_a_data_base_destroyed_while_open_is_a_logged_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_database_destroyed_while_open_is_a_logged_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(tmp_path)
     store.put("a", make(1))
     store.close()

@@ -83,7 +83,7 @@ def test_forgetting_and_evicting_do_not_wait_for_one_another(tmp_path: Path) -> 
     store.close()
 
 
-def test_what_is_forgotten_while_it_sinks_does_not_come_back() -> None:
+def test_record_forgotten_while_it_sinks_does_not_come_back() -> None:
     sinking, put = threading.Event(), threading.Event()
 
     class Slow(MemoryStore):
@@ -109,7 +109,7 @@ def test_what_is_forgotten_while_it_sinks_does_not_come_back() -> None:
     assert store.under_way == 0
 
 
-def test_what_tiers_within_a_tier_evict_sinks_to_the_next() -> None:
+def test_record_evicted_by_nested_tiers_sinks_to_the_next() -> None:
     last = MemoryStore()
     inner = TieredStore([MemoryStore(SMALL), MemoryStore(SMALL)])
     store = TieredStore([inner, last])
@@ -121,7 +121,7 @@ def test_what_tiers_within_a_tier_evict_sinks_to_the_next() -> None:
 # Forgetting ---------------------------------------------------------------------------------
 
 
-def test_an_error_in_one_tier_is_raised_after_the_others_were_tried(tmp_path: Path) -> None:
+def test_error_in_one_tier_is_raised_after_the_others_were_tried(tmp_path: Path) -> None:
     first, middle, last = Refusing(), MemoryStore(), Refusing()
     for tier in (first, middle, last):
         tier.put("1", record_of(1))
@@ -130,7 +130,7 @@ def test_an_error_in_one_tier_is_raised_after_the_others_were_tried(tmp_path: Pa
     assert not middle.contains("1")
 
 
-def test_what_a_tier_cannot_list_is_said_after_the_others_have_listed_theirs() -> None:
+def test_unreadable_tier_is_reported_after_the_others_are_listed() -> None:
     class Unreadable(MemoryStore):
         def infos(self, beginning: str) -> Any:
             raise StoreError("cannot be read")
@@ -143,7 +143,7 @@ def test_what_a_tier_cannot_list_is_said_after_the_others_have_listed_theirs() -
         next(found)
 
 
-def test_an_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
+def test_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
     class Partly(MemoryStore):
         held = ""
 
@@ -170,7 +170,7 @@ def test_an_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
         assert [key for key, _ in store.infos("")] == [keys[1]]
 
 
-def test_a_record_that_cannot_be_used_nor_erased_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_record_that_cannot_be_erased_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     class Stuck(Hooked):
         def delete(self, key: str) -> bool:
             raise StoreError("cannot be erased")
@@ -220,7 +220,7 @@ def tiers_of(folder: Path) -> TieredStore:
      lambda inner: ThrottledStore(inner, 1e12)],
     ids=["plain", "tombstones", "summaries", "hooked", "counting", "throttled"],
 )  # fmt: skip
-def test_a_wrapper_hands_on_every_member(tmp_path: Path, wrap: Callable[[KVStore], WrappedStore]) -> None:
+def test_wrapper_hands_on_every_member(tmp_path: Path, wrap: Callable[[KVStore], WrappedStore]) -> None:
     inner = tiers_of(tmp_path)
     wrapper = wrap(inner)
     # One says that it is a device.
@@ -240,14 +240,14 @@ FORGOTTEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_wrapper_that_forgets_a_member_is_found_out(tmp_path: Path, name: str) -> None:
+def test_wrapper_that_forgets_a_member_is_found_out(tmp_path: Path, name: str) -> None:
     inner = tiers_of(tmp_path)
     with pytest.raises(AssertionError):
         assert_hands_on(type("Forgetful", (WrappedStore,), {name: FORGOTTEN[name]})(inner), inner)
     inner.close()
 
 
-def test_a_wrapper_gives_out_the_very_records() -> None:
+def test_wrapper_gives_out_the_very_records() -> None:
     inner = MemoryStore()
     inner.put("key", record_of(0))
     records = {"key": inner.open("key")}
@@ -257,7 +257,7 @@ def test_a_wrapper_gives_out_the_very_records() -> None:
             assert wrapper.open("key") is records["key"]
 
 
-def test_what_is_no_store_is_refused() -> None:
+def test_object_that_is_no_store_is_refused() -> None:
     class Own:
         """Opens records, and nothing else."""
 

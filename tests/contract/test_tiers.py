@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, key_of
 from tests.programs import start_program
+from tests.waiting import until
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
@@ -51,7 +51,7 @@ def tiers(tmp_path: Path) -> Iterator[tuple[MemoryStore, DiskStore, TieredStore]
     store.close()
 
 
-def test_a_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+def test_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
     memory, disk, store = tiers
     store.put("1", record_of(1))
     assert memory.contains("1")
@@ -65,7 +65,7 @@ def test_a_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore
     assert store.traits.persistent
 
 
-def test_what_is_read_from_a_lower_tier_rises(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+def test_record_read_from_a_lower_tier_rises(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
     memory, disk, store = tiers
     disk.put("1", record_of(1))
     half = store.open("1")
@@ -124,7 +124,7 @@ def test_beside_a_gpu_memory_keeps_the_bytes_of_a_folder(by_reading: bool, tmp_p
         wanted.close()
 
 
-def test_what_was_forgotten_while_it_was_read_as_written_does_not_rise(tmp_path: Path) -> None:
+def test_record_forgotten_while_read_as_written_does_not_rise(tmp_path: Path) -> None:
     memory, disk = MemoryStore(SIZE, pinned=True), DiskStore(tmp_path, form=RecordFormat("int8"))
     with closing(TieredStore([memory, disk])) as store:
         for number, half in ((1, True), (2, False)):
@@ -139,7 +139,7 @@ def test_what_was_forgotten_while_it_was_read_as_written_does_not_rise(tmp_path:
             assert not memory.contains("a")
 
 
-def test_a_record_larger_than_memory_goes_by_it(tmp_path: Path) -> None:
+def test_record_larger_than_memory_passes_it_by(tmp_path: Path) -> None:
     memory, disk = MemoryStore(10), DiskStore(tmp_path)
     store = TieredStore([memory, disk])
     store.put("1", record_of(1))
@@ -151,7 +151,7 @@ def test_a_record_larger_than_memory_goes_by_it(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
+def test_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
     upper, lower = MemoryStore(2 * SIZE), MemoryStore(10 * SIZE)
     store = TieredStore([upper, lower])
     assert not store.traits.persistent
@@ -164,7 +164,7 @@ def test_a_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
         read(store.open(str(number)), number)
 
 
-def test_what_the_fast_disk_evicts_sinks_to_the_slow_one(tmp_path: Path) -> None:
+def test_record_evicted_by_the_fast_disk_sinks_to_the_slow_one(tmp_path: Path) -> None:
     fast, slow = DiskStore(tmp_path / "fast", 300_000), DiskStore(tmp_path / "slow")
     store = TieredStore([MemoryStore(SIZE), fast, slow])
     for number in range(12):
@@ -192,7 +192,7 @@ def test_forgetting_erases_from_every_tier(tiers: tuple[MemoryStore, DiskStore, 
     assert not store.contains("1"), "what was forgotten while it was read must not rise again"
 
 
-def test_what_waits_to_be_written_elsewhere_is_listed_and_forgotten() -> None:
+def test_record_waiting_to_be_written_is_listed_and_forgotten() -> None:
     goes_on = threading.Event()
 
     class Elsewhere(MemoryStore):
@@ -217,7 +217,7 @@ def test_what_waits_to_be_written_elsewhere_is_listed_and_forgotten() -> None:
         assert [key for key, _ in store.infos("")] == ["1"]
 
 
-def test_a_tier_that_fails_leaves_the_others(tiers: tuple[MemoryStore, DiskStore, TieredStore], tmp_path: Path) -> None:
+def test_failed_tier_leaves_the_others(tiers: tuple[MemoryStore, DiskStore, TieredStore], tmp_path: Path) -> None:
     class Failing(MemoryStore):
         def put(self, key: str, record: Any) -> None:
             raise StoreError("full")
@@ -231,7 +231,7 @@ def test_a_tier_that_fails_leaves_the_others(tiers: tuple[MemoryStore, DiskStore
         TieredStore([])
 
 
-def test_a_store_of_ones_own_is_a_tier(tmp_path: Path) -> None:
+def test_custom_store_is_a_tier(tmp_path: Path) -> None:
     """The seam for stores elsewhere: anything that keeps the protocol."""
     remote: KVStore = Hooked(DiskStore(tmp_path / "remote"))
     store = TieredStore([MemoryStore(SIZE), remote])
@@ -244,13 +244,6 @@ def test_a_store_of_ones_own_is_a_tier(tmp_path: Path) -> None:
 
 
 # Prefetch -----------------------------------------------------------------------------------
-
-
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert condition()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0)])
@@ -313,16 +306,16 @@ def test_memory_above_a_folder_changes_no_result(codec: str, tmp_path: Path) -> 
 
 
 HOLDER = """
-import sys, time
+import signal, sys
 from cacheblend_rag.store import DiskStore
 store = DiskStore(sys.argv[1])
 with store.claim("a") as mine:
     print(mine, flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
-def test_a_process_that_dies_gives_up_its_claim(tmp_path: Path) -> None:
+def test_dying_process_gives_up_its_claim(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = DiskStore(folder)
     said = tmp_path / "said"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_streaming import wait_until
 from tests.programs import run_program
 from tests.toy import MODEL_PATH
+from tests.waiting import until
 
 # Each token takes PyTorch some milliseconds, and no answer ends before its many tokens are there.
 START = f"""
@@ -62,14 +62,14 @@ ENDS = {
     "on a daemon thread": (
         "engine = BlendEngine.from_pretrained(MODEL)\n"
         "threading.Thread(target=engine.generate, args=(QUESTION,), kwargs=MANY, daemon=True).start()\n"
-        "time.sleep(0.3)",
+        "time.sleep(0.3)",  # so that it is at work, most probably
         0,
     ),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_path: Path) -> None:
+def test_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_path: Path) -> None:
     program, status = ENDS[end]
     done = run_program(["-c", START + program], tmp_path, whole_end=True)
     assert done.returncode == status, done.stderr
@@ -84,7 +84,7 @@ engine = BlendEngine.from_pretrained(MODEL, config=BlendConfig(min_tokens=0, con
 put = engine.store.put
 
 def slow(key, record):
-    time.sleep(0.1)
+    time.sleep(0.1)  # the pace of a slow disk
     put(key, record)
     print("stored", flush=True)
 
@@ -95,7 +95,7 @@ engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)
 ALL = 24
 
 
-def test_a_program_stores_what_waits_and_says_so_if_that_takes_long(tmp_path: Path) -> None:
+def test_program_stores_its_queue_at_exit_and_says_so_if_that_takes_long(tmp_path: Path) -> None:
     done = run_program(["-c", START + STORING], tmp_path, whole_end=True)
     assert done.returncode == 0
     assert done.stdout.count("stored") == ALL
@@ -115,11 +115,11 @@ def test_the_time_that_a_program_stores_for_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_ends_the_storing(times: int, tmp_path: Path) -> None:
+def test_interrupt_ends_storing_at_exit(times: int, tmp_path: Path) -> None:
     output, errors = tmp_path / "output", tmp_path / "errors"
     program = START + "import atexit\natexit.register(print, 'closed')\n" + STORING
     if times == 2:
-        program += "engine.store.put = lambda *given: time.sleep(100)"
+        program += "engine.store.put = lambda *given: threading.Event().wait()  # for ever"
     # No fork: how an interpreter ends after an interrupt is seen only of one that Python itself began.
     with (
         output.open("wb") as out,
@@ -128,7 +128,7 @@ def test_an_interrupt_ends_the_storing(times: int, tmp_path: Path) -> None:
     ):
         try:
             for said in ("is being stored", "was not stored")[:times]:
-                assert wait_until(lambda: said in errors.read_text(), 60)  # noqa: B023
+                until(lambda said=said: said in errors.read_text(), 60)
                 process.send_signal(signal.SIGINT)
             assert process.wait(20) == -signal.SIGINT, "as any program that is interrupted"
         finally:
@@ -151,7 +151,7 @@ class Slow(MemoryStore):
         self.traits = replace(self.traits, tier="far", remote=True)
 
     def put(self, key, record):
-        time.sleep(0.1)
+        time.sleep(0.1)  # the pace of a slow network
         print("written", flush=True)
 
 store = TieredStore([MemoryStore("1GB"), Slow()])
@@ -161,6 +161,6 @@ engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)
 """
 
 
-def test_what_waits_for_a_slow_tier_is_written_before_a_program_ends(tmp_path: Path) -> None:
+def test_queue_of_a_slow_tier_is_written_before_a_program_ends(tmp_path: Path) -> None:
     done = run_program(["-c", BEHIND], tmp_path, whole_end=True)
     assert (done.returncode, done.stdout.count("written")) == (0, 5), done.stderr

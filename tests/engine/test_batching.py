@@ -58,7 +58,7 @@ PROMPTS = [prompt_of(0, 1), prompt_of(2, 3), prompt_of(1, 0), prompt_of(1, 4)]
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 3])
-def test_a_record_that_several_prompts_need_is_read_once(tmp_path: Path, max_concurrent: int) -> None:
+def test_record_of_several_prompts_is_read_once(tmp_path: Path, max_concurrent: int) -> None:
     with warm_engine(DiskStore(tmp_path), max_concurrent=max_concurrent) as (engine, store):
         alone = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
         store.forget()
@@ -72,7 +72,7 @@ def test_a_record_that_several_prompts_need_is_read_once(tmp_path: Path, max_con
     assert list(map(timeless, together)) == list(map(timeless, alone))
 
 
-def test_of_one_prompt_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_of_one_shares_no_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with warm_engine(DiskStore(tmp_path)) as (engine, store):
         expected = engine.generate(PROMPTS[0], max_new_tokens=2)
         store.forget()
@@ -92,7 +92,7 @@ def test_jobs_in_the_background_store_what_a_batch_missed(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_damaged_record_is_a_miss_for_every_prompt_of_a_batch(tmp_path: Path) -> None:
+def test_damaged_record_is_a_miss_for_every_prompt_of_a_batch(tmp_path: Path) -> None:
     with warm_engine(DiskStore(tmp_path), write_back="off") as (engine, store):
         key = key_of(engine, TEXTS[1])
         assert store.delete(key)
@@ -168,7 +168,7 @@ def kv_bytes(number: int) -> int:
     return sum(tensor.nbytes for tensor in kv.keys + kv.values)
 
 
-def test_what_is_kept_goes_with_the_last_prompt_that_needs_it(store: CountingStore) -> None:
+def test_shared_kv_is_freed_after_the_last_prompt_that_needs_it(store: CountingStore) -> None:
     layers = record_of(0).info.layers
     first, second, third = "ab", "bc", "c"
     shared = SharedKV([first, second, third])
@@ -202,7 +202,7 @@ def test_prompts_that_are_answered_at_once_share_too(store: CountingStore) -> No
     assert not shared.holds("a", 0)
 
 
-def test_what_does_not_fit_is_read_again(store: CountingStore) -> None:
+def test_layers_beyond_the_limit_are_read_again(store: CountingStore) -> None:
     layers = record_of(0).info.layers
     limit = kv_bytes(0) // layers
     shared = SharedKV(["a", "a"], limit=limit)

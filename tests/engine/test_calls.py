@@ -178,7 +178,7 @@ def test_text_that_is_no_call_stays_text(text: str) -> None:
     assert parse_calls(text, TOOLS).content == text
 
 
-def test_a_thought_may_have_begun_in_the_prompt() -> None:
+def test_thought_may_have_begun_in_the_prompt() -> None:
     assert begins_in_thought("[assistant] <think>\n")
     assert not begins_in_thought("[assistant] <think>\n\n</think>\n\n")
     text = f"I could write\n{TAGGED}\n</think>{TAGGED}"
@@ -275,14 +275,14 @@ def test_many_mentions_of_a_mark_take_little_time() -> None:
     assert time.process_time() - began < 5
 
 
-def test_an_answer_begun_as_a_call_is_one_whatever_follows() -> None:
+def test_answer_begun_as_a_call_is_a_call_whatever_follows() -> None:
     text = f"{CALL} and so on"
     assert calls_of(text, begun=True) == [LEAF]
     assert parse_calls(text, TOOLS, begun=True).content == "and so on"
     assert calls_of(f"{TAGGED} and {TAGGED}", begun=True) == [LEAF]
 
 
-def test_a_call_can_be_read_while_it_is_written() -> None:
+def test_call_can_be_read_while_it_is_written() -> None:
     grown = [begun_call(TAGGED[:end]) for end in range(len(TAGGED) - len("</tool_call>"))]
     seen = [call.arguments for call in grown if call is not None]
     assert seen[0] == {}
@@ -315,9 +315,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(("form", "read"), TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_whose_calls_are_not_read_is_named_once(
-    form: str, read: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_template_with_unknown_calls_is_named_once(form: str, read: bool, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{# " + form[:9] + " #}" + _ASKED + _EACH + form + _DONE
     for _ in range(2):

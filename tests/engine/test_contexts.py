@@ -77,7 +77,7 @@ def test_each_segment_has_contexts_and_a_head_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_a_context_that_would_change_the_frequencies_is_left_out(rope: str) -> None:
+def test_context_that_would_change_the_frequencies_is_left_out(rope: str) -> None:
     family = next(name for name in tiny.ARCHITECTURES if rope in tiny.rope_types(name))
     adapter = ModelAdapter(tiny.model(family, rope))
     edge = next(tokens for tokens in range(1, 5000) if adapter.regime(tokens) != adapter.regime(1))
@@ -102,7 +102,7 @@ def test_contexts_hold_chunks_whatever_their_order_and_each_in_one_only() -> Non
     for text in TEXTS:
         within = [finder([tokenizer.chunk(text).ids])(ids) for ids in made.ids]
         assert sum(within) <= 1
-        assert made.of(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
+        assert made.numbers_for(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
 
 
 def test_every_chunk_in_a_context_can_be_found_there() -> None:
@@ -117,13 +117,13 @@ def test_every_chunk_in_a_context_can_be_found_there() -> None:
                 assert not part or finder([known])(ids)
 
 
-def test_where_chunks_are_few_prose_stands_before_them() -> None:
+def test_prose_stands_before_few_chunks() -> None:
     tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
     alone, few = contexts([]), contexts(TEXTS[:1])
     assert [len(ids) for ids in alone.ids] == [len(ids) for ids in few.ids] == [60, 60]
     assert alone.digest != few.digest
     assert alone.ids[1] == few.ids[1], "a single chunk is in one of them"
-    assert few.of(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
+    assert few.numbers_for(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
     four = contexts([], MOST_CONTEXTS, 350)
     assert len(set(four.ids)) == MOST_CONTEXTS == len(four.ids)
 
@@ -137,7 +137,7 @@ def test_chunks_that_follow_one_another_share_contexts() -> None:
     assert side_by_side([5, 9000, 5], 350) != [[0, 1, 2]]
 
 
-def test_a_context_is_as_long_as_what_will_stand_before_a_chunk() -> None:
+def test_context_is_as_long_as_the_text_before_a_chunk() -> None:
     assert context_tokens([150, 250], 8192) == context_tokens([200], None) == 600, "as three chunks"
     assert [context_tokens(sizes, 8192) for sizes in ([10], [25, 25], [60], [150], [480])] == [
         100,
@@ -152,7 +152,7 @@ def test_a_context_is_as_long_as_what_will_stand_before_a_chunk() -> None:
 # In the engine --------------------------------------------------------------------------------
 
 
-def test_a_chunk_hits_behind_any_prefix_and_at_any_place(model: Any) -> None:
+def test_chunk_hits_behind_any_prefix_and_at_any_place(model: Any) -> None:
     with engine_with(model) as engine:
         engine.warm(TEXTS)
         for order in itertools.permutations(range(3)):
@@ -169,7 +169,7 @@ def test_ratio_one_is_a_full_prefill_behind_contexts_too(model: Any) -> None:
     assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
 
 
-def test_a_chunk_at_the_very_start_of_a_prompt_is_not_taken_for_exact(model: Any) -> None:
+def test_chunk_at_the_start_of_a_prompt_is_not_taken_for_exact(model: Any) -> None:
     prompt = Prompt("", [TEXTS[0]], "And?")
     with engine_with(model, selection="none") as engine:
         engine.warm([TEXTS[0]])
@@ -189,7 +189,7 @@ def test_conditions_and_counts_of_contexts_are_records_of_their_own(model: Any) 
         assert engine.fuse(PROMPT).report.hits == 3
 
 
-def test_what_a_prompt_missed_is_computed_behind_what_was_retrieved_with_it(model: Any) -> None:
+def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> None:
     with engine_with(model, condition="context", contexts=1) as engine:
         assert engine.fuse(PROMPT).report.misses == 3
         stored = {info.token_ids: info for _, info in engine.store.infos("") if info.kind == "chunk"}
@@ -242,14 +242,14 @@ def test_forgetting_leaves_another_tenants_records_alone(model: Any) -> None:
         assert other.fuse(Prompt("Read this:", TEXTS, "And?")).report.hits == len(TEXTS)
 
 
-def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
+def test_estimate_equals_the_bytes_that_warming_takes(model: Any, tmp_path: Path) -> None:
     with engine_with(model, store=tmp_path) as engine:
         expected = engine.chunks.estimate_bytes(TEXTS)
         assert engine.warm(TEXTS).bytes == expected
 
 
 @pytest.mark.parametrize("contexts", [-1, 5, 1.5, True, "2"])
-def test_a_bad_number_of_contexts_is_refused(contexts: Any) -> None:
+def test_bad_number_of_contexts_is_refused(contexts: Any) -> None:
     with pytest.raises(ConfigError, match="contexts=") as caught:
         BlendConfig(contexts=contexts)
     assert caught.value.field == "contexts"

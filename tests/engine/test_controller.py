@@ -81,12 +81,12 @@ def test_recompute_hides_no_loading_that_a_scoring_pass_waits_for() -> None:
     assert every.recomputed_chunks == tuple(range(6)), "0.45 and 0.6 s are more than a prefill"
 
 
-def test_what_blended_passes_really_take_lowers_the_ratio() -> None:
+def test_measured_cost_of_blended_passes_lowers_the_ratio() -> None:
     """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
     slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
-    assert slow.blended(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
-    assert slow.blended(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
-    assert slow.ratio_of(slow.blended(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
+    assert slow.blended_seconds(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
+    assert slow.blended_seconds(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
+    assert slow.ratio_of(slow.blended_seconds(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
     device = {"disk": Device("disk", 90e6 / 0.7)}
     plan = LoadingController(MachineProfile({"m": slow}, device)).plan("m", SIX, 1000, device="disk", bounds=WIDE)
     assert plan.recompute_ratio == pytest.approx(0.40)
@@ -98,8 +98,8 @@ def test_bounds_hold() -> None:
     for load, ratio in ((0.01, 0.1), (0.8, 0.3)):
         plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=RatioBounds(0.1, 0.3))
         assert plan.recompute_ratio == pytest.approx(ratio)
-    assert WIDE.quantised(0.2) == 0.2
-    assert WIDE.quantised(0.15 + 0.05 * 7) == 0.5
+    assert WIDE.round_down(0.2) == 0.2
+    assert WIDE.round_down(0.15 + 0.05 * 7) == 0.5
     for bad in ((0.5, 0.2), (-0.1, 0.5), (0.1, 1.5)):
         with pytest.raises(ConfigError):
             RatioBounds(*bad)
@@ -142,14 +142,14 @@ def test_the_cheapest_device_that_hides_is_chosen() -> None:
     assert known.plan("m", SIX, 1000, ratio=0.25).recompute_ratio == 0.25
 
 
-def test_what_keeping_costs() -> None:
+def test_cost_is_price_times_bytes_and_months() -> None:
     known = LoadingController(MachineProfile(), {"d": Device("d", 1.0, price=0.10)})
     assert known.cost("d", 50e9, 6) == pytest.approx(30.0)
     with pytest.raises(ConfigError, match="device='x'"):
         known.cost("x", 1, 1)
 
 
-def test_what_is_not_known_is_named() -> None:
+def test_controller_names_unknown_models_and_devices() -> None:
     with pytest.raises(ConfigError, match="cacheblend-rag profile"):
         controller(disk=1e9).plan("other", SIX, 1000, device="disk")
     with pytest.raises(ConfigError, match="use one of 'disk'"):
@@ -178,7 +178,7 @@ def test_only_a_large_drift_is_logged_and_corrected(caplog: pytest.LogCaptureFix
 # Files --------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_kept_and_read(tmp_path: Path) -> None:
+def test_profile_is_kept_and_read(tmp_path: Path) -> None:
     profile = MachineProfile({"m": PrefillProfile(0.1, 2e-3, 3e-7)}, {"disk": Device("disk", 1e9, 1e-4, 0.1)})
     path = tmp_path / "profile.json"
     assert MachineProfile.load(path) is None
@@ -186,8 +186,8 @@ def test_a_profile_is_kept_and_read(tmp_path: Path) -> None:
     assert MachineProfile.load(path) == profile
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     later = MachineProfile({"n": PREFILL}, {"disk": Device("disk", 2e9)})
-    assert set(profile.joined(later).prefill) == {"m", "n"}
-    assert profile.joined(later).devices["disk"].throughput == 2e9
+    assert set(profile.merge(later).prefill) == {"m", "n"}
+    assert profile.merge(later).devices["disk"].throughput == 2e9
     with pytest.raises(StoreError, match="cannot write"):
         profile.save(tmp_path / "nowhere" / "profile.json")
 
@@ -197,7 +197,7 @@ def test_a_profile_is_kept_and_read(tmp_path: Path) -> None:
     ["", "[]", "{}", '{"prefill": 5, "devices": {}}', '{"prefill": {"m": {"x": 1}}, "devices": {}}',
      '{"prefill": {}, "devices": {"d": {"name": "d", "throughput": -1}}}', "[" * 100_000],
 )  # fmt: skip
-def test_a_damaged_profile_is_an_error_of_ours_and_costs_no_request(
+def test_damaged_profile_is_an_error_of_ours_and_costs_no_request(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "kv" / "profile.json"
@@ -243,17 +243,19 @@ def test_the_fit_of_blended_passes_finds_what_made_the_times() -> None:
     made = PrefillProfile(0.0, 1e-3, 1e-7, blend_constant=0.01, blend_linear=4e-5, row_cost=1.3)
     plain = PrefillProfile(0.0, 1e-3, 1e-7)
     times = [
-        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended(tokens, fixed, ratio))
+        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended_seconds(tokens, fixed, ratio))
         for tokens, fixed in ((500, 0.08), (1000, 0.06), (2000, 0.05))
         for ratio in (0.15, 0.5)
     ]
     found = fit_blend(plain, times)
     assert found.seconds(700) == plain.seconds(700)
     for tokens in (300, 1500, 4000):
-        assert found.blended(tokens, 0.05, 0.3) == pytest.approx(made.blended(tokens, 0.05, 0.3), rel=1e-6)
+        assert found.blended_seconds(tokens, 0.05, 0.3) == pytest.approx(
+            made.blended_seconds(tokens, 0.05, 0.3), rel=1e-6
+        )
     one_length = fit_blend(plain, times[-2:])
     assert one_length.blend_constant == 0
-    assert one_length.blended(2000, 0.05, 0.3) == pytest.approx(made.blended(2000, 0.05, 0.3), rel=1e-6)
+    assert one_length.blended_seconds(2000, 0.05, 0.3) == pytest.approx(made.blended_seconds(2000, 0.05, 0.3), rel=1e-6)
 
 
 def test_blended_passes_are_timed_over_rows_they_report() -> None:
@@ -267,7 +269,7 @@ def test_blended_passes_are_timed_over_rows_they_report() -> None:
     assert min(low.seconds, high.seconds) > 0
 
 
-def test_a_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
+def test_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
     device = measure_folder(tmp_path / "kv", size=3 * 10**6)
     assert device.throughput > 0
     assert device.latency > 0
@@ -277,7 +279,7 @@ def test_a_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
         measure_folder(tmp_path / "file")
 
 
-def test_a_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
+def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path) as engine:
         found, path = profile_machine(engine, lengths=(16, 32, 64), size=2 * 10**6)
@@ -285,7 +287,7 @@ def test_a_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> Non
         assert path == tmp_path / "profile.json"
         measured = found.prefill[engine.fingerprint]
         # A tiny model's passes can take the same time whatever they compute: a slope of zero is a fair fit.
-        assert measured.blended(64, 0.1, 0.5) >= measured.blended(64, 0.1, 0.15) > 0
+        assert measured.blended_seconds(64, 0.1, 0.5) >= measured.blended_seconds(64, 0.1, 0.15) > 0
     with engine_of(model, store=tmp_path) as engine:
         report = engine.fuse(PROMPT).report
         assert report.expected is not None
@@ -331,7 +333,7 @@ def test_the_controller_chooses_the_ratio_and_the_report_says_what_it_expected(t
         assert engine.with_config(selection="none").fuse(PROMPT).report.recomputed_tokens == (0,) * 4
 
 
-def test_what_is_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> None:
+def test_chunk_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path, write_back="off") as engine:
         cold = engine.fuse(PROMPT)

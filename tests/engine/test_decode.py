@@ -130,7 +130,7 @@ def cut(text: str, *stops: str) -> str:
 
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
 @pytest.mark.parametrize("start", [0, 1, 7, 15])
-def test_a_stop_string_anywhere_ends_the_answer_before_it(
+def test_stop_string_anywhere_ends_the_answer_before_it(
     engine: Any, greedy: Generation, start: int, length: int
 ) -> None:
     stop = greedy.text[start : start + length]
@@ -142,7 +142,7 @@ def test_a_stop_string_anywhere_ends_the_answer_before_it(
     assert stop not in before, "generation goes on only until the stop string is complete"
 
 
-def test_a_stop_string_over_several_tokens_and_a_plain_text_as_stop(engine: Any, greedy: Generation) -> None:
+def test_stop_string_of_several_tokens_ends_the_answer(engine: Any, greedy: Generation) -> None:
     pieces = [engine.tokenizer.decode([token]) for token in greedy.token_ids]
     at = next(number for number in range(3, 20) if all(pieces[number : number + 3]))
     stop = pieces[at][-1] + pieces[at + 1] + pieces[at + 2][:1]
@@ -218,7 +218,7 @@ TOKENIZERS = {"byte": tiny.tokenizer(), "metaspace": tiny.tokenizer(style="metas
 
 
 @pytest.mark.parametrize("text", ["né à Zürich – 東京 🦉 done", "🦉🦉", "e\u0301"])
-def test_a_character_of_several_tokens_is_handed_out_whole(text: str) -> None:
+def test_character_of_several_tokens_is_handed_out_whole(text: str) -> None:
     ids = TOKENIZERS["byte"].encode(text, add_special_tokens=False)
     assert len(ids) > len(text)
     feed = _Feed(TOKENIZERS["byte"], ids, ())
@@ -240,9 +240,7 @@ def test_text_is_handed_out_as_soon_as_no_stop_can_take_it_back() -> None:
 # Sampling -----------------------------------------------------------------------------------
 
 
-def test_a_seed_makes_sampling_repeatable_and_leaves_the_global_generator_alone(
-    engine: Any, greedy: Generation
-) -> None:
+def test_seed_makes_sampling_repeatable_and_leaves_the_global_generator_alone(engine: Any, greedy: Generation) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     answers = [engine.generate(PROMPT, max_new_tokens=16, temperature=1.5, seed=seed).token_ids for seed in (3, 3, 4)]
@@ -267,7 +265,7 @@ def test_greedy_decoding_draws_no_random_number(engine: Any, greedy: Generation)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_tiny_nucleus_is_greedy_and_temperature_matters(engine: Any, greedy: Generation) -> None:
+def test_tiny_nucleus_is_greedy_and_temperature_matters(engine: Any, greedy: Generation) -> None:
     narrow = engine.generate(PROMPT, max_new_tokens=24, temperature=1.0, top_p=1e-6, seed=1)
     assert narrow.token_ids == greedy.token_ids
     cold = engine.generate(PROMPT, max_new_tokens=24, temperature=1e-6, seed=1)
@@ -293,7 +291,7 @@ def test_sampling_equals_the_models_own_with_the_same_seed() -> None:
 # Generation configs and processors ----------------------------------------------------------
 
 
-def test_a_generation_config_is_taken_and_options_win_over_it(engine: Any, greedy: Generation) -> None:
+def test_generation_config_is_taken_and_options_win_over_it(engine: Any, greedy: Generation) -> None:
     config = GenerationConfig(max_new_tokens=5, do_sample=True, temperature=40.0, pad_token_id=0)
     assert len(engine.generate(PROMPT, generation_config=config).token_ids) == 5
     seeded = [engine.generate(PROMPT, generation_config=config, seed=2, max_new_tokens=9) for _ in range(2)]
@@ -323,19 +321,19 @@ def test_beams_in_the_models_own_config_are_left_out() -> None:
 
 @pytest.mark.parametrize("changes", [{"use_cache": False}, {"cache_implementation": "static"},
                                      {"return_dict_in_generate": True, "output_scores": True}], ids=str)  # fmt: skip
-def test_a_config_cannot_take_the_fused_cache_away(engine: Any, greedy: Generation, changes: dict[str, Any]) -> None:
+def test_config_cannot_take_the_fused_cache_away(engine: Any, greedy: Generation, changes: dict[str, Any]) -> None:
     config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **changes)
     assert engine.generate(PROMPT, generation_config=config).token_ids == greedy.token_ids[:8]
 
 
-def test_a_repetition_penalty_counts_the_prompt(engine: Any, greedy: Generation) -> None:
+def test_repetition_penalty_counts_the_prompt(engine: Any, greedy: Generation) -> None:
     config = GenerationConfig(max_new_tokens=8, pad_token_id=0, repetition_penalty=1e6)
     answer = engine.generate(PROMPT, generation_config=config)
     assert not set(answer.token_ids) & set(answer.report.input_ids)
     assert answer.token_ids != greedy.token_ids[:8]
 
 
-def test_a_logits_processor_is_applied_to_the_first_token_too(engine: Any, greedy: Generation) -> None:
+def test_logits_processor_is_applied_to_the_first_token_too(engine: Any, greedy: Generation) -> None:
     seen: list[int] = []
 
     class Ban(LogitsProcessor):
@@ -399,6 +397,6 @@ def test_more_than_one_sequence_is_refused(engine: Any, changes: dict[str, Any])
         engine.generate(PROMPT, generation_config=GenerationConfig(max_new_tokens=3, **changes))
 
 
-def test_an_unknown_option_is_refused(engine: Any) -> None:
+def test_unknown_option_is_refused(engine: Any) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens=5 .*did you mean .max_new_tokens"):
         engine.generate(PROMPT, max_tokens=5)

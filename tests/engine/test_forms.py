@@ -37,13 +37,13 @@ def changes(prompt: Prompt) -> list[str | None]:
 
 
 @pytest.mark.parametrize("behind", ["\n\nby Anna?", "...", " \u2026", ", and so on", ""])
-def test_a_document_that_was_cut_ends_where_the_prompt_goes_on_otherwise(behind: str) -> None:
+def test_cut_document_ends_where_the_prompt_differs(behind: str) -> None:
     stop = DOCUMENT.index(" ", 100)
     prompt = seen(f"Use: {DOCUMENT[:stop]}{behind}", DOCUMENT)
     assert (prompt.chunks, changes(prompt)) == ((DOCUMENT[:stop],), ["truncated at the end"])
 
 
-def test_a_word_that_goes_on_otherwise_is_no_part_of_the_document() -> None:
+def test_word_that_differs_is_no_part_of_a_cut_document() -> None:
     """Else the first letters of a question would be stored where they happen to be those of the document."""
     document = f"{tiny.text(20, 3)} behind the mill"
     cut, _, _ = document.partition(" behind")
@@ -53,7 +53,7 @@ def test_a_word_that_goes_on_otherwise_is_no_part_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("left", [CUT_LEAST - 1, CUT_LEAST])
-def test_of_a_document_that_was_cut_enough_must_be_left(left: int) -> None:
+def test_cut_document_is_found_only_if_enough_of_it_is_left(left: int) -> None:
     document = "x1" * 200
     for cut in (document[:left], document[-left:]):
         prompt = seen(f"Use: {cut}.", document.replace("x1", "x1", 1))
@@ -70,13 +70,13 @@ def test_nothing_before_a_part_becomes_prefix_unless_questions_are_known_to_come
     assert seen(f"Use: {json.dumps(DOCUMENT)}", DOCUMENT).prefix == 'Use: "'
 
 
-def test_a_rewritten_document_of_the_request_wins_over_what_others_retrieved() -> None:
+def test_rewritten_document_of_the_request_wins_over_what_others_retrieved() -> None:
     inner = DOCUMENT[12:90].strip()
     prompt = seen(f"Use: {json.dumps(DOCUMENT)}", DOCUMENT, known=(inner,))
     assert prompt.chunks == (json.dumps(DOCUMENT)[1:-1],)
 
 
-def test_a_document_within_another_is_found_there() -> None:
+def test_document_within_another_is_found_there() -> None:
     inner = DOCUMENT[12:90].strip()
     prompt = seen(f"Use: {DOCUMENT}\n\n{OTHER}", inner, DOCUMENT, OTHER)
     assert [(one.chunk, one.change) for one in prompt.documents] == [(0, "within a longer chunk"), (0, ""), (1, "")]
@@ -153,7 +153,7 @@ LETTERS = st.text(alphabet="ab \n\"'&<\\-\u00e9\u0301\ufb01\u4e2d\U0001f600", mi
     before=st.text(alphabet="ab \n", max_size=30),
     between=st.sampled_from(["", "\n\n", " ", "...", '", "', "ab"]),
 )
-def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome(
+def test_changed_documents_leave_the_prompt_as_it_is_and_have_one_outcome_each(
     parts: list[tuple[str, Callable[[str], str], bool]], before: str, between: str
 ) -> None:
     documents = list(dict.fromkeys(text for text, _, _ in parts))
@@ -168,4 +168,4 @@ def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome
         chunk = prompt.chunks[one.chunk]
         assert one.change != "rewritten"
         if one.change not in ("", "within a longer chunk"):
-            assert chunk in registry.forms.of([one.text])  # so that erasing the document erases it
+            assert chunk in registry.forms.find([one.text])  # so that erasing the document erases it

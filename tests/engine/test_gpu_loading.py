@@ -46,7 +46,7 @@ class NoStreams:
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def queued(self) -> Any:
+    def mark_queued(self) -> Any:
         self.queues += 1
         return self.queues
 
@@ -114,7 +114,7 @@ def test_records_of_both_codecs_from_files_and_memory_come_as_they_are_read_plai
 
 
 @pytest.mark.parametrize("layer", [0, 1, 9, LAYERS - 1])
-def test_a_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path: Path) -> None:
+def test_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path: Path) -> None:
     (path,) = [path for path in record_files(tmp_path) if b'"token_ids":[0,1,2,3,4,5,6,7,8],' in path.read_bytes()]
     data = bytearray(path.read_bytes())
     data[len(data) - (LAYERS - layer) * 4096 + 10] ^= 0x40
@@ -130,7 +130,7 @@ def test_a_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 7, LAYERS])
-def test_a_pass_that_is_given_up_waits_for_what_is_under_way(taken: int, mixed: LayerReader) -> None:
+def test_cancelled_pass_waits_for_running_copies(taken: int, mixed: LayerReader) -> None:
     streams = NoStreams()
     layers = loader._load_to_gpu(mixed, streams)  # type: ignore[arg-type]
     for _ in range(taken):
@@ -178,7 +178,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("codec", ["int8", pytest.param("raw", marks=pytest.mark.slow)])
-def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
+def test_pass_gives_the_same_from_a_folder_and_from_memory(
     codec: str, as_on_a_gpu: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"codec": codec, "recompute_ratio": 0.2}
@@ -192,7 +192,7 @@ def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
         assert_same(engine.fuse(PROMPT), plain)
         assert as_on_a_gpu == [True]
     monkeypatch.setattr("cacheblend_rag.store.factory.free_memory", lambda: 10**9)
-    monkeypatch.setattr("cacheblend_rag.models.kv.JoinedKV.of", lambda kv, device: joined(kv))
+    monkeypatch.setattr("cacheblend_rag.models.kv.JoinedKV.copy_from", lambda kv, device: joined(kv))
     above = TieredStore([memory := MemoryStore(pinned=True), DiskStore(tmp_path, form=RecordFormat(codec))])
     with engine_of(model, store=above, **options) as engine:
         as_on_a_gpu.clear()
@@ -207,7 +207,7 @@ def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
     above.close()
 
 
-def test_a_pass_without_a_record_that_failed_on_the_way(as_on_a_gpu: list[bool], tmp_path: Path) -> None:
+def test_pass_with_a_failing_record_equals_one_without_it(as_on_a_gpu: list[bool], tmp_path: Path) -> None:
     model = tiny.model("llama", num_hidden_layers=2, head_dim=8)
 
     def failing(key: str, layer: int) -> None:

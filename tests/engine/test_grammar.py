@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of, written
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of, write_grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from tests import tiny
@@ -73,7 +73,7 @@ def test_answers_that_are_made_together_each_follow_their_own(engine: BlendEngin
     assert free.result.text == engine.generate(prompt(7), max_new_tokens=12).text, "the others leave it as it was"
 
 
-def test_an_answer_that_is_cut_says_so(engine: BlendEngine) -> None:
+def test_cut_answer_says_so(engine: BlendEngine) -> None:
     long = {"type": "string", "minLength": 400}
     answer = engine.generate(prompt(0), grammar=engine.grammar(long), max_new_tokens=9)
     assert answer.report.finish_reason == "length"
@@ -82,7 +82,7 @@ def test_an_answer_that_is_cut_says_so(engine: BlendEngine) -> None:
     assert stopped.text == '"oak '
 
 
-def test_what_forbids_all_that_is_allowed_is_overruled(engine: BlendEngine) -> None:
+def test_grammar_overrules_a_processor_that_forbids_all_it_allows(engine: BlendEngine) -> None:
     def forbid(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.full_like(scores, float("-inf"))
 
@@ -103,12 +103,12 @@ def test_what_forbids_all_that_is_allowed_is_overruled(engine: BlendEngine) -> N
         {"type": "object", "not": {}, "x-guidance": {"lenient": True}},
     ],
 )
-def test_a_schema_that_cannot_be_kept_to_is_refused(engine: BlendEngine, schema: dict[str, Any]) -> None:
+def test_impossible_schema_is_refused(engine: BlendEngine, schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
         engine.grammar(schema)
 
 
-def test_an_answer_ends_when_its_schema_gets_too_complex(engine: BlendEngine) -> None:
+def test_answer_ends_when_its_schema_gets_too_complex(engine: BlendEngine) -> None:
     mask = TokenMask(engine.grammar({"type": "string", "pattern": "(.*[ae].{200}){5}"}), [2])
     one = {letter: engine.tokenizer.encode(f"x{letter}", add_special_tokens=False)[-1] for letter in 'aeox"'}
     ids = [1, one['"'], *(one[letter] for letter in random.Random(0).choices("aeox", k=400))]
@@ -144,17 +144,21 @@ def test_objects_are_closed_wherever_they_stand() -> None:
     inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
     schema = {"$defs": {"a": inner}, "type": "array", "items": {"anyOf": [inner, {"type": "null"}]}}
     shut = {**inner, "additionalProperties": False}
-    assert closed(schema) == {"$defs": {"a": shut}, "type": "array", "items": {"anyOf": [shut, {"type": "null"}]}}
+    assert close_objects(schema) == {
+        "$defs": {"a": shut},
+        "type": "array",
+        "items": {"anyOf": [shut, {"type": "null"}]},
+    }
     opened = {"properties": {}, "additionalProperties": {"type": "string"}}
-    assert closed(opened) == opened
+    assert close_objects(opened) == opened
 
 
 @pytest.mark.parametrize("name", ['say "oak"', "a:", "the\nstart: x", "%json {}"])
-def test_a_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
+def test_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig(check_model=False))
     grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
     assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
-    assert written([Form({})]).count("\n") == 3
+    assert write_grammar([Form({})]).count("\n") == 3
 
 
 @pytest.mark.parametrize("special", [None, False, True])
@@ -167,7 +171,7 @@ def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, speci
         new = [AddedToken(one, special=special, normalized=False) for one in marks]
         tokenizer.add_tokens(new, special_tokens=special)
     number = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    forms = [Form(closed(number), '{"a": ', "}"), Form({"type": "object"}, '{"b": ', "}")]
+    forms = [Form(close_objects(number), '{"a": ', "}"), Form({"type": "object"}, '{"b": ', "}")]
     tagged = Grammar(tokenizer, forms, in_text=InText("<tool_call>", "</tool_call>"))
     bare = Grammar(tokenizer, forms, in_text=InText("[TOOL_CALLS]"))
 
@@ -192,7 +196,7 @@ def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, speci
         assert not taken(bare, f"[{right}, {call}]")
 
 
-def test_what_the_tokens_cannot_write_is_an_error() -> None:
+def test_grammar_that_the_tokens_cannot_write_is_an_error() -> None:
     tokenizer = tokenizer_of("Unigram")
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tokenizer, config=BlendConfig(check_model=False))
     with pytest.raises(ConfigError, match="satisfy the grammar"):
@@ -201,7 +205,7 @@ def test_what_the_tokens_cannot_write_is_an_error() -> None:
         Grammar(tokenizer_of("WordPiece"), [Form({})])
 
 
-def test_a_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **more: Any) -> Any:
@@ -214,6 +218,6 @@ def test_a_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.Monk
         engine.grammar({"type": "object"})
 
 
-def test_what_is_no_grammar_is_refused(engine: BlendEngine) -> None:
+def test_object_that_is_no_grammar_is_refused(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"grammar=.*engine.grammar\(schema\)"):
         engine.generate(prompt(0), grammar={"type": "object"})  # type: ignore[arg-type]

@@ -114,7 +114,7 @@ def reached(config: Any, start: int, layers: int) -> list[set[int]]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_depends_on_what_it_may_see_and_on_nothing_else(name: str, attention: str) -> None:
+def test_row_depends_only_on_positions_it_may_see(name: str, attention: str) -> None:
     model = model_named(name)
     model.set_attn_implementation(attention)
     ids, stored = ids_of(2), random_kv(model, TOKENS, seed=2)

@@ -54,18 +54,18 @@ def config_of(rope: str, family: str = "llama", window: int = 2048) -> Any:
         ("olmo3", "yarn", 64, 256),  # RoPE parameters by layer type
     ],
 )
-def test_a_window_is_what_the_config_says_of_it(family: str, rope: str, window: int, expected: int) -> None:
+def test_window_is_read_from_the_config(family: str, rope: str, window: int, expected: int) -> None:
     assert context_window(config_of(rope, family, window)) == expected
 
 
-def test_a_config_that_says_nothing_or_keeps_its_text_model_apart() -> None:
+def test_window_of_a_bare_or_nested_config_is_found() -> None:
     bare = SimpleNamespace()
     assert context_window(SimpleNamespace(get_text_config=lambda: bare)) is None
     both = CONFIG_MAPPING["llava"](text_config=LlamaConfig(max_position_embeddings=77))
     assert context_window(both) == 77
 
 
-def test_a_window_follows_the_config() -> None:
+def test_window_follows_the_config() -> None:
     with engine_of() as engine:
         assert engine.context_window == engine.adapter.context_window == WINDOW
         with pytest.raises(ContextLengthError):
@@ -77,7 +77,7 @@ def test_a_window_follows_the_config() -> None:
 # Refusing ---------------------------------------------------------------------------------
 
 
-def test_a_prompt_beyond_the_window_is_refused_with_all_that_helps() -> None:
+def test_prompt_beyond_the_window_is_refused_with_remedies() -> None:
     with engine_of() as engine:
         tokens = len(engine.tokenize(prompt_of(8)).input_ids)
         assert tokens > WINDOW
@@ -97,7 +97,7 @@ def test_a_prompt_beyond_the_window_is_refused_with_all_that_helps() -> None:
             engine.generate("word " * 500)  # a text without chunks is no exception
 
 
-async def test_it_is_refused_in_asynchronous_forms() -> None:
+async def test_asynchronous_calls_refuse_prompts_beyond_the_window() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError):
             await engine.agenerate(prompt_of(8))
@@ -123,7 +123,7 @@ def test_tokens_that_are_asked_for_must_fit_and_others_are_as_many_as_fit() -> N
             engine.generate(prompt_of(4), generation_config=GenerationConfig(max_new_tokens=room + 1))
 
 
-def test_a_prompt_that_just_fits_can_be_fused_and_not_answered() -> None:
+def test_prompt_that_just_fits_can_be_fused_and_not_answered() -> None:
     with engine_of(4096) as engine:
         tokens = len(engine.tokenize(prompt_of(3)).input_ids)
         engine.model.config.max_position_embeddings = tokens
@@ -134,7 +134,7 @@ def test_a_prompt_that_just_fits_can_be_fused_and_not_answered() -> None:
         assert len(engine.generate(prompt_of(3)).token_ids) == 1
 
 
-def test_of_a_batch_none_is_answered_if_one_is_too_long() -> None:
+def test_too_long_prompt_stops_its_whole_batch() -> None:
     with engine_of() as engine:
         with pytest.raises(ContextLengthError, match="prompt 2 of 3 has"):
             engine.generate_batch([prompt_of(2), prompt_of(8), prompt_of(1)], max_new_tokens=2)
@@ -142,7 +142,7 @@ def test_of_a_batch_none_is_answered_if_one_is_too_long() -> None:
         assert len(engine.generate_batch([prompt_of(2), prompt_of(1)], max_new_tokens=2)) == 2
 
 
-def test_a_model_that_says_no_window_takes_all() -> None:
+def test_model_without_a_window_takes_all() -> None:
     with engine_of() as engine:
         engine.model.config.max_position_embeddings = 0
         assert engine.context_window is None
@@ -186,7 +186,7 @@ def test_plain_prefill_leaves_out_too_and_says_so() -> None:
         assert report.left_out == tuple(range(report.misses, 8)) != ()
 
 
-def test_what_stands_between_chunks_stays_unless_it_is_white_space() -> None:
+def test_text_between_dropped_chunks_stays_unless_it_is_white_space() -> None:
     between = ("\n\n", "\n\n[user] and then?\n\n", "\n\n")
     prompt = Prompt("p", ["a", "b", "c", "d"], "\n\nq", between)
     assert prompt.first_chunks(3) == Prompt("p", ["a", "b", "c"], "\n\nq", between[:2])
@@ -202,7 +202,7 @@ def test_prefix_question_and_one_chunk_are_never_left_out(chunks: int, remedy: s
         engine.generate(Prompt(PREFIX, CHUNKS[:chunks], question), max_new_tokens=4)
 
 
-def test_a_batch_is_cut_prompt_by_prompt() -> None:
+def test_batch_is_cut_prompt_by_prompt() -> None:
     with engine_of(overflow="drop_chunks") as engine:
         short, long = engine.generate_batch([prompt_of(2), prompt_of(8)], max_new_tokens=4)
         assert short.report.left_out == ()
@@ -226,7 +226,7 @@ def test_prompt_is_verified_as_it_was_cut(mode: str) -> None:
 # Warming ----------------------------------------------------------------------------------
 
 
-def test_a_chunk_beyond_the_window_is_refused_by_name_before_any_is_computed() -> None:
+def test_chunk_beyond_the_window_is_refused_by_name_before_any_is_computed() -> None:
     with engine_of() as engine:
         engine.warm(CHUNKS[:1])
         before = engine.store.stats().records  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, S
 from docs.benchmarks.scripts.measuring import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
+from tests.waiting import until
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -73,7 +74,7 @@ def test_every_layer_lies_in_place(load: Any) -> None:
 @pytest.mark.parametrize("ahead", [1, 2, 3, 50])
 def test_ahead_equals_plainly(ahead: int) -> None:
     def slow(layer: int) -> None:
-        time.sleep(0.002 * (layer % 3))
+        time.sleep(0.002 * (layer % 3))  # some layers come late, and nothing may depend on it
 
     places = [(0, Record(5, 1, slow)), (5, Record(9, 2)), (14, Record(6, 3, slow))]
     plain = list(load_plainly(reader_of(*places)))
@@ -85,16 +86,15 @@ def test_ahead_equals_plainly(ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_ahead_reads_the_next_layers_meanwhile_but_no_more(ahead: int) -> None:
-    read: list[int] = []
-    layers = load_ahead(reader_of((0, Record(5, 1, read.append))), ahead)
+    read, fused = list[tuple[int, int]](), 0
+    layers = load_ahead(reader_of((0, Record(5, 1, lambda layer: read.append((layer, fused))))), ahead)
     for number in range(LAYERS):
+        fused = number
         next(layers)
         limit = min(number + ahead, LAYERS)  # while this layer is fused, this many are read or being read
-        deadline = time.monotonic() + 5
-        while len(read) < limit and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.005)
-        assert read == list(range(limit))
+        until(lambda limit=limit: len(read) >= limit)
+        assert [layer for layer, _ in read] == list(range(limit))
+    assert all(layer < when + ahead for layer, when in read)
     assert next(layers, None) is None
 
 
@@ -110,7 +110,7 @@ def test_plainly_reads_when_asked() -> None:
 @pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
 @pytest.mark.parametrize("error", [RecordError("bad checksum"), OSError("disk gone")])
 @pytest.mark.parametrize("at", [0, 1, LAYERS - 1])
-def test_a_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
+def test_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
     def fail(layer: int) -> None:
         if layer == at:
             raise error
@@ -137,7 +137,7 @@ def test_layers_are_read_ahead_if_the_first_was_slow(
     assert len(readers) == LAYERS
 
 
-def test_what_lies_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_FAST", float("inf"))
     readers: set[str] = set()
     records = [Record(5, seed, lambda layer: readers.add(threading.current_thread().name)) for seed in (1, 2)]
@@ -166,7 +166,7 @@ def test_records_of_a_disk_store_read_alike(tmp_path: Path) -> None:
         tuple(torch.randn(HEADS, 9, DIM) for _ in range(LAYERS)),
         rotated=False,
     )
-    record = KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
+    record = KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
     results = []
     for store in (disk, memory):
         store.put("a", record)

@@ -23,7 +23,7 @@ def test_penalties_count_the_answer_and_not_the_prompt() -> None:
     assert torch.equal(scores, torch.zeros(1, VOCAB)), "what it was given is left as it is"
 
 
-def test_a_bias_is_added_to_single_tokens() -> None:
+def test_bias_is_added_to_single_tokens() -> None:
     biased = logit_bias({2: 1.5, 7: -100})(torch.tensor([[1, 2]]), torch.ones(1, VOCAB))
     assert biased[0, 2] == 2.5
     assert biased[0, 7] == -99
@@ -46,7 +46,7 @@ def test_texts_of_tokens_make_up_the_answer(kind: str, text: str) -> None:
     assert noted.rest(ids, shown) == []
 
 
-def test_an_answer_that_ends_within_a_character() -> None:
+def test_tokens_of_an_answer_cut_within_a_character_join_to_its_text() -> None:
     tokenizer = tokenizer_of("byte-level BPE")
     ids = tokenizer.encode(" oak 🦊", add_special_tokens=False)[:-1]
     shown = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -57,7 +57,7 @@ def test_an_answer_that_ends_within_a_character() -> None:
     assert "".join(one.text for one in told) == shown
 
 
-def test_what_ends_an_answer_is_no_part_of_it() -> None:
+def test_end_token_is_no_part_of_an_answer() -> None:
     tokenizer = tiny.tokenizer()
     ids = [*tokenizer.encode("an old oak", add_special_tokens=False), tokenizer.eos_token_id]
     noted = note(tokenizer, [5], ids)

@@ -27,7 +27,7 @@ def written(prompt: Prompt) -> str:
     return prompt.written("<separator>").text
 
 
-def test_what_stands_around_chunks_stays_as_it_is_written() -> None:
+def test_text_around_chunks_stays_as_it_is_written() -> None:
     text = f"Use this:\nContext:\n{ONE}\n\nContext:\n{TWO}\n\nQuestion: who?"
     prompt = match_chunks(text, registry(ONE, TWO))
     expected = Prompt("Use this:\nContext:\n", [ONE, TWO], "\n\nQuestion: who?", ["\n\nContext:\n"])
@@ -55,7 +55,7 @@ def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]
     assert match_chunks(text, registry(*known)).chunks == known
 
 
-def test_of_overlapping_chunks_the_longest_is_taken() -> None:
+def test_longest_of_overlapping_chunks_is_taken() -> None:
     inner = "an old mill by the river."
     prompt = match_chunks(f"Use: {ONE}\n\n{inner}\n\nWho?", registry(inner, ONE), SEPARATOR)
     assert prompt.chunks == (ONE, inner)
@@ -83,7 +83,7 @@ def test_the_first_source_wins_over_the_next() -> None:
     assert match_chunks(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
 
 
-def test_a_later_source_fills_what_an_earlier_one_left() -> None:
+def test_later_source_fills_what_an_earlier_one_left() -> None:
     prompt = match_chunks(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
     assert prompt.chunks == (ONE, TWO)
 
@@ -130,11 +130,11 @@ def test_quotes_are_reused_too() -> None:
     assert first == Prompt("[assistant] ", [answer], "\n[user] So?", [])
 
 
-def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
+def test_repeated_chunk_is_two_chunks() -> None:
     assert match_chunks(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
 
 
-def test_a_registry_can_be_cleared() -> None:
+def test_registry_can_be_cleared() -> None:
     known = registry(ONE)
     assert f" {ONE} " in known
     known.clear()
@@ -142,7 +142,7 @@ def test_a_registry_can_be_cleared() -> None:
     assert known.find(ONE) == []
 
 
-def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:
+def test_text_whose_head_is_mostly_white_space_is_known() -> None:
     wide = "a" + " \n" * 60 + "passage with much room in it"
     assert match_chunks(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
 
@@ -153,7 +153,7 @@ def test_without_known_chunks_separators_decide() -> None:
     assert match_chunks("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
 
 
-def test_a_changed_chunk_is_not_found() -> None:
+def test_changed_chunk_is_not_found() -> None:
     assert match_chunks(f"Use: {ONE[:-1]}!\n\nWho?", registry(ONE), SEPARATOR).chunks == ()
 
 

@@ -92,7 +92,7 @@ def test_every_field_is_an_option() -> None:
     assert set(RULE_OPTIONS) < set(OPTIONS)
 
 
-def test_a_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class More:
         depth: int = option(3, whole(1, 9), "How deep. Raise it where it is dark.", flag="depth", from_environment=True)
@@ -115,13 +115,13 @@ def test_a_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("one", options_of(BlendConfig), ids=named)
-def test_an_option_of_the_engine_says_when_to_change_it(one: Option) -> None:
+def test_option_of_the_engine_says_when_to_change_it(one: Option) -> None:
     assert WHEN.search(one.about), one.about
     assert "benchmark" not in one.about
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_an_option_of_earlier_versions_is_refused_with_the_remedy(
+def test_option_of_earlier_versions_is_refused_with_the_remedy(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert name not in OPTIONS
@@ -185,7 +185,7 @@ def test_files_of_options_in_the_documentation_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["database", "shared_store"])
-def test_a_secret_in_an_address_is_shown_by_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_in_an_address_is_shown_by_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = [one for options in SECTIONS.values() for one in options if one.name == name]
     monkeypatch.setenv(one.variable, "postgresql://me:hush@host/x")
     with pytest.raises(ConfigError) as caught:
@@ -201,7 +201,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         check_names([("quite_something_else", 3)], ["b", "a"])
 
 
-def test_a_rule_has_the_defaults_that_its_text_says() -> None:
+def test_rule_has_the_defaults_that_its_text_says() -> None:
     for kind in RULES.values():
         for one in fields(kind):  # type: ignore[arg-type]
             if one.name == "check_layers":

@@ -146,7 +146,7 @@ def test_chunks_of_any_iterable_are_all_kept() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_text_is_refused(arguments: dict[str, Any]) -> None:
+def test_prompt_refuses_parts_that_are_no_text(arguments: dict[str, Any]) -> None:
     with pytest.raises(PromptError, match="give"):
         Prompt(**arguments)
 
@@ -189,7 +189,7 @@ def test_without_texts_between_chunks_the_separator_stands_there() -> None:
     assert Prompt("", ["a"], "why").written("|").text == "|a|why"
 
 
-def test_with_texts_between_chunks_everything_is_joined_as_it_is() -> None:
+def test_texts_between_chunks_are_joined_as_they_are() -> None:
     written = Prompt("Read: ", ["a", "b"], ". Why?", [" and "], preamble="Hm. ").written("|")
     assert written.text == "Read: Hm. a and b. Why?"
     assert [written.text[first:last] for first, last in written.chunks] == ["a", "b"]
@@ -216,7 +216,7 @@ def test_the_ids_are_those_of_the_whole_text(name: str, written: str) -> None:
 
 
 @pytest.mark.parametrize("written", [name for name in PROMPTS if name != "touching"])
-def test_a_chunk_has_the_same_ids_in_any_usual_prompt(name: str, written: str) -> None:
+def test_chunk_has_the_same_ids_in_any_usual_prompt(name: str, written: str) -> None:
     segments = PromptTokenizer(tokenizer_named(name), "\n\n")
     split = segments.tokenize(PROMPTS[written])
     assert [chunk.text for chunk in split.located] == CHUNKS
@@ -229,7 +229,7 @@ def test_a_chunk_has_the_same_ids_in_any_usual_prompt(name: str, written: str) -
     assert split.chunk_tokens == sum(map(len, split.chunks))
 
 
-def test_what_a_chunk_is_computed_behind_is_what_stands_before_it_in_a_prompt(name: str) -> None:
+def test_context_of_a_chunk_equals_the_ids_before_it_in_a_prompt(name: str) -> None:
     segments = PromptTokenizer(tokenizer_named(name), SEPARATOR)
     for prefix in ("", "Read this:"):
         split = segments.tokenize(Prompt(prefix, CHUNKS, "What fell?"))
@@ -248,7 +248,7 @@ def test_segments_follow_each_other(name: str) -> None:
         assert split.suffix.stop == len(split.input_ids)
 
 
-def test_a_chunk_that_merges_with_what_stands_around_it_is_another_form() -> None:
+def test_chunk_that_merges_with_what_stands_around_it_is_another_form() -> None:
     tokenizer = tokenizer_named("byte")
     segments = PromptTokenizer(tokenizer, "\n\n")
     text = "quick"  # one piece, which merges with nothing that usually stands around it
@@ -289,7 +289,7 @@ def test_without_offsets_a_chunk_that_is_not_found_is_computed() -> None:
 
 
 @pytest.mark.parametrize("text", ["What fell?", "the quick brown fox", " spaced", "\nline"])
-def test_a_text_alone_has_the_ids_its_tokenizer_gives_it_without_an_eos(name: str, text: str) -> None:
+def test_text_alone_has_the_ids_its_tokenizer_gives_it_without_an_eos(name: str, text: str) -> None:
     tokenizer = tokenizer_named(name)
     segments = PromptTokenizer(tokenizer, SEPARATOR)
     expected = tuple(tokenizer.encode(text))
@@ -312,14 +312,14 @@ def test_eos_stands_nowhere_in_a_prompt() -> None:
     [("<s>Read this:", 1), ("Read this:", 1), ("<s>", 1), ("", 1), ("<s><s>Read", 2), ("Read <s> this", 2)],
 )
 @pytest.mark.parametrize("name", ["byte, bos", "byte, bos and eos", "metaspace, bos", "converted, bos"])
-def test_a_chat_templated_prefix_never_gets_a_second_bos(name: str, prefix: str, starts: int) -> None:
+def test_chat_templated_prefix_never_gets_a_second_bos(name: str, prefix: str, starts: int) -> None:
     segments = PromptTokenizer(tokenizer_named(name), SEPARATOR)
     ids = segments.tokenize(Prompt(prefix, CHUNKS, "What fell?")).input_ids
     assert ids[0] == 1
     assert ids.count(1) == starts
 
 
-def test_a_chat_template_has_the_ids_of_the_template() -> None:
+def test_chat_template_has_the_ids_of_the_template() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     messages = [{"role": "user", "content": "Read this: " + "\n".join(CHUNKS) + "\nWhy?"}]
@@ -331,7 +331,7 @@ def test_a_chat_template_has_the_ids_of_the_template() -> None:
     assert all(chunk.usual and len(chunk.span) for chunk in split.located)
 
 
-def test_an_empty_prompt_is_refused_only_if_it_has_no_token() -> None:
+def test_empty_prompt_is_refused_only_if_it_has_no_token() -> None:
     with pytest.raises(PromptError, match="empty"):
         PromptTokenizer(tiny.tokenizer(bos=False), SEPARATOR).tokenize(Prompt())
     assert PromptTokenizer(tiny.tokenizer(), SEPARATOR).tokenize(Prompt()).input_ids == (1,)
@@ -401,7 +401,7 @@ def test_another_separator_changes_what_stands_before_a_chunk_alone() -> None:
 
 @pytest.mark.parametrize("style", ["byte", "metaspace"])
 @pytest.mark.parametrize("before", ["What fell?", "What fell? ", "What fell?\n", "The f"])
-def test_an_answer_goes_on_where_its_prompt_ended(style: str, before: str) -> None:
+def test_answer_goes_on_where_its_prompt_ended(style: str, before: str) -> None:
     """Also where the prompt's last token alone, a space or part of a word, would merge with the answer."""
     tokenizer = tiny.tokenizer(bos=False, style=style)
     ids = PromptTokenizer(tokenizer, SEPARATOR).continued_ids("owl and a fox", before)

@@ -107,7 +107,7 @@ def test_only_an_answer_alone_tries_several(passes: list[int], monkeypatch: pyte
         assert [stream.result.token_ids for stream in streams if stream.result] == [ids, ids]
 
 
-def test_an_answer_ends_where_the_context_window_does(passes: list[int]) -> None:
+def test_answer_ends_where_the_context_window_does(passes: list[int]) -> None:
     model = tiny.model()
     with engine_of(model, recompute_ratio=0.2) as engine:
         used = len(engine.fuse(PROMPT).input_ids)
@@ -120,7 +120,7 @@ def test_an_answer_ends_where_the_context_window_does(passes: list[int]) -> None
     assert sum(passes) <= 6
 
 
-def test_what_is_taken_back_was_never_there() -> None:
+def test_cache_after_take_back_equals_one_without_the_rows() -> None:
     model = tiny.model()
     ids = list(range(3, 40))
     cache, expected = (preallocate(DynamicCache(config=model.config)) for _ in range(2))

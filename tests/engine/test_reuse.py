@@ -39,7 +39,7 @@ def test_warmed_in_any_order_all_hit_with_one_result(order: tuple[int, ...]) -> 
             assert_same(one, two)
 
 
-def test_a_permuted_prompt_hits_what_an_earlier_answer_stored() -> None:
+def test_permuted_prompt_hits_what_an_earlier_answer_stored() -> None:
     with engine_of(recompute_ratio=0.2) as asked, engine_of(recompute_ratio=0.2) as warmed:
         assert asked.generate(PROMPT, max_new_tokens=4).report.misses == 3
         warmed.warm(reversed(CHUNKS))
@@ -62,7 +62,7 @@ def test_the_same_input_gives_the_same_output(warm: bool) -> None:
             assert_same(engine.fuse(PROMPT), first)
 
 
-def test_a_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> None:
+def test_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> None:
     model = tiny.model()
     with engine_of(model, recompute_ratio=0.2) as engine:
         first = engine.fuse(PROMPT)
@@ -84,7 +84,7 @@ def test_a_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> 
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -> None:
+def test_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -> None:
     model = tiny.model(family)
     one = Prompt("Read this with care:", CHUNKS[:1], "What fell?")
     with engine_of(model, condition="prefix", recompute_ratio=0.0) as engine:
@@ -106,7 +106,7 @@ def test_a_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str)
         assert not torch.allclose(inexact.logits, plain.logits[0, -1], atol=1e-2), "nothing would show the difference"
 
 
-def test_an_exact_chunk_is_never_recomputed() -> None:
+def test_exact_chunk_is_never_recomputed() -> None:
     with engine_of(condition="prefix", recompute_ratio=0.5) as engine:
         engine.warm(CHUNKS, prefix=PROMPT.prefix)
         fused = engine.fuse(PROMPT)
@@ -118,7 +118,7 @@ def test_an_exact_chunk_is_never_recomputed() -> None:
         assert rows & set(range(exact.stop, split + fused.report.chunk_tokens))
 
 
-def test_a_chunk_right_behind_the_sink_is_exact_too() -> None:
+def test_chunk_right_behind_the_sink_is_exact_too() -> None:
     model = tiny.model()
     with engine_of(model, recompute_ratio=0.0) as engine:
         engine.warm(CHUNKS)
@@ -171,7 +171,7 @@ def test_nothing_of_the_question_is_stored(suffix: str) -> None:
     assert sorted(store.stored_ids()) == sorted(expected)
 
 
-def test_a_chunk_whose_ids_differ_in_a_prompt_is_stored_in_that_form_too() -> None:
+def test_chunk_with_other_ids_in_a_prompt_is_stored_in_that_form_too() -> None:
     """A tokenizer that merges pieces across an edge that no usual prompt has."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<<" + CHUNKS[0][:12]])
@@ -193,7 +193,7 @@ def test_a_chunk_whose_ids_differ_in_a_prompt_is_stored_in_that_form_too() -> No
     ["What fell?", Prompt("", [], "What fell?"), Prompt("Read this:", [], "What fell?"), "Read this: # # What fell?"],
     ids=str,
 )
-def test_a_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None:
+def test_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None:
     store = Hooked()
     with engine_of(store=store) as engine:
         answer = engine.generate(prompt, max_new_tokens=5)
@@ -218,7 +218,7 @@ def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
         assert len(store.kept) == 4
 
 
-def test_a_text_is_split_like_the_prompt_it_spells_if_that_is_asked_for() -> None:
+def test_text_is_split_like_the_prompt_it_spells_if_the_option_says_so() -> None:
     with engine_of(recompute_ratio=0.2, separator=" # # ", split_at_separator=True) as engine:
         text = " # # ".join(["Read this:", *CHUNKS, "What fell in the end?"])
         cold, warm = engine.fuse(text), engine.fuse(PROMPT)
@@ -254,7 +254,7 @@ def test_only_the_very_same_model_and_salt_hit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "weight", ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight", "model.norm.weight"]
 )
-def test_a_fine_tune_of_a_single_weight_gets_no_hits(weight: str, step: float, tmp_path: Path) -> None:
+def test_fine_tune_of_a_single_weight_gets_no_hits(weight: str, step: float, tmp_path: Path) -> None:
     with engine_of(tiny.model(vocab_size=4000), store=tmp_path) as engine:
         engine.fuse(PROMPT)
     tuned = tiny.model(vocab_size=4000)
@@ -276,7 +276,7 @@ def test_two_tenants_share_nothing_and_keep_their_own(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_record_put_under_a_foreign_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_record_put_under_a_foreign_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """A hash that happens to match is not enough: ids and model are compared."""
     store = Hooked()
     with engine_of(store=store, write_back="off") as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -11,7 +10,7 @@ from itertools import groupby
 import pytest
 
 from cacheblend_rag.engine.scheduler import Scheduler
-from tests.probes import until
+from tests.waiting import Clock, until
 
 
 def doubled(given: Sequence[int]) -> list[int]:
@@ -42,20 +41,18 @@ def test_requests_go_before_background_work() -> None:
     started.wait(5)
     threads.append(threading.Thread(target=in_background, args=(scheduler, lambda: order.append("background"))))
     threads[1].start()
-    time.sleep(0.02)
-    for name in ("second", "third"):
+    until(lambda: scheduler._background)
+    for number, name in enumerate(("second", "third"), 1):
         threads.append(threading.Thread(target=request, args=(name,)))
         threads[-1].start()
-    time.sleep(0.05)
+        until(lambda number=number: scheduler.waiting == number)
     release.set()
     for thread in threads:
         thread.join(5)
-    assert order[0] == "first"
-    assert order[-1] == "background"
-    assert sorted(order[1:3]) == ["second", "third"]
+    assert order == ["first", "second", "third", "background"]
 
 
-def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
+def test_scheduler_is_free_after_an_error_and_lets_its_holder_in_twice() -> None:
     scheduler = Scheduler()
     with pytest.raises(ZeroDivisionError), scheduler, scheduler:
         raise ZeroDivisionError
@@ -67,7 +64,7 @@ def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> N
     assert not other.is_alive()
 
 
-def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> None:
+def test_step_runs_at_once_for_a_lone_holder_and_within_another() -> None:
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler:
         assert scheduler.step(4, doubled) == 8
@@ -79,7 +76,7 @@ def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> No
     other.result(5)
 
 
-def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
+def test_waiting_request_goes_first_and_steps_are_taken_together() -> None:
     scheduler, events = Scheduler(), []
 
     def run(given: Sequence[str]) -> list[str]:
@@ -132,77 +129,71 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole requests", "steps of one answer"])
-def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
-    # A machine that stands still meanwhile spoils what is measured.
-    assert any(2 < requests_to_background(kind) < 8 for _ in range(5))
-
-
-def requests_to_background(kind: str) -> float:
-    """Seconds that requests had the model for each second that 15 pieces of background work had it."""
-    scheduler, stop, spent = Scheduler(), threading.Event(), {"requests": 0.0, "background": 0.0}
+def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str) -> None:
+    clock, events, over = Clock(), list[str](), threading.Event()
+    scheduler = Scheduler(clock)
 
     def work(who: str) -> None:
-        began = time.monotonic()
-        time.sleep(0.01)
-        spent[who] += time.monotonic() - began
+        clock.advance(1.0)
+        events.append(who)
+
+    def request() -> None:
+        """Work, and leave once all others have asked again."""
+        work("request")
+        until(lambda: over.is_set() or (scheduler._background and (kind != "whole requests" or scheduler.waiting)))
 
     def requests() -> None:
-        while not stop.is_set():
+        while not over.is_set():
             with scheduler.entered(lambda: 3):
-                work("requests")
+                request()
 
     def steps() -> None:
         with scheduler.entered(lambda: 3):
-            while not stop.is_set():
-                scheduler.step(1, lambda given: [work("requests") or 0 for _ in given])
+            while not over.is_set():
+                scheduler.step(1, lambda given: [request() or 0 for _ in given])
 
     def pieces() -> None:
-        for number in range(15):
+        for _ in range(5):
             with scheduler.background():
                 work("background")
-            if number == 0:
-                assert spent["requests"] > 0.09, "not at once"
 
     with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(one) for one in ([requests] * 2 if kind == "whole requests" else [steps])]
-        until(lambda: spent["requests"] > 0)
+        with scheduler:
+            asked = [pool.submit(one) for one in ([requests] * 2 if kind == "whole requests" else [steps])]
+            until(lambda: scheduler.waiting == len(asked))
+            background = pool.submit(pieces)
+            until(lambda: scheduler._background)
         try:
-            pool.submit(pieces).result(30)
+            background.result(20)
         finally:
-            stop.set()
+            over.set()
         for one in asked:
             one.result(5)
-    return spent["requests"] / spent["background"]
+    counts = [len(list(run)) for who, run in groupby(events) if who == "request"]
+    assert counts[:5] == [10, 4, 4, 4, 4], "ten seconds before the first piece, then four for each second of it"
 
 
-def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
-    # A machine that stands still meanwhile spoils what is measured.
-    tries = (steps_between_parts_of_long_passes() for _ in range(5))
-    assert any(all(len(steps) <= 6 and sum(steps) > 0.06 for steps in between[:-1]) for between in tries)
-
-
-def steps_between_parts_of_long_passes() -> list[list[float]]:
-    """Seconds of each step that an answer takes while two passes with parts of 0.07 s give way."""
-    scheduler, events = Scheduler(), list[tuple[str, float]]()
+def test_long_pass_that_gives_way_lets_others_take_steps_for_as_long() -> None:
+    clock, events, ended = Clock(), list[str](), list[str]()
+    scheduler = Scheduler(clock)
 
     def run(given: Sequence[str]) -> list[str]:
-        began = time.monotonic()
-        time.sleep(0.02)  # on a busy machine more
-        events.append(("token", time.monotonic() - began))
+        clock.advance(2.0)
+        events.append("token")
         return list(given)
 
     def answer() -> None:
         with scheduler.entered(lambda: 3):
-            for _ in range(12):
+            while len(ended) < 2:
                 scheduler.step("token", run)
 
     def prefill(name: str) -> None:
         with scheduler.entered(lambda: 3):
             for _ in range(4):
-                events.append((name, 0.07))
-                time.sleep(0.07)
-                scheduler.give_way(0.07)
+                events.append(name)
+                clock.advance(7.0)
+                scheduler.give_way(7.0)
+            ended.append(name)
 
     with ThreadPoolExecutor(3) as pool:
         with scheduler:
@@ -211,44 +202,71 @@ def steps_between_parts_of_long_passes() -> list[list[float]]:
                 asked.append(pool.submit(work))
                 until(lambda number=number: scheduler.waiting == number)
         for one in asked:
-            one.result(10)
-    between = [[took for _, took in run] for token, run in groupby(events, lambda event: event[0] == "token") if token]
-    assert sum(map(len, between)) == 12
-    assert len(between) >= 3
+            one.result(20)
+    # Both passes have seven seconds each, and the answer has steps for as long.
+    assert events[:24] == (["a", "b"] + ["token"] * 4) * 4
     scheduler.give_way(9.0)  # nobody waits
-    return between
 
 
-def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_once() -> None:
+def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
     """Between two requests, and between a search and its answer, a client does not want the model for a moment."""
-    scheduler, ended, used = Scheduler(), threading.Event(), list[float]()
+    clock, ended, used = Clock(), threading.Event(), list[float]()
+    scheduler = Scheduler(clock)
 
     def ask_again() -> None:
         while not ended.is_set():
             with scheduler.entered(lambda: 3):
-                time.sleep(0.01)
-                used.append(0.01)
-            time.sleep(0.004)
+                clock.advance(0.125)
+                used.append(0.125)
+
+    def give_way() -> None:
+        with scheduler.entered(lambda: 3):
+            scheduler.give_way(9.0)
 
     with ThreadPoolExecutor(2) as pool:
         with scheduler.entered(lambda: 3):
             asked = [pool.submit(ask_again) for _ in range(2)]
             until(lambda: scheduler.waiting == 2)
-            for _ in range(5):
-                time.sleep(0.1)
-                scheduler.give_way(0.1)
-            others = sum(used)
+            for part in range(1, 6):
+                clock.advance(1.0)
+                scheduler.give_way(1.0)
+                until(lambda: scheduler.waiting == 2)  # so that both are there when it gives way again
+                assert sum(used) == 2.0 * part, "two others, each as much as the long pass"
             ended.set()
         for one in asked:
             one.result(5)
-        began = time.monotonic()
+        pool.submit(give_way).result(5)  # nobody is there to be waited for
+
+
+def test_long_pass_goes_on_once_others_have_been_away_for_half_of_its_part() -> None:
+    clock, stay, gone = Clock(), threading.Event(), threading.Event()
+    scheduler = Scheduler(clock)
+
+    def ask_once_more() -> None:
         with scheduler.entered(lambda: 3):
-            scheduler.give_way(9.0)
-        assert time.monotonic() - began < 0.5, "nobody is there to be waited for"
-    assert 0.6 < others < 1.2, "two others, each as much as the long pass, which took half a second"
+            clock.advance(0.125)
+        gone.set()
+        stay.wait(20)
+
+    def long_pass() -> None:
+        with scheduler.entered(lambda: 3):
+            until(lambda: scheduler.waiting == 1)
+            scheduler.give_way(0.25)
+
+    with ThreadPoolExecutor(2) as pool:
+        with scheduler:
+            passing = pool.submit(long_pass)
+            until(lambda: scheduler.waiting == 1)
+        client = pool.submit(ask_once_more)
+        assert gone.wait(5)
+        assert not passing.done(), "the client may come back at once"
+        clock.advance(0.125)
+        passing.result(5)
+        stay.set()
+        client.result(5)
 
 
-def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
+def test_lone_waiter_does_not_keep_a_long_pass_from_ending() -> None:
     scheduler, events = Scheduler(), list[str]()
 
     def alone() -> None:
@@ -266,34 +284,31 @@ def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
 
 
 def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
-    scheduler, seconds, alone = Scheduler(), {}, {}
+    clock, seconds = Clock(), dict[str, float]()
+    scheduler = Scheduler(clock)
 
     def run(given: Sequence[str]) -> list[str]:
-        time.sleep(0.05)
+        clock.advance(0.5)
         return list(given)
 
     def answer(name: str, prefill: float) -> None:
         with scheduler.entered(lambda: 3) as spent:
-            since = time.monotonic()
-            time.sleep(prefill)
-            alone[name] = time.monotonic() - since  # longer, if the machine stands still
+            clock.advance(prefill)
             for _ in range(4):
                 scheduler.step(name, run)
         seconds[name] = spent.seconds
 
-    began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         with scheduler:
-            asked = [pool.submit(answer, *one) for one in (("short", 0.0), ("long", 0.4))]
+            asked = [pool.submit(answer, *one) for one in (("short", 0.0), ("long", 4.0))]
             until(lambda: scheduler.waiting == 2)
         for one in asked:
             one.result(5)
-    took = time.monotonic() - began
-    assert sum(seconds.values()) == pytest.approx(took, abs=0.1)
-    assert seconds["long"] - seconds["short"] == pytest.approx(alone["long"] - alone["short"], abs=0.15)
+    assert seconds == {"short": 1.0, "long": 5.0}
+    assert clock() == 6.0
 
 
-def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
+def test_lone_waiter_is_let_in_before_later_ones() -> None:
     scheduler, events = Scheduler(), []
     begun, go = threading.Event(), threading.Event()
 
@@ -321,7 +336,7 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
-def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_waiter_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()
     wait = threading.Condition.wait
 
@@ -359,12 +374,12 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
     in_background(scheduler, lambda: None)
 
 
-def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.2)
-    scheduler, events = Scheduler(), list[str]()
+def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins() -> None:
+    clock, events = Clock(), list[str]()
+    scheduler = Scheduler(clock)
 
     def run(given: Sequence[str]) -> list[str]:
-        time.sleep(0.005)
+        clock.advance(0.005)
         events.append("step " + "".join(sorted(given)))
         return list(given)
 
@@ -376,7 +391,7 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
     def blend() -> None:
         with scheduler.entered(lambda: 3):
             for _ in range(5):
-                time.sleep(0.12)
+                clock.advance(0.12)
                 events.append("layer")
                 scheduler.let_step()
                 scheduler.let_step()  # it has just had the model anew: at once there is no second step
@@ -404,14 +419,26 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
 
 def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.0)
-    scheduler = Scheduler()
-    with ThreadPoolExecutor(1) as pool, scheduler.entered(lambda: 3):
-        waits = pool.submit(lambda: scheduler.__enter__() or scheduler.__exit__())
-        until(lambda: scheduler.waiting)
-        began = time.monotonic()
-        scheduler.let_step()
-        assert time.monotonic() - began < 1
-        assert not waits.done()
+    scheduler, events = Scheduler(), list[str]()
+
+    def blend() -> None:
+        with scheduler.entered(lambda: 3):
+            until(lambda: scheduler.waiting)
+            scheduler.let_step()
+            events.append("layer")
+
+    def begin() -> None:
+        with scheduler:
+            events.append("later")
+
+    with ThreadPoolExecutor(2) as pool:
+        with scheduler:
+            asked = [pool.submit(blend)]
+            until(lambda: scheduler.waiting)
+        asked.append(pool.submit(begin))
+        for one in asked:
+            one.result(5)
+    assert events == ["layer", "later"]
 
 
 def test_background_work_that_steps_aside_goes_on_after_all_requests() -> None:

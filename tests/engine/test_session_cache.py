@@ -114,7 +114,7 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
     ],
     ids=str,
 )
-def test_what_one_rule_kept_no_other_continues_from(changes: dict[str, Any]) -> None:
+def test_prompt_kept_under_one_rule_is_not_resumed_under_another(changes: dict[str, Any]) -> None:
     with engine_of(session_cache=True, recompute_ratio=0.2, write_back="inline") as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         other = engine.with_config(write_back="off", **changes)
@@ -156,7 +156,7 @@ def test_plain_prompts_leave_no_trace() -> None:
         assert finals(engine.store) == []
 
 
-def test_a_window_that_forgets_is_not_kept() -> None:
+def test_forgetting_window_is_not_kept() -> None:
     with engine_of(tiny.model("mistral", sliding_window=16), session_cache=True) as engine:
         first = engine.generate(PROMPT, max_new_tokens=4)
         assert finals(engine.store) == []
@@ -183,7 +183,7 @@ def test_forgetting_a_chunk_erases_the_prompts_that_hold_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_kept_prompt_that_fails_while_it_is_read_was_never_kept(layer: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_prompt_that_cannot_be_read_counts_as_never_kept(layer: int, caplog: pytest.LogCaptureFixture) -> None:
     store = Hooked()
     with engine_of(store=store, session_cache=True, recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)

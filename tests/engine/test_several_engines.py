@@ -23,7 +23,8 @@ from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
 from tests import tiny
 from tests.engine.test_engine import picture
-from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, until
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+from tests.waiting import until
 
 OTHER = Prompt("Look here:", CHUNKS[::-1], "Who watched the river?")
 IDS = torch.arange(3, 60)[None]
@@ -198,7 +199,7 @@ class Doubled(ForwardOverride):
         return 2 * rows
 
 
-def test_what_stands_for_a_module_acts_only_where_it_is_wanted() -> None:
+def test_forward_override_acts_only_on_the_thread_that_uses_it() -> None:
     module, rows = nn.Identity(), torch.ones(3)
     stand_ins = ForwardOverrides([Doubled(module)])
     with ThreadPoolExecutor(1) as pool:
@@ -215,7 +216,7 @@ def test_frequencies_of_a_regime_are_those_of_one_thread_alone() -> None:
     adapter = ModelAdapter(model)
     regime = adapter.regimes[-1]
     assert regime
-    with ThreadPoolExecutor(1) as pool, adapter.positions.within(regime):
+    with ThreadPoolExecutor(1) as pool, adapter.positions.use_regime(regime):
         assert torch.equal(pool.submit(plain_answer, model).result(), expected)
 
 
@@ -225,15 +226,15 @@ def test_all_who_run_a_model_share_what_stands_for_its_modules() -> None:
     assert first.row_by_row is second.row_by_row
     assert first.row_by_row is not ModelAdapter(tiny.model()).row_by_row
     layers = [model.lm_head]
-    kept = direct_products.of(model, layers)
+    kept = direct_products.get(model, layers)
     assert isinstance(kept, DirectProducts)
-    assert direct_products.of(model, layers) is kept
+    assert direct_products.get(model, layers) is kept
     with first.row_by_row.in_use():
         with second.row_by_row.in_use():
             pass
         assert "forward" in vars(model.model.layers[0].mlp)  # the first to end takes nothing from the other
     assert "forward" not in vars(model.model.layers[0].mlp)
-    assert computed_in_blocks.of(model, layers) is not first.row_by_row
+    assert computed_in_blocks.get(model, layers) is not first.row_by_row
 
 
 def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:

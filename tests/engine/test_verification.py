@@ -21,7 +21,8 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.report import Generation, Verification
 from tests import tiny
 from tests.pairwise import others_slow
-from tests.probes import CHUNKS, PROMPT, answers_of, engine_of, until
+from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
+from tests.waiting import until
 
 WINDOW = {"layer_types": tiny.LAYER_TYPES, "sliding_window": 24}
 # Passes of several tokens are those of 64, so an answer of 150 takes three.
@@ -60,7 +61,7 @@ def assert_corrected(found: Generation, draft: Generation, said: Verification | 
 @pytest.mark.parametrize("lookup", [0, 6])
 @pytest.mark.parametrize("concurrent", [1, 3])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int, lookup: int) -> None:
+def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int, lookup: int) -> None:
     with reused(prompt_lookup=lookup, max_concurrent=concurrent) as engine:
         expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
         found = engine.generate(PROMPT, verify="always", **options)
@@ -80,7 +81,7 @@ def test_a_verified_answer_is_that_of_full_prefill(options: dict[str, Any], conc
     "family",
     others_slow(["llama", "gemma3_text", "gemma2", "mistral", "gpt_oss", "deepseek_v3"], ("llama", "gemma3_text")),
 )
-def test_a_draft_is_left_wherever_it_differs(family: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_is_left_wherever_it_differs(family: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft of the full model's own answer but for one token: before, at and behind the end of a pass."""
     model = tiny.model(family, **(WINDOW if family in ("mistral",) else {}))
     with reused(model) as engine:
@@ -128,7 +129,7 @@ def test_the_full_models_own_answer_is_verified_in_few_passes(monkeypatch: pytes
     assert found.verification.seconds > 0
 
 
-def test_an_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         monkeypatch.setattr("cacheblend_rag.engine.answering.check", lambda *a, **k: pytest.fail("nothing to check"))
         for asked in ("What fell?", PROMPT, Prompt(suffix="What fell?")):  # no chunks; none stored; plain
@@ -136,7 +137,7 @@ def test_an_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.Monk
             assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
 
 
-def test_an_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
+def test_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
     """The prefix is exact where it stands, but a folder holds it in eight bits."""
     with engine_of(store=tmp_path) as engine:
         engine.generate(PROMPT, max_new_tokens=1)
@@ -186,7 +187,7 @@ def test_held_answer_is_that_of_full_prefill_from_its_first_word() -> None:
         assert engine.generate(PROMPT, max_new_tokens=12).token_ids == expected.token_ids
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_seed_is_drawn_where_none_is_given() -> None:
     with reused() as engine:
         answers = []
         for _ in range(2):
@@ -213,7 +214,7 @@ def test_drawn_answers_are_distributed_as_the_full_models() -> None:
     assert float((blended - full).abs().sum()) / 2 > 0.1
 
 
-def test_what_is_kept_of_a_conversation_is_exact() -> None:
+def test_session_cache_keeps_exact_kv_of_a_verified_answer() -> None:
     with reused(session_cache=True, verify="always") as engine:
         found = engine.generate(PROMPT, max_new_tokens=70)
         ((key, info),) = engine.store.infos(KEY_PREFIX)
@@ -284,7 +285,7 @@ def test_leaving_a_stream_during_the_check_ends_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("asked", ["What fell?", PROMPT], ids=["plain", "new"])
-def test_what_is_cut_short_is_not_verified(asked: Any) -> None:
+def test_cut_short_answer_is_not_verified(asked: Any) -> None:
     with engine_of() as engine:
         stream = engine.stream(asked, max_new_tokens=400, verify="always")
         next(stream)
@@ -292,7 +293,7 @@ def test_what_is_cut_short_is_not_verified(asked: Any) -> None:
         assert stream.result is None or stream.result.verification.status == "given up"
 
 
-def test_an_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused() as engine:
         monkeypatch.setattr(engine.adapter, "prefill", lambda *given: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -317,7 +318,7 @@ def test_without_memory_for_the_check_the_first_answer_stays(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) -> None:
+def test_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) -> None:
     scores = torch.tensor([[10.0, 9.0, -float("inf"), 3.0]])
     bound = tie_bound(scores[0], dtype)
     prompt = torch.tensor([[7, 7]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.pairwise import others_slow
 from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
 from tests.probes import Hooked, engine_of, key_of, segments_of
 from tests.tolerance import assert_close, terms_of
+from tests.waiting import until
 
 # Lengths that share batches, and some that do not.
 TEXTS = [tiny.text(words, seed) for seed, words in enumerate((40, 8, 41, 90, 39, 9, 38, 91))]
@@ -91,7 +91,7 @@ def test_records_of_one_pass_share_no_memory() -> None:
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kv.keys + kv.values)
 
 
-def test_what_lies_behind_the_last_keys_and_values_is_not_computed() -> None:
+def test_segments_kv_computes_nothing_behind_the_last_keys_and_values() -> None:
     model, called = tiny.model(), []
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda *given, number=number: called.append(number))
@@ -175,7 +175,7 @@ def test_progress_counts_chunks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_what_comes_first_is_stored_as_far_as_there_is_room(on_disk: bool, tmp_path: Path) -> None:
+def test_warming_stores_first_chunks_as_far_as_there_is_room(on_disk: bool, tmp_path: Path) -> None:
     texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
     with engine_of() as sizer:
         limit = sizer.chunks.estimate_bytes(texts[:6])
@@ -211,7 +211,7 @@ def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPa
 # Errors -------------------------------------------------------------------------------------
 
 
-def test_a_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [tiny.text(40, seed) for seed in range(5)]
     with engine_of() as engine:
         bad = segments_of(engine).chunk(texts[2]).ids
@@ -229,7 +229,7 @@ def test_a_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: py
         assert (report.computed, report.present) == (1, 4)
 
 
-def test_a_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
+def test_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
     class Choosy(MemoryStore):
         refused: Sequence[str] = ()
 
@@ -248,7 +248,7 @@ def test_a_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
             assert mine, "claims are given up"
 
 
-def test_a_batch_that_is_too_large_is_computed_one_by_one(
+def test_too_large_batch_is_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(segments: Any) -> None:
@@ -271,7 +271,7 @@ def test_a_batch_that_is_too_large_is_computed_one_by_one(
 
 @pytest.mark.parametrize("gives_up", [True, False])
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_a_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool, tmp_path: Path) -> None:
+def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool, tmp_path: Path) -> None:
     store: Any = DiskStore(tmp_path) if on_disk else MemoryStore()
     texts = [tiny.text(40, seed) for seed in range(4)]
     with engine_of(store=store) as engine:
@@ -294,9 +294,7 @@ def test_a_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bo
         reports: list[Any] = []
         threads.append(threading.Thread(target=lambda: reports.append(engine.warm(texts))))
         threads[1].start()
-        deadline = time.monotonic() + 20
-        while store.stats().records < 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: store.stats().records == 3)
         assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, True]
         assert reports == []
         release.set()
@@ -318,8 +316,7 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
             if not threads:
                 threads.append(threading.Thread(target=ask))
                 threads[0].start()
-                while not scheduler_of(engine.model).waiting:
-                    time.sleep(0.001)
+                until(lambda: scheduler_of(engine.model).waiting)
 
     def ask() -> None:
         with scheduler_of(engine.model):  # held until the records are counted, or warming would go on meanwhile

@@ -59,7 +59,7 @@ def say(llm: Any, asked: str = "What fell?", **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_has_the_options_of_decoding_as_they_are_declared(kind: Any) -> None:
+def test_model_has_the_options_of_decoding_as_they_are_declared(kind: Any) -> None:
     for name, declared in DecodeFields.model_fields.items():
         found = kind.model_fields[name]
         assert (found.annotation, found.metadata, found.description) == (
@@ -99,7 +99,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name(kind: Any, engine: Ble
     ],
     ids=str,
 )
-def test_a_model_is_loaded_by_the_arguments_that_transformers_takes(kind: Any, given: Any, saved: Path) -> None:
+def test_model_is_loaded_by_the_arguments_that_transformers_takes(kind: Any, given: Any, saved: Path) -> None:
     model = kind.from_model_id(saved, **QUICK, **given)
     assert model.engine.model.dtype == torch.bfloat16
     again = pickle.loads(pickle.dumps(model))
@@ -155,9 +155,7 @@ def test_arguments_of_loading_that_do_not_go_are_refused_with_a_remedy(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_that_belongs_to_no_field_is_told_as_it_is(
-    kind: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_without_a_field_is_told_as_it_is(kind: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any) -> None:
         raise AssertionError("the GPU has gone")
 
@@ -190,7 +188,7 @@ def test_verification_is_an_option_of_decoding_wherever_it_is_given(
         kind.from_engine(engine, verify="off", **verify)
 
 
-def test_a_base_model_is_no_chat_model_and_is_refused_before_it_is_loaded(
+def test_base_model_is_refused_as_a_chat_model_before_it_is_loaded(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -248,7 +246,7 @@ def test_values_are_refused_before_anything_is_generated(kind: Any, engine: Blen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_two_lengths_the_last_counts(kind: Any, engine: BlendEngine) -> None:
+def test_last_of_two_lengths_counts(kind: Any, engine: BlendEngine) -> None:
     """A call's own is behind what `bind` has bound, whatever the names of both are."""
     made = kind(engine=engine, max_tokens=3, max_new_tokens=4)
     assert made.max_new_tokens == 4
@@ -309,7 +307,7 @@ def test_unknown_call_options_are_refused_with_the_nearest_name(kind: Any, engin
             model.complete("What fell?", tools=[])
 
 
-def test_what_frameworks_pass_goes_on_working(engine: BlendEngine) -> None:
+def test_arguments_that_frameworks_pass_are_accepted(engine: BlendEngine) -> None:
     @tool
     def find(what: str) -> str:
         """Find something."""
@@ -439,7 +437,9 @@ def test_copies_and_pickles_open_the_engine_anew(
 
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_opened_anew_says_so(kind: Any, again: Callable[[Any], Any], engine: BlendEngine) -> None:
+def test_model_made_from_an_engine_says_that_it_cannot_be_reopened(
+    kind: Any, again: Callable[[Any], Any], engine: BlendEngine
+) -> None:
     with pytest.raises(ConfigError, match="from_model_id"):
         again(kind(engine=engine))
 

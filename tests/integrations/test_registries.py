@@ -83,7 +83,7 @@ def seen(model: Any, text: str) -> list[str]:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_model_never_looks_for_what_another_with_its_own_registry_was_given(kind: Any, way: str) -> None:
+async def test_model_never_looks_for_what_another_with_its_own_registry_was_given(kind: Any, way: str) -> None:
     here, there = passages(3, seed=61), passages(3, seed=62)
     with tiny_engine() as engine:
         one = kind.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
@@ -217,17 +217,17 @@ def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:
             assert counts(llm) == (1, 1)
 
 
-def test_a_copied_registry_knows_the_same() -> None:
+def test_copied_registry_knows_the_same() -> None:
     known = ChunkRegistry(1000, [text := passages(1, seed=71)[0].page_content])
     known.forms.note(text, text.upper())
     for one in (pickle.loads(pickle.dumps(known)), copy.deepcopy(known)):
         assert text in one
-        assert one.forms.of([text]) == [text.upper()]
+        assert one.forms.find([text]) == [text.upper()]
         one.add(["another text of a river"])
         assert len(known) == 1
 
 
-def test_what_is_no_registry_is_refused() -> None:
+def test_object_that_is_no_registry_is_refused() -> None:
     for kind in (*KINDS, LlamaIndexLLM):
         with pytest.raises(ConfigError, match=r"known=.*ChunkRegistry"):
             kind.from_engine(tiny_engine(), known=["a text"])
@@ -237,16 +237,16 @@ def test_forms_are_bounded_by_characters() -> None:
     forms = WrittenForms(limit=1000)
     for number in range(100):
         forms.note(f"text {number}", "x" * 50 + str(number))
-    assert forms.of(["text 99"]) == ["x" * 50 + "99"]
-    assert forms.of(["text 0"]) == []
-    assert len(forms.of([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
+    assert forms.find(["text 99"]) == ["x" * 50 + "99"]
+    assert forms.find(["text 0"]) == []
+    assert len(forms.find([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
     forms.note("long", "x" * 2000)
-    assert forms.of(["long", "text 99"]) == []
+    assert forms.find(["long", "text 99"]) == []
     forms.note("text 1", "short")
-    assert forms.of(["text 1"]) == ["short"]
+    assert forms.find(["text 1"]) == ["short"]
 
 
-def test_a_prompt_has_the_same_key_in_every_process() -> None:
+def test_prompt_has_the_same_key_in_every_process() -> None:
     prompts: list[Any] = [
         "a",
         [HumanMessage("a")],

@@ -85,7 +85,7 @@ def store(tmp_path: Path) -> Iterator[CountingStore]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_of_langchain(chat: bool, store: CountingStore, asked: Asked) -> None:
+def test_langchain_makes_the_same_store_calls_as_the_engine(chat: bool, store: CountingStore, asked: Asked) -> None:
     documents = passages(3, seed=7)
     known_chunks.add(one.page_content for one in documents)
     stuffed = "Use this:\n" + "\n\n".join(one.page_content for one in documents) + "\n\nWhat fell?"
@@ -97,7 +97,9 @@ def test_of_langchain(chat: bool, store: CountingStore, asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_of_llama_index(chat: bool, store: CountingStore, asked: Asked) -> None:
+async def test_llama_index_makes_the_same_store_calls_as_the_engine(
+    chat: bool, store: CountingStore, asked: Asked
+) -> None:
     nodes = make_nodes(3, seed=7)
     with tiny_engine(store=store) as engine:
         llm = LlamaIndexLLM.from_engine(engine, max_new_tokens=4, is_chat_model=chat)
@@ -107,7 +109,7 @@ async def test_of_llama_index(chat: bool, store: CountingStore, asked: Asked) ->
         await asyncio.to_thread(assert_same_calls, lambda: query.query("What fell?"), store, asked)
 
 
-def test_of_a_server(tmp_path: Path, asked: Asked) -> None:
+def test_server_makes_the_same_store_calls_as_the_engine(tmp_path: Path, asked: Asked) -> None:
     for part in tiny_parts():
         part.save_pretrained(tmp_path / "model")
     stores: list[CountingStore] = []

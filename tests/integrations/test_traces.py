@@ -58,7 +58,7 @@ def parent_of(span: Any) -> int | None:
     return span.parent.span_id if span.parent else None
 
 
-def test_a_chain_in_a_span_of_the_users_own(told: Told) -> None:
+def test_chain_within_a_users_span_stands_below_it(told: Told) -> None:
     llm = ChatCacheBlend.from_engine(tiny_engine(), max_new_tokens=3, model_name="mine")
     chain = RetrievalQA.from_chain_type(llm, retriever=FixedRetriever(documents=passages(2)))
     with told.tracer.start_as_current_span("question") as own:
@@ -74,7 +74,7 @@ def test_a_chain_in_a_span_of_the_users_own(told: Told) -> None:
     assert seen[0]["gen_ai.usage.cache_creation.input_tokens"] > 0  # type: ignore[operator]
 
 
-def test_a_span_counts_tokens_as_the_message_does(told: Told) -> None:
+def test_span_counts_tokens_as_the_message_does(told: Told) -> None:
     llm = ChatCacheBlend.from_engine(tiny_engine(), max_new_tokens=3)
     usage = llm.invoke("Which?").usage_metadata
     assert usage is not None
@@ -89,7 +89,7 @@ def test_a_span_counts_tokens_as_the_message_does(told: Told) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM, LlamaIndexLLM])
-def test_a_prompt_that_is_too_long_is_a_span_with_its_error(told: Told, kind: Any) -> None:
+def test_too_long_prompt_is_a_span_with_its_error(told: Told, kind: Any) -> None:
     llm, prompt = kind.from_engine(tiny_engine(), max_new_tokens=3), "leaf " * 9000
     with pytest.raises(ContextLengthError):
         llm.complete(prompt) if kind is LlamaIndexLLM else llm.invoke(prompt)
@@ -116,7 +116,7 @@ def read(model: Runnable[Any, Any], form: str, given: Any, tracer: SpanKeeper) -
 
 @pytest.mark.parametrize("form", ["invoke", "ainvoke", "stream", "astream"])
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM])
-def test_an_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: Any, form: str) -> None:
+def test_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: Any, form: str) -> None:
     tracer = SpanKeeper(told)
     model = kind.from_engine(tiny_engine(), max_new_tokens=3)
     read(ChatPromptTemplate.from_template("Which {one}?") | model, form, {"one": "leaf"}, tracer)

@@ -87,7 +87,7 @@ def test_heads_are_folded_where_that_pays() -> None:
     assert not folded(700, 3000, torch.float32), "masks of a group would take too much memory"
 
 
-def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
+def test_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
     adapter = ModelAdapter(tiny.model("llama"))
     with adapter.blending():
         assert adapter.kernel_mask(None, torch.arange(17, TOKENS), TOKENS, None) is None
@@ -98,7 +98,7 @@ def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_what_fused_kernels_lack_is_refused(name: str) -> None:
+def test_row_attention_refuses_arguments_that_fused_kernels_lack(name: str) -> None:
     query = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match=name):
         row_attention(torch.nn.Identity(), query, query, query, None, **{name: 1.0})
@@ -117,7 +117,7 @@ def test_the_model_keeps_its_own_attention() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
-def test_a_prompt_fused_in_blocks_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_fused_in_blocks_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
     model: Any = model_named(name)
     with engine_of(model, selection="random", recompute_ratio=0.4) as engine:  # whichever way rows deviate

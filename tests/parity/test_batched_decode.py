@@ -22,8 +22,9 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
-from tests.probes import answers_of, engine_of, until
+from tests.probes import answers_of, engine_of
 from tests.tolerance import assert_layers_close, assert_logits_close
+from tests.waiting import until
 
 PROMPTS = [
     Prompt("Read this:", [tiny.text(23 + 9 * number, number), tiny.text(31, 9)], "What fell? " * (number + 1))
@@ -140,7 +141,7 @@ def test_beyond_windows_too(family: str) -> None:
     check_together(tiny.model(family, **WINDOWS[family]), True)
 
 
-def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_run_beside_a_batch_gives_its_own_result(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     steps, found = BatchedDecode(ModelAdapter(model)), []
     expected = tiny.full_prefill(model, list(range(3, 40))).logits
@@ -157,14 +158,14 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
     assert_logits_close(found[0], expected, model, 37)
 
 
-def test_a_model_that_attends_plainly_takes_its_steps_one_by_one() -> None:
+def test_plainly_attending_model_takes_its_steps_one_by_one() -> None:
     model = tiny.model()
     model.set_attn_implementation("eager")
     check_together(model, False)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(rope: str) -> None:
+def test_length_dependent_frequencies_answer_one_after_another(rope: str) -> None:
     with engine_of(tiny.model("llama", rope), max_concurrent=4) as engine:
         held = Held()
         with ThreadPoolExecutor(2) as pool:
@@ -198,7 +199,7 @@ def test_answers_under_way_at_once_are_those_given_alone(engine: BlendEngine, pa
 
 
 @pytest.mark.usefixtures("nobody_is_late")
-def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[int]) -> None:
+def test_answer_that_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[int]) -> None:
     lengths = [3, 9, 6, 12]
     alone = [engine.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, lengths, strict=True)]
     passes.clear()
@@ -210,7 +211,7 @@ def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[i
     assert passes == [4] * 2 + [3] * 3 + [2] * 3 + [1] * 3
 
 
-def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) -> None:
+def test_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) -> None:
     first, second = Held(), Held()
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=16, logits_processor=[first])
@@ -241,7 +242,7 @@ class Counted(LogitsProcessor):
 
 
 @pytest.mark.parametrize("later", [PROMPTS[1], Prompt(suffix="What fell? " * 20)])
-def test_an_answer_goes_on_between_two_layers_of_another_prompt(
+def test_answer_goes_on_between_two_layers_of_another_prompt(
     engine: BlendEngine, later: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = [engine.generate(prompt, max_new_tokens=n).token_ids for prompt, n in ((PROMPTS[0], 400), (later, 4))]
@@ -268,7 +269,7 @@ def test_an_answer_goes_on_between_two_layers_of_another_prompt(
     ("family", "changes"),
     [(family, {}) for family in tiny.ARCHITECTURES] + sorted(WINDOWS.items()),
 )
-def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
     model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[float]()
     sliced = ModelAdapter(model).prefill(ids, between.append)
@@ -293,7 +294,7 @@ def test_slices_of_a_prefill_cost_the_same(window: int | None) -> None:
     assert {len(rows) for rows in list(shape.slices(30_000, 128))[:-1]} >= {128, 16}, "none becomes tiny"
 
 
-def test_a_request_is_let_in_between_two_slices_of_a_prefill(
+def test_request_is_let_in_between_two_slices_of_a_prefill(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 10)
@@ -320,7 +321,7 @@ def test_a_request_is_let_in_between_two_slices_of_a_prefill(
     assert report.prompt_tokens == sum(passed) - passed[1]
 
 
-def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
+def test_max_concurrent_of_one_answers_one_after_another(engine: BlendEngine) -> None:
     one_by_one = engine.with_config(max_concurrent=1)
     first, second = Held(), Held()
     second.go.set()
@@ -361,7 +362,7 @@ def test_seeds_hold_whoever_else_draws(engine: BlendEngine, passes: list[int]) -
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: BlendEngine) -> None:
+def test_model_in_training_is_evaluated_until_the_last_has_ended(engine: BlendEngine) -> None:
     frozen = engine.model.model.layers[1]
     engine.model.train()
     frozen.eval()
@@ -388,7 +389,7 @@ def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: Blend
     assert not any(module.training for module in frozen.modules())
 
 
-def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
+def test_cancelled_stream_leaves_the_others_alone(engine: BlendEngine) -> None:
     alone = engine.generate(PROMPTS[0], max_new_tokens=24).token_ids
     held = Held()
     with ThreadPoolExecutor(1) as pool:
@@ -422,7 +423,7 @@ def test_the_prompts_of_a_batch_are_under_way_at_once(engine: BlendEngine, passe
     assert sum(passes) == 8 * 19
 
 
-def test_a_batch_of_one_is_answered_on_the_thread_that_asks(engine: BlendEngine) -> None:
+def test_batch_of_one_is_answered_on_the_thread_that_asks(engine: BlendEngine) -> None:
     threads: list[threading.Thread] = []
 
     class Looking(LogitsProcessor):
@@ -434,7 +435,7 @@ def test_a_batch_of_one_is_answered_on_the_thread_that_asks(engine: BlendEngine)
     assert threads == [threading.current_thread()] * 2
 
 
-def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> None:
+def test_failed_batch_ends_prompts_begun_ahead(engine: BlendEngine) -> None:
     class Failing(LogitsProcessor):
         tokens = 0
 
@@ -455,9 +456,7 @@ def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> No
 # Trouble ------------------------------------------------------------------------------------
 
 
-def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_ends_its_own_answers_and_no_others(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = engine.generate(PROMPTS[0], max_new_tokens=6).token_ids
     with monkeypatch.context() as patch:
         patch.setattr(BatchedDecode, "one_pass", lambda self, asked: torch.empty(2**62))
@@ -473,7 +472,7 @@ def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
     assert engine.generate(PROMPTS[0], max_new_tokens=6).token_ids == alone
 
 
-def test_an_error_of_one_answer_is_its_own(engine: BlendEngine) -> None:
+def test_error_of_one_answer_leaves_the_others_alone(engine: BlendEngine) -> None:
     class Failing(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             raise ZeroDivisionError

@@ -40,7 +40,7 @@ def save(container: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("container", tiny.CONTAINERS)
-def test_a_container_is_loaded_whole_by_its_folder(container: str, tmp_path: Path) -> None:
+def test_container_is_loaded_whole_by_its_folder(container: str, tmp_path: Path) -> None:
     model = save(container, tmp_path)
     assert load_geometry(tmp_path)[0] == KVGeometry(4, 2, 8, "float32")
     with BlendEngine.from_pretrained(
@@ -115,7 +115,7 @@ def test_images_and_blended_text_do_not_disturb_each_other(container: str, monke
     assert of_image(model) == seen
 
 
-def test_a_container_without_a_test_is_refused_and_can_be_tried() -> None:
+def test_container_without_a_test_is_refused_and_can_be_tried() -> None:
     model = tiny.model("llava")
     model.config.model_type = "llavalike"
     with pytest.raises(UnsupportedModelError, match=r"'llavalike' .* no test covers this container; .* like=\"llama\""):
@@ -132,7 +132,7 @@ def test_tied_weights_of_a_container() -> None:
 
 
 @pytest.mark.parametrize("where", ["tokenizer", "processor"])
-def test_a_chat_with_a_container(where: str, tmp_path: Path) -> None:
+def test_container_answers_a_chat_by_its_template(where: str, tmp_path: Path) -> None:
     save("smolvlm", tmp_path)
     if where == "processor":
         (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OF_BLOCKS}))

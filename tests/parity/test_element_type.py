@@ -43,23 +43,23 @@ def loaded(folder: Path, **options: Any) -> torch.dtype:
     return dtype
 
 
-def test_a_type_without_arithmetic_of_its_own_is_widened(saved: Path, in_software: None) -> None:
+def test_type_without_arithmetic_of_its_own_is_widened(saved: Path, in_software: None) -> None:
     assert loaded(saved) == torch.float32
     assert load_geometry(saved)[0].dtype == "float32"
 
 
-def test_what_is_asked_for_holds(saved: Path, in_software: None) -> None:
+def test_requested_element_type_holds(saved: Path, in_software: None) -> None:
     assert loaded(saved, dtype="bfloat16") == torch.bfloat16
     assert load_geometry(saved, "bfloat16")[0].dtype == "bfloat16"
     assert loaded(saved, attn_implementation="sdpa") == torch.bfloat16
 
 
-def test_a_type_that_the_processor_multiplies_stays(saved: Path, with_hardware: None) -> None:
+def test_type_that_the_processor_multiplies_stays(saved: Path, with_hardware: None) -> None:
     assert loaded(saved) == torch.bfloat16
     assert load_geometry(saved)[0].dtype == "bfloat16"
 
 
-def test_a_memory_that_is_too_small_is_said_with_the_remedy(
+def test_too_little_memory_is_named_with_the_remedy(
     saved: Path, in_software: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(element_type, "total_memory", lambda: 1000)
@@ -81,7 +81,7 @@ def test_room_is_reckoned_for_all_weights(saved: Path, in_software: None, monkey
         type_to_load(config, CPU)
 
 
-def test_a_store_of_one_day_is_found_on_the_next(
+def test_store_of_one_day_is_found_on_the_next(
     saved: Path, in_software: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else takes memory meanwhile."""
@@ -101,7 +101,7 @@ def test_float32_gpus_and_quantised_weights_are_left_alone(saved: Path, in_softw
     assert type_to_load(tiny.model().config, CPU) == "auto"
 
 
-def test_where_pytorch_does_not_say_the_type_stays(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_type_stays_where_pytorch_does_not_know_the_processor(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(element_type._IN_HARDWARE, torch.bfloat16, "_is_no_such_thing")
     assert element_type.in_hardware(torch.bfloat16) is None
     assert type_to_load(AutoConfig.from_pretrained(saved), CPU) == "auto"

@@ -324,12 +324,12 @@ def test_granite_4_without_recurrent_layers_and_experts() -> None:
     check_exact(tiny.model("granitemoehybrid", num_local_experts=0))
 
 
-def test_a_clip_of_keys_is_refused() -> None:
+def test_clip_of_keys_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"clip_qkv=8\.0"):
         ModelAdapter(tiny.model("olmo", clip_qkv=8.0))
 
 
-def test_a_family_not_listed_can_be_tried() -> None:
+def test_unlisted_family_can_be_tried() -> None:
     model = tiny.model("llama")
     model.config.model_type = "llamalike"
     with pytest.raises(UnsupportedModelError, match='like="llama"'):
@@ -344,7 +344,7 @@ def test_a_family_not_listed_can_be_tried() -> None:
             ModelAdapter(model, like=other)
 
 
-def test_a_hopeless_model_is_refused_whatever_it_is_said_to_be_like() -> None:
+def test_hopeless_model_is_refused_whatever_it_is_said_to_be_like() -> None:
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
         ModelAdapter(SimpleNamespace(config=CONFIG_MAPPING["bloom"]()), like="llama")
 

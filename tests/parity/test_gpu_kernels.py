@@ -94,7 +94,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "rows", "tokens", "window", "dtype"), list(_attended()))
-def test_a_row_sees_all_up_to_its_position(
+def test_row_sees_all_up_to_its_position(
     heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
 ) -> None:
     from cacheblend_rag.models.gpu.attention import attend_from
@@ -251,7 +251,7 @@ def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: 
 @pytest.mark.parametrize(
     "family", [_long(name) if name in ("llama", "mistral, window", "qwen2", "qwen3") else name for name in FAMILIES]
 )
-def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     monkeypatch.setattr(adapter.ModelAdapter, "plain_layers", None)
     for user in (attention, rope):
@@ -378,7 +378,7 @@ def _same(found: Any, logits: torch.Tensor, layers: Any, near: float = 1e-4) -> 
         torch.testing.assert_close(ours.values, theirs.values, atol=near, rtol=near)
 
 
-def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
+def test_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     model = tiny.model("llama").to(DEVICE)
     blended = adapter.ModelAdapter(model)
 
@@ -419,9 +419,9 @@ def test_kernels_that_do_not_run_are_left_alone(
 
 
 def test_numbers_of_rows_are_rounded_up_by_little() -> None:
-    from cacheblend_rag.models.gpu.graphs import rounded
+    from cacheblend_rag.models.gpu.graphs import round_up_rows
 
-    sizes = [rounded(rows) for rows in range(1, 1025)]
+    sizes = [round_up_rows(rows) for rows in range(1, 1025)]
     assert sizes == sorted(sizes)
     assert all(rows <= size <= max(rows + 15, rows * 7 / 6) for rows, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 50

@@ -53,7 +53,7 @@ def test_weights_are_read_through_once(saved: Path, hashed: list[str]) -> None:
     assert stat.S_IMODE((saved.parent / "cache" / "fingerprints.json").stat().st_mode) == 0o600
 
 
-def test_a_fine_tune_under_the_same_name_is_another_model(saved: Path, hashed: list[str]) -> None:
+def test_fine_tune_under_the_same_name_is_another_model(saved: Path, hashed: list[str]) -> None:
     first = load(saved)
     model = tiny.model()
     with torch.no_grad():
@@ -69,18 +69,18 @@ def test_a_fine_tune_under_the_same_name_is_another_model(saved: Path, hashed: l
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
-def test_a_touched_file_is_looked_at_again(name: str, saved: Path, hashed: list[str]) -> None:
+def test_touched_file_is_looked_at_again(name: str, saved: Path, hashed: list[str]) -> None:
     load(saved)
     os.utime(saved / name)
     load(saved)
     assert len(hashed) == 2
 
 
-def test_an_element_type_is_part_of_it(saved: Path, hashed: list[str]) -> None:
+def test_element_type_is_part_of_the_identity(saved: Path, hashed: list[str]) -> None:
     assert len({load(saved), load(saved, dtype="bfloat16"), load(saved, dtype="bfloat16")}) == len(hashed) == 2
 
 
-def test_what_is_more_than_its_files_is_always_read_through(saved: Path, hashed: list[str]) -> None:
+def test_model_with_more_than_its_files_is_always_read_through(saved: Path, hashed: list[str]) -> None:
     first = load(saved, attn_implementation="eager")
     assert load(saved, attn_implementation="eager") == first
     assert len(hashed) == 2
@@ -97,7 +97,7 @@ def test_files_that_change_during_the_load_are_not_known_by(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"x": 5}', '{"x": ["short", "name"]}', "[" * 100_000])
-def test_a_damaged_file_of_fingerprints_is_no_harm(text: str, saved: Path, hashed: list[str]) -> None:
+def test_damaged_file_of_fingerprints_does_no_harm(text: str, saved: Path, hashed: list[str]) -> None:
     first = load(saved)
     path = saved.parent / "cache" / "fingerprints.json"
     path.write_text(text.replace('"x"', f'"{identity.files_identity(str(saved), "auto")}"'))
@@ -106,7 +106,7 @@ def test_a_damaged_file_of_fingerprints_is_no_harm(text: str, saved: Path, hashe
     assert len(hashed) == 2
 
 
-def test_a_home_that_cannot_be_written_is_no_harm(saved: Path, hashed: list[str]) -> None:
+def test_unwritable_home_does_no_harm(saved: Path, hashed: list[str]) -> None:
     (saved.parent / "cache").write_text("not a folder")
     assert load(saved) == load(saved)
     assert len(hashed) == 2
@@ -130,5 +130,5 @@ def test_engines_of_both_kinds_share_records(saved: Path, hashed: list[str], tmp
     assert len(hashed) == 1
 
 
-def test_an_id_that_is_not_there_has_no_identity() -> None:
+def test_missing_id_has_no_identity() -> None:
     assert identity.files_identity("nowhere/at-all", "auto") is None

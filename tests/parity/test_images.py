@@ -33,8 +33,8 @@ from cacheblend_rag.prompt.images import ImageLimits
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, plain_tokens
 from tests.pictures import MARKS, file_of, picture, taking_pictures
-from tests.probes import until
 from tests.telemetry import STEPS, telling
+from tests.waiting import until
 
 WHY = "the prompt holds an image"
 PNG = file_of(picture())
@@ -83,7 +83,7 @@ def own_attributes(model: Any) -> list[tuple[str, list[tuple[str, int]]]]:
 
 
 @pytest.mark.parametrize("container", MARKS)
-def test_an_image_is_answered_as_transformers_answers_it(container: str) -> None:
+def test_image_is_answered_as_transformers_answers_it(container: str) -> None:
     chat = made(container, report_input_ids=True)
     engine, processor = chat.engine, taking_pictures(container)[2]
     prompt, expected = plainly(container, engine.model, processor)
@@ -132,7 +132,7 @@ def test_every_form_of_an_image_is_read(form: str, llava: ChatCacheBlend) -> Non
     assert llava.invoke(asked(block)).content != llava.invoke(asked()).content
 
 
-async def test_a_conversation_goes_on_behind_an_image(llava: ChatCacheBlend) -> None:
+async def test_conversation_goes_on_behind_an_image(llava: ChatCacheBlend) -> None:
     messages = [*asked(), AIMessage("Noise."), HumanMessage("Which colour?")]
     ids = taking_pictures("llava")[2](
         text="system: Be brief.\nuser: What is this?<image>\nassistant: Noise.\nuser: Which colour?\nassistant:",
@@ -209,7 +209,7 @@ def plain_image_tokens(model: Any, prompt: Any, count: int) -> list[int]:
     return list(out[0, len(prompt.input_ids) :].tolist())
 
 
-def test_an_answer_can_be_given_up_and_the_next_comes(llava: ChatCacheBlend) -> None:
+def test_answer_can_be_given_up_and_the_next_comes(llava: ChatCacheBlend) -> None:
     turns = [{"role": "user", "content": [{"type": "image", "url": URL}]}]
     prompt = llava.engine.image_prompt(turns)
     assert llava.engine.tokenize(prompt).input_ids == prompt.input_ids
@@ -314,7 +314,7 @@ def test_images_have_limits(llava: ChatCacheBlend, monkeypatch: pytest.MonkeyPat
         llava.engine.image_prompt(turns)
 
 
-def test_an_image_is_turned_upright(llava: ChatCacheBlend) -> None:
+def test_image_is_turned_upright(llava: ChatCacheBlend) -> None:
     lying, exif = picture(0, 60, 30), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
     file = io.BytesIO()
@@ -326,7 +326,7 @@ def test_an_image_is_turned_upright(llava: ChatCacheBlend) -> None:
     assert torch.equal(found.inputs["pixel_values"], expected.inputs["pixel_values"])
 
 
-def test_what_a_processor_cannot_use_is_refused(llava: ChatCacheBlend) -> None:
+def test_conversation_that_the_processor_cannot_use_is_refused(llava: ChatCacheBlend) -> None:
     with pytest.raises(PromptError, match=r"messages\[1\]: its text holds '<image>', which stands for an image"):
         llava.invoke([*asked()[:1], HumanMessage([FORMS["openai"], {"type": "text", "text": "a <image> b"}])])
     with pytest.raises(PromptError, match="block of type 'audio', which is not read here"):
@@ -353,7 +353,7 @@ def test_objects_need_a_processor_and_the_extra(monkeypatch: pytest.MonkeyPatch)
         engine.image_prompt(turns)
 
 
-def test_a_model_of_text_refuses_images() -> None:
+def test_text_model_refuses_images() -> None:
     tokenizer = taking_pictures("llava")[1]
     chat = ChatCacheBlend.from_model(tiny.model("llama"), tokenizer, config=CONFIG)
     with pytest.raises(PromptError, match="block of type 'image_url', which is not read here: leave the block out"):

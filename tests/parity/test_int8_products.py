@@ -58,7 +58,7 @@ def test_few_rows_are_multiplied_by_codes_as_torchao_multiplies_them(
         for layer in coded:
             given = torch.randn(1, rows, layer.in_features, dtype=torch.bfloat16)
             plain = layer(given).float()
-            with int8_products.of(model, coded).in_use():
+            with int8_products.get(model, coded).in_use():
                 found = layer(given).float()
             # torchao rounds the sum and its product by the scale, the kernel the product alone.
             assert (found - plain).norm() <= 2 * EPS * plain.norm()
@@ -72,7 +72,7 @@ def test_other_rows_and_other_weights_are_left_to_torchao(tmp_path: Path, asked:
     many, own = torch.randn(9, 64, dtype=torch.bfloat16), torch.randn(64, 64, dtype=torch.bfloat16)
     coded = coded_layers(model, linears(model))
     asked.clear()  # one was tried in this process
-    with int8_products.of(model, coded).in_use():
+    with int8_products.get(model, coded).in_use():
         layer(many)
         layer.weight = nn.Parameter(own, requires_grad=False)
         assert torch.equal(layer(many[:3]), nn.functional.linear(many[:3], own))

@@ -18,20 +18,20 @@ from tests import tiny
 from tests.parity.test_families import OF_LATENTS, THREE_CHUNKS, assert_equals_plain, engine_of
 
 
-def test_what_is_cached_and_what_is_held_are_inverse() -> None:
+def test_cached_form_and_held_form_are_inverse() -> None:
     form = ModelAdapter(tiny.model("deepseek_v3")).form
     assert isinstance(form, LatentKV)
     latents, rotating = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
-    kv = form.held(latents, rotating)
+    kv = form.from_cached(latents, rotating)
     keys, values = kv.keys, kv.values
     assert keys.shape == values.shape == (2, 1, 7, 12)
     assert torch.equal(keys[..., :4], rotating), "what rotates comes first, as a partial rotation has it"
-    for found, expected in zip(form.cached(LayerKV(keys, values)), (latents, rotating), strict=True):
+    for found, expected in zip(form.to_cached(LayerKV(keys, values)), (latents, rotating), strict=True):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", OF_LATENTS)
-def test_a_record_holds_latents_and_no_keys_of_heads(family: str, tmp_path: Path) -> None:
+def test_record_holds_latents_and_no_keys_of_heads(family: str, tmp_path: Path) -> None:
     model = tiny.model(family)
     model.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)

@@ -79,7 +79,7 @@ def hits(engine: BlendEngine) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-def test_an_adapted_model_is_blended_exactly(family: str) -> None:
+def test_adapted_model_is_blended_exactly(family: str) -> None:
     model = adapted(tiny.model(family), targets=FUSED if family == "phi3" else TARGETS)
     with engine_of(model) as engine:
         for _ in range(2):
@@ -161,7 +161,7 @@ def test_one_adapters_kv_is_never_anothers(store_of: Any) -> None:
         assert hits(engine) == 3
 
 
-def test_a_folder_knows_adapters_when_it_is_opened_again(tmp_path: Path) -> None:
+def test_folder_knows_adapters_when_it_is_opened_again(tmp_path: Path) -> None:
     with engine_of(two_adapters(), tmp_path / "kv") as engine:
         engine.warm(CHUNKS)
     model = two_adapters()
@@ -172,7 +172,7 @@ def test_a_folder_knows_adapters_when_it_is_opened_again(tmp_path: Path) -> None
         assert hits(engine) == 3
 
 
-def test_a_disabled_adapter_is_the_base_model(tmp_path: Path) -> None:
+def test_disabled_adapter_is_the_base_model(tmp_path: Path) -> None:
     with engine_of(tiny.model(), tmp_path / "kv") as engine:
         engine.warm(CHUNKS)
     model = two_adapters()
@@ -182,7 +182,7 @@ def test_a_disabled_adapter_is_the_base_model(tmp_path: Path) -> None:
             assert hits(engine) == 3
 
 
-def test_a_merged_adapter_has_an_identity_of_its_own(tmp_path: Path) -> None:
+def test_merged_adapter_has_an_identity_of_its_own(tmp_path: Path) -> None:
     model, base = two_adapters(), tiny.model()
     with engine_of(model, tmp_path / "kv") as engine:
         engine.warm(CHUNKS)
@@ -201,7 +201,7 @@ def test_a_merged_adapter_has_an_identity_of_its_own(tmp_path: Path) -> None:
         assert engine.fingerprint != merged
 
 
-def test_an_unloaded_adapter_is_the_merged_model() -> None:
+def test_unloaded_adapter_is_the_merged_model() -> None:
     model = two_adapters()
     with engine_of(model) as engine:
         model.merge_adapter()
@@ -267,7 +267,7 @@ def _replace(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_train, _write_through_data, _scale, _replace])
-def test_an_adapter_that_was_changed_is_another(change: Callable[[Any], None]) -> None:
+def test_changed_adapter_is_another(change: Callable[[Any], None]) -> None:
     model = two_adapters()
     with engine_of(model) as engine:
         engine.warm(CHUNKS)
@@ -276,7 +276,7 @@ def test_an_adapter_that_was_changed_is_another(change: Callable[[Any], None]) -
         assert_same(engine, model)
 
 
-def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend_rag.models import identity as module
 
     read = list[Any]()
@@ -295,7 +295,7 @@ def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.Mon
         assert engine.fingerprint == first
 
 
-def test_what_was_missing_is_not_stored_for_the_adapter_that_came_after() -> None:
+def test_misses_of_one_adapter_are_not_stored_for_the_next() -> None:
     model = two_adapters()
     with engine_of(model, write_back="background") as engine:
         with scheduler_of(engine.model):  # storing waits until nothing else runs
@@ -332,7 +332,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapters_folder_loads_with_its_base(folder: Path, tmp_path: Path) -> None:
+def test_folder_of_an_adapter_loads_with_its_base(folder: Path, tmp_path: Path) -> None:
     with BlendEngine.from_pretrained(
         folder, config=BlendConfig(min_tokens=0, recompute_ratio=1.0), store=tmp_path / "kv", device="cpu"
     ) as engine:
@@ -357,13 +357,13 @@ def test_an_adapters_folder_loads_with_its_base(folder: Path, tmp_path: Path) ->
     assert load_geometry(folder)[0] == load_geometry(folder.parent / "base")[0]
 
 
-def test_a_base_model_is_known_by_its_files(folder: Path) -> None:
+def test_base_model_is_known_by_its_files(folder: Path) -> None:
     loaded = load_model(folder, device="cpu")
     assert loaded.identity == load_model(folder.parent / "base", device="cpu").identity
     assert loaded.fingerprint() == fingerprint(tiny.model())
 
 
-def test_an_adapter_that_cannot_be_loaded_says_why(folder: Path) -> None:
+def test_unloadable_adapter_says_why(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ModelLoadError, match="no base_model_name_or_path"):
         load_model(folder)

@@ -115,7 +115,7 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=apart)
 
 
-def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, attends = torch.device("cpu"), direct_attention.attends_directly
     assert not attends(20, 4, 50, torch.float32, cpu), "gradients need the kernel"
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_softmax_that_spoils_what_it_reads_is_noticed(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_that_spoils_what_it_reads_is_noticed(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     softmax: Callable[..., torch.Tensor] = torch.softmax
 
     def spoiling(scores: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
@@ -157,9 +157,7 @@ def test_a_softmax_that_spoils_what_it_reads_is_noticed(right: bool, monkeypatch
 
 
 @pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])  # whose values have a width of their own
-def test_a_blended_prompt_is_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, ...]]
-) -> None:
+def test_blended_prompt_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, ...]]) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
     model: Any = model_named(name) if name in MODELS else tiny.model(name)
     # Not by deviation: beyond a window rows deviate by rounding alone, so that which ones are kept would be chance.

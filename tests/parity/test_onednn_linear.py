@@ -62,7 +62,7 @@ def test_results_are_the_models_own(preferred: None, products: list[tuple[int, .
     assert untouched(model)
 
 
-def test_where_it_is_not_preferred_nothing_changes(
+def test_engine_leaves_products_alone_where_onednn_is_not_preferred(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
     monkeypatch.setattr(direct, "most_rows", lambda: 0)
@@ -71,7 +71,7 @@ def test_where_it_is_not_preferred_nothing_changes(
     assert not products
 
 
-def test_what_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
+def test_layer_that_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
     class Own(nn.Linear):
         pass
 
@@ -164,7 +164,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     direct.rows_worth_it.cache_clear()
 
 
-def test_it_is_for_amds_processors(choose: Callable[..., int]) -> None:
+def test_onednn_is_chosen_on_amds_processors(choose: Callable[..., int]) -> None:
     assert choose("AuthenticAMD", "AVX512") == direct.ANY_ROWS
     assert not choose("AuthenticAMD", "AVX512", mkl=False), "what PyTorch calls then was not measured"
     assert 0 < choose("AuthenticAMD", "AVX2") < 190, "MKL is faster for many rows there"
@@ -206,7 +206,7 @@ def test_the_maker_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])
-def test_where_it_fails_or_is_wrong_it_is_left_alone(
+def test_onednn_is_left_alone_where_it_fails_or_is_wrong(
     choose: Callable[..., int], monkeypatch: pytest.MonkeyPatch, wrong: Exception | None
 ) -> None:
     def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -56,7 +56,7 @@ def test_rows_come_out_as_from_transformers_own_layer(steps: tuple[int, ...]) ->
         assert ours.get_seq_length() == plain.get_seq_length()
 
 
-def test_a_token_moves_no_other_row() -> None:
+def test_token_moves_no_other_row() -> None:
     cache = growing()
     add(cache, 5, 0)
     add(cache, 1, 1)
@@ -68,7 +68,7 @@ def test_a_token_moves_no_other_row() -> None:
 
 @pytest.mark.parametrize("share", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
 @pytest.mark.parametrize("grown", [0, 1], ids=["fresh", "with room"])
-def test_what_is_added_to_one_copy_is_not_in_the_other(share: Any, grown: int) -> None:
+def test_rows_added_to_one_copy_are_not_in_the_other(share: Any, grown: int) -> None:
     one = growing()
     add(one, 5, 0)
     for seed in range(grown):
@@ -96,7 +96,7 @@ def test_rows_taken_back_are_written_anew() -> None:
     assert torch.equal(keys[:, :, 6:], rows(1, 9))
 
 
-def test_a_forgotten_cache_begins_again() -> None:
+def test_forgotten_cache_begins_again() -> None:
     cache = growing()
     add(cache, 5, 0)
     add(cache, 1, 1)
@@ -117,14 +117,14 @@ def test_gradients_pass_through_what_was_added() -> None:
 
 
 @pytest.mark.parametrize("prompt", [PLAIN, PROMPT], ids=["plain", "blended"])
-def test_an_answer_is_decoded_in_place(prompt: Any) -> None:
+def test_answer_is_decoded_in_place(prompt: Any) -> None:
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
         cache = engine.fuse(prompt).cache
         assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
 
 
-def test_a_whole_answer_is_made_on_the_callers_thread() -> None:
+def test_whole_answer_is_made_on_the_callers_thread() -> None:
     watched = Watched()
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
@@ -140,7 +140,7 @@ def test_a_whole_answer_is_made_on_the_callers_thread() -> None:
     assert single.text == batch[0].text == whole.text == pieces == in_time.text
 
 
-def test_a_whole_answer_can_be_cancelled_from_elsewhere() -> None:
+def test_whole_answer_can_be_cancelled_from_elsewhere() -> None:
     class Cancels(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             stream.cancel()

@@ -20,7 +20,7 @@ PRODUCTS = {"AVX2": "on", "SSE": "off"}
 # Products, attention, and whole passes of some families against the model's own. Few: each path starts a process.
 TESTS = (
     "tests/parity/test_onednn_linear.py::test_results_are_the_models_own[llama]",
-    "tests/parity/test_onednn_attention.py::test_a_blended_prompt_is_the_same",
+    "tests/parity/test_onednn_attention.py::test_blended_prompt_is_the_same",
     "tests/parity/test_attention.py::test_blocks_of_rows_give_what_the_whole_gives",
     "tests/parity/test_exactness.py::test_windows_and_attention_kernels",
 )

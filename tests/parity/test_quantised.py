@@ -115,7 +115,7 @@ def test_each_method_has_an_identity_of_its_own(saved: Path) -> None:
     assert len(found) == len(METHODS)
 
 
-def test_a_dict_that_names_the_bits_is_taken_as_transformers_takes_it(saved: Path) -> None:
+def test_dict_that_names_the_bits_is_taken_as_transformers_takes_it(saved: Path) -> None:
     by_dict = load_model(saved, device="cpu", quantization_config={"load_in_4bit": True})
     by_object = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_4bit=True))
     assert by_dict.fingerprint() == by_object.fingerprint() != load_model(saved, device="cpu").fingerprint()
@@ -172,7 +172,7 @@ def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
         check_exact(engine)
 
 
-def test_an_engine_can_be_pickled_and_chains_take_it(saved: Path, tmp_path: Path) -> None:
+def test_engine_can_be_pickled_and_chains_take_it(saved: Path, tmp_path: Path) -> None:
     quantised = bits_and_bytes(load_in_4bit=True)
     with engine_of(saved, store=tmp_path / "kv", quantization_config=quantised) as engine:
         engine.warm(CHUNKS, progress=False)
@@ -276,7 +276,7 @@ def of_mxfp4(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [of_float8, of_mxfp4])
-def test_what_transformers_dequantises_is_an_ordinary_model(
+def test_model_that_transformers_dequantises_is_an_ordinary_model(
     make: Callable[[Path], Path], tmp_path: Path, with_hardware: None
 ) -> None:
     folder = make(tmp_path)
@@ -308,7 +308,7 @@ def test_dequantised_weights_are_widened_where_a_processor_needs_it(
         ({"quant_method": "folded"}, r"'folded' is not usable: this transformers does not know"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_by_its_method(
+def test_unloadable_quantisation_is_refused_by_its_method(
     said: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.quantizers.quantizer_gptq.is_optimum_available", lambda: False)
@@ -318,7 +318,7 @@ def test_what_cannot_be_loaded_is_refused_by_its_method(
         load_model(folder, device="cpu")
 
 
-def test_an_unfit_layout_is_refused_by_its_method(saved: Path) -> None:
+def test_unfit_layout_is_refused_by_its_method(saved: Path) -> None:
     config = torchao("Int4WeightOnlyConfig", group_size=32)  # for GPUs
     with pytest.raises(ConfigError, match=r"quantization_config='torchao' is not usable: its weights cannot be loaded"):
         load_model(saved, device="cpu", quantization_config=config)

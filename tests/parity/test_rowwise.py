@@ -46,16 +46,16 @@ def test_rows_come_in_blocks(small_blocks: None, shape: tuple[int, ...], blocks:
     rows = torch.randn(*shape, 4)
     wanted = module(rows)
     module.seen.clear()
-    with computed_in_blocks.of(module, [module]).in_use():
+    with computed_in_blocks.get(module, [module]).in_use():
         found = module(rows)
     assert module.seen == blocks
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_is_not_plainly_rows_comes_whole(small_blocks: None) -> None:
+def test_calls_that_are_not_plain_rows_come_whole(small_blocks: None) -> None:
     module = Watched()
     rows = torch.randn(20, 4)
-    with computed_in_blocks.of(module, [module]).in_use():
+    with computed_in_blocks.get(module, [module]).in_use():
         module(rows).sum().backward()  # who trains meanwhile trains as ever
         with torch.no_grad():
             module(rows, 1.0)
@@ -69,7 +69,7 @@ def test_what_is_not_plainly_rows_comes_whole(small_blocks: None) -> None:
 def test_modules_are_as_before_afterwards(small_blocks: None) -> None:
     module, other = Watched(), Watched()
     other.__dict__["forward"] = lambda rows: rows  # somebody else's
-    with computed_in_blocks.of(module, [module, other]).in_use(), computed_in_blocks.of(other, [module]).in_use():
+    with computed_in_blocks.get(module, [module, other]).in_use(), computed_in_blocks.get(other, [module]).in_use():
         copied = copy.deepcopy(module)
         assert other(torch.zeros(20, 4)).shape == (20, 4)
     assert "forward" not in module.__dict__
@@ -113,7 +113,7 @@ def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest
         torch.testing.assert_close(one.values, other.values)
 
 
-def test_a_compiled_model_is_left_alone() -> None:
+def test_compiled_model_is_left_alone() -> None:
     model = tiny.model("llama")
     assert ModelAdapter(model).row_by_row.modules
     model.model.layers[0].compile(backend="eager")

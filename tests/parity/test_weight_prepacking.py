@@ -96,7 +96,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     ids=str,
 )
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_a_fused_prompt_is_that_of_plain_products(
+def test_fused_prompt_is_that_of_plain_products(
     family: str, changes: dict[str, Any], ratio: float, products: list[int]
 ) -> None:
     model = model_of(family, **changes)
@@ -147,7 +147,7 @@ def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
 
 
 @needs_bfloat16
-def test_a_tied_output_head_is_packed_and_the_embedding_is_not_disturbed(products: list[int]) -> None:
+def test_tied_output_head_is_packed_and_the_embedding_is_not_disturbed(products: list[int]) -> None:
     model = model_of(tie_word_embeddings=True)
     with engine_of(model, prepack_weights=True) as engine:
         fused = engine.fuse(PROMPT)
@@ -224,9 +224,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @needs_bfloat16
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
-    change: Callable[[Any], None], products: list[int]
-) -> None:
+def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any], None], products: list[int]) -> None:
     model = model_of()
     with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
         before = engine.fuse(PROMPT)
@@ -240,7 +238,7 @@ def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
 
 
 @needs_bfloat16
-def test_a_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
+def test_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
     model = model_of()
     layer, rows = model.lm_head, torch.randn(2, 32).bfloat16()
     with engine_of(model, prepack_weights=True) as engine, engine.products(), torch.no_grad():
@@ -312,7 +310,7 @@ def test_contexts_nest_and_leave_nothing_even_when_one_fails() -> None:
 
 
 @needs_bfloat16
-def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list[int]) -> None:
+def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int]) -> None:
     model, ids = model_of(), torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids)
     expected.loss.backward()
@@ -374,7 +372,7 @@ def test_engines_over_a_model_share_copies_which_go_with_the_last(copies: Callab
 # Where it is of no use ----------------------------------------------------------------------
 
 
-def test_a_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -> None:
+def test_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"prepack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
         engine_of(tiny.model(), prepack_weights=True)
     with engine_of(tiny.model()) as engine:
@@ -389,7 +387,7 @@ def test_small_layers_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not prepacks(engine)
 
 
-def test_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_without_bfloat16_products_prepacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
         assert not prepacks(engine)
@@ -415,7 +413,7 @@ def test_copies_must_fit_into_memory_unless_they_were_asked_for(
 
 
 @needs_bfloat16
-def test_a_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
         assert not prepacks(engine)

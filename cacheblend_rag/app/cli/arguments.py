@@ -51,7 +51,7 @@ class Screen:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def mute_logs(self) -> Iterator[None]:
         """Nothing is logged meanwhile that the screen says itself."""
         levels = {logging.getLogger(name): logging.getLogger(name).level for name in _SILENT}
         for logger in levels:

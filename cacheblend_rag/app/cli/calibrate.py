@@ -25,7 +25,7 @@ def add_adapt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _adapt(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.calibration.adapt import AdaptOptions, adapt, adapt_report
-    from cacheblend_rag.calibration.prompts import framed
+    from cacheblend_rag.calibration.prompts import frame_prompts
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.store.learned import keep_context
@@ -39,7 +39,7 @@ def _adapt(parsed: argparse.Namespace) -> int:
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        adapted = adapt(engine, framed(prompts, engine.tokenizer), options, corpus=corpus)
+        adapted = adapt(engine, frame_prompts(prompts, engine.tokenizer), options, corpus=corpus)
         print(adapt_report(adapted))
         if not adapted.nearer:
             print("nothing was kept: chunks behind their neighbours are as near; more --steps may help")
@@ -75,7 +75,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
 
 def _calibrate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
-    from cacheblend_rag.calibration.prompts import framed
+    from cacheblend_rag.calibration.prompts import frame_prompts
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, check_whole
     from cacheblend_rag.engine.engine import BlendEngine
 
@@ -89,7 +89,7 @@ def _calibrate(parsed: argparse.Namespace) -> int:
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        prompts = framed(prompts, engine.tokenizer)
+        prompts = frame_prompts(prompts, engine.tokenizer)
         folder = Path(parsed.out) if parsed.out else None
         settings, found = calibrate(engine, prompts, options, corpus=corpus, folder=folder)
         path = keep_settings(engine, settings)

@@ -191,20 +191,20 @@ def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, GivenV
     found = {}
     for section, keys in sections.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{source}, {section}", _shown(section, keys), _remedy(section, "", SECTIONS))
+            raise ConfigError(f"{source}, {section}", _show(section, keys), _remedy(section, "", SECTIONS))
         if not isinstance(keys, dict):
             raise ConfigError(f"{source}, {section}", _HIDDEN, f"write it as a table, [{section}]")
         for key, value in keys.items():
             origin = f"{source}, [{section}] {key}"
             if _SECTION_OF.get(key) != section:
                 names = [option.name for option in SECTIONS[section]]
-                raise ConfigError(origin, _shown(key, value), _remedy(key, section, names))
+                raise ConfigError(origin, _show(key, value), _remedy(key, section, names))
             option = next(one for one in SECTIONS[section] if one.name == key)
-            found[key] = GivenValue(_typed(option, value, origin), origin)
+            found[key] = GivenValue(_check_type(option, value, origin), origin)
     return found
 
 
-def _shown(name: str, value: object) -> object:
+def _show(name: str, value: object) -> object:
     return _HIDDEN if _SECRET.search(name) or isinstance(value, dict) else value
 
 
@@ -220,14 +220,14 @@ def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> st
     return "there is no such option; use one of " + ", ".join(known)
 
 
-def _typed(option: Option, value: Any, origin: str) -> Any:
+def _check_type(option: Option, value: Any, origin: str) -> Any:
     """A value of the file, which must be of the option's own type: text is not read as a number.
 
     An option that takes several types is looked at by those that are made of it.
     """
     types, words = _TYPES[option.kind.toml]
     if not isinstance(value, types) or (isinstance(value, bool) and option.kind.toml in (int, float)):
-        raise ConfigError(origin, _shown(option.name, value), f"use {words}")
+        raise ConfigError(origin, _show(option.name, value), f"use {words}")
     return value
 
 

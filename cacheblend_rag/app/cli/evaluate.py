@@ -23,7 +23,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.calibration.prompts import case_golds, framed
+    from cacheblend_rag.calibration.prompts import case_golds, frame_prompts
     from cacheblend_rag.calibration.quality import measure_quality, quality_table
     from cacheblend_rag.config import check_whole
     from cacheblend_rag.engine.engine import BlendEngine
@@ -41,7 +41,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     ) as engine:
         rows = measure_quality(
             engine,
-            framed(prompts, engine.tokenizer),
+            frame_prompts(prompts, engine.tokenizer),
             golds,
             max_new_tokens=options.max_new_tokens,
             corpus=corpus,

@@ -57,7 +57,7 @@ class HeldChunks:
     disk: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, memory: Iterable[int], disk: Iterable[int] = ()) -> HeldChunks:
+    def from_digests(cls, memory: Iterable[int], disk: Iterable[int] = ()) -> HeldChunks:
         """Of the digests held, the most recently used first: at most `MOST_CHUNKS`, those in memory before others."""
         upper = frozenset(islice((digest >> 32 for digest in memory), MOST_CHUNKS))
         lower = (key for key in (digest >> 32 for digest in disk) if key not in upper)

@@ -67,7 +67,7 @@ class SummarizedStore(WrappedStore):
         with self._lock:
             held = list(reversed(self._pieces.items()))
         memory = {key for key, _ in held if self._memory is not None and self._memory.contains(key)}
-        return HeldChunks.of(
+        return HeldChunks.from_digests(
             (digest for key, pieces in held if key in memory for digest in pieces),
             (digest for key, pieces in held if key not in memory for digest in pieces),
         ).summary()

@@ -172,6 +172,8 @@ class KeysFile:
     Parameters
     ----------
     path : Path
+    clock : callable
+        Seconds, from any beginning.
 
     Raises
     ------
@@ -179,9 +181,9 @@ class KeysFile:
         If it cannot be used. Later on the former keys hold while it cannot.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen, self._looked = self.state(), time.monotonic()
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._seen, self._looked = self.state(), clock()
         self._keys = {one.id: one for one in read_keys(path)}
 
     @property
@@ -196,7 +198,7 @@ class KeysFile:
         return found if found is not None and found.fits(key) else None
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._looked < _LOOKED:
             return
         self._looked = now

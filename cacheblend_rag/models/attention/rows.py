@@ -227,7 +227,7 @@ def attend_rows(
         copies = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1), False
     if mask is None:
-        out = _behind(query, key, value, scaling, grouped)
+        out = _attend_behind(query, key, value, scaling, grouped)
     else:
         blocks = mask.blocks or (Block(slice(None), slice(None), mask.added),)
         if blocks[0].direct:
@@ -299,7 +299,7 @@ def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMas
     return replace(mask, positions=RowPositions(rows, window)) if has_kernels(rows.device) else mask
 
 
-def _behind(
+def _attend_behind(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
 ) -> torch.Tensor:
     """Causal attention of rows that are the last positions."""

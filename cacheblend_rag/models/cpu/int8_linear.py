@@ -17,7 +17,7 @@ from torch import nn
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-# Rows up to which the kernel is the faster one (docs/explanation/performance.md).
+# Rows up to which the kernel is the faster one (docs/benchmarks/parts.md).
 _ROWS = 8
 
 
@@ -27,7 +27,7 @@ def coded_layers(model: nn.Module, layers: Iterable[nn.Linear]) -> list[nn.Linea
     return coded if coded and not is_compiled(model) and _agrees() else []
 
 
-class _Forward(ForwardOverride):
+class _Int8Forward(ForwardOverride):
     """Multiplies few rows by codes; all else is computed as ever."""
 
     __slots__ = ("_coded", "_weight")
@@ -49,7 +49,7 @@ class _Forward(ForwardOverride):
         return output
 
 
-int8_products = OneForEach[ForwardOverrides[_Forward]](lambda layers: ForwardOverrides(map(_Forward, layers)))
+int8_products = OneForEach[ForwardOverrides[_Int8Forward]](lambda layers: ForwardOverrides(map(_Int8Forward, layers)))
 """Lets linear layers of a model multiply few rows by their codes while `ForwardOverrides.in_use`."""
 
 

@@ -32,7 +32,7 @@ ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 # with AVX2: one row by 192 x 576 in 24 and 39, by 576 x 576 in 100 and 95, by 1536 x 576 in 281 and 164).
 _LEAST = 3 * 2**18
 _SMALLEST = 2**15  # elements of a weight that can come to so many
-# Rows up to which oneDNN is the faster one with AVX2 (docs/explanation/performance.md).
+# Rows up to which oneDNN is the faster one with AVX2 (docs/benchmarks/parts.md).
 _ROWS_WITH_AVX2 = 96
 
 
@@ -43,7 +43,7 @@ def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
     return some and not is_compiled(model) and most_rows() > 0
 
 
-class DirectProducts(ForwardOverrides["_Forward"]):
+class DirectProducts(ForwardOverrides["_OnednnForward"]):
     """The linear layers of a model, to multiply by oneDNN for a while.
 
     Parameters
@@ -52,10 +52,10 @@ class DirectProducts(ForwardOverrides["_Forward"]):
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__(map(_Forward, layers))
+        super().__init__(map(_OnednnForward, layers))
 
 
-class _Forward(ForwardOverride):
+class _OnednnForward(ForwardOverride):
     """Multiplies by oneDNN; all that is not a plain product of some size is computed as ever."""
 
     __slots__ = ()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 Prepacking = Callable[[], AbstractContextManager[None]]
 """Gives a context within which a model multiplies by prepacked weights, by codes of 8 bits, or by oneDNN."""
 
-# Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/explanation/performance.md).
+# Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/benchmarks/parts.md).
 _DTYPE = torch.bfloat16
 # Rows that the order of a copy is chosen for; it then serves any number well, where 1 serves only few.
 _ROWS = 256
@@ -70,7 +70,7 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
     ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
     if not coded:
         return ordinary
-    by_codes = int8_products.of(model, coded)
+    by_codes = int8_products.get(model, coded)
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -83,7 +83,7 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
 def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
-        return direct_products.of(model, layers).in_use
+        return direct_products.get(model, layers).in_use
     with _table_lock:
         known = _by_model.get(model)
         prepacked = known() if known is not None else None
@@ -175,7 +175,7 @@ class _Copy:
     width: int
 
 
-class _Forward(ForwardOverride):
+class _PrepackedForward(ForwardOverride):
     """Multiplies by a linear layer's prepacked weight; all that it does not know is computed plainly."""
 
     __slots__ = ("_trouble", "copy", "seen")
@@ -225,7 +225,7 @@ class _FailureNote:
             _log.warning("weights are not prepacked any more, products are plain: %s", error)
 
 
-class _PrepackedWeights(ForwardOverrides[_Forward]):
+class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
     """Prepacked copies of the linear weights of one model."""
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
@@ -243,7 +243,7 @@ class _PrepackedWeights(ForwardOverrides[_Forward]):
         """Begin again with these layers; copies are made when a pass begins."""
         with self._lock:
             self._remove()
-            self._forwards = self._ours(_Forward(layer, self._trouble) for layer in layers)
+            self._forwards = self._ours(_PrepackedForward(layer, self._trouble) for layer in layers)
             self._samples: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -319,7 +319,7 @@ def _samples(weights: list[nn.Parameter]) -> torch.Tensor:
     return torch.cat(parts).view(torch.int16)
 
 
-def _is_as_seen(forward: _Forward, weight: nn.Parameter | None) -> bool:
+def _is_as_seen(forward: _PrepackedForward, weight: nn.Parameter | None) -> bool:
     if weight is None or forward.seen is None:
         return weight is None and forward.seen is None
     return forward.seen.wholly(weight)

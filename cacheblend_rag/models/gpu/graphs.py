@@ -54,7 +54,7 @@ class _Recorder:
         recording = recordings.get(name)
         if recording is None and name in recordings and not self.failed:
             try:
-                recording = recordings[name] = self._recorded(work)
+                recording = recordings[name] = self._record(work)
             except RuntimeError as error:
                 self.failed = True  # nothing has run yet, and all goes on without
                 _log.warning("layers could not be recorded, so passes take the host longer: %s", error)
@@ -64,7 +64,7 @@ class _Recorder:
             work()
             recordings.setdefault(name, None)
 
-    def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record the work, without doing it."""
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         if self._aside is None:  # one for all: streams come from a small pool, and others of it are in use
@@ -137,7 +137,7 @@ class LayerGraphs:
         span = range(first, first + len(kvs))
         watched = tuple(layer for layer in span if layer in scored)
         with self._lock:
-            size = self._filled("rows", rounded(len(hidden)), hidden, row_positions, rotary)
+            size = self._fill("rows", round_up_rows(len(hidden)), hidden, row_positions, rotary)
             entries = torch.tensor([KVPointers.written(kv) for kv in kvs])
             size.pointers[span.start : span.stop].copy_(entries, non_blocking=True)  # else the host would wait
 
@@ -173,7 +173,7 @@ class LayerGraphs:
         """
         with self._lock:
             count = len(hidden)
-            size = self._filled("answers", triton.next_power_of_2(count), hidden, row_positions, rotary)
+            size = self._fill("answers", triton.next_power_of_2(count), hidden, row_positions, rotary)
             rounded_up = size.pointers.shape[1]
             if count < rounded_up:
                 entries = torch.cat((entries, entries[:, -1:].expand(-1, rounded_up - count, -1)), dim=1)
@@ -189,9 +189,7 @@ class LayerGraphs:
             self.recorder.run(size.recordings, "step", layers)
             return size.hidden[:count]
 
-    def _filled(
-        self, kind: str, count: int, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
-    ) -> _Size:
+    def _fill(self, kind: str, count: int, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary) -> _Size:
         """The tensors for so many rows of a prompt, or of answers, filled with these."""
         size = self.sizes.get((kind, count))
         if size is None:
@@ -219,7 +217,7 @@ class LayerGraphs:
         return size
 
 
-def rounded(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """A number of rows that several like it share, at most a sixth above it or 16 more."""
     step = 16
     while rows > 12 * step:

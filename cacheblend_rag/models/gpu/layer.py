@@ -72,7 +72,7 @@ class FusedLayer:
         """All that the layer computes with."""
         return [held[name] for held, name in self._held]
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def norm_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that the layer projects, ``[rows, hidden]``."""
         return normalise(hidden, self._norms[0].weight, self._norms[0].variance_epsilon)
 
@@ -91,7 +91,7 @@ class FusedLayer:
         with ``sums``, which take the weights of attention.
         """
         attention, second = self._attention, self._norms[1]
-        normed = self.normed(hidden)
+        normed = self.norm_rows(hidden)
         query, keys, values = (
             _product(normed, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )

@@ -174,7 +174,7 @@ def record_of(number: int) -> KVRecord:
     shape = (_HEADS, tokens, _DIM)
     keys, values = (tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(_LAYERS)) for _ in range(2))
     kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="faults", context_ids=(number,), token_ids=tuple(range(tokens)))
+    return KVRecord.describe(kv, fingerprint="faults", context_ids=(number,), token_ids=tuple(range(tokens)))
 
 
 def is_right(stored: StoredKV, number: int) -> bool:

@@ -386,7 +386,7 @@ class Simulation:
             self._next_summary = self._now + self.options.period - self._now % self.options.period
             for replica in self.replicas.values():
                 if replica.changed:
-                    self._held[replica.name] = HeldChunks.of(reversed(replica.memory), reversed(replica.disk))
+                    self._held[replica.name] = HeldChunks.from_digests(reversed(replica.memory), reversed(replica.disk))
                     replica.changed = False
         job.replica = self._router.choose(job.request, self.replicas, self._held)
         replica = self.replicas[job.replica]

@@ -25,6 +25,7 @@ from docs.benchmarks.scripts import (
     store,
     three_models,
     throughput,
+    verified,
     warm,
     yardstick,
 )
@@ -65,6 +66,7 @@ KINDS = {
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
     "deviation": Kind(("deviation",), deviation.draw),
     "three_models": Kind(("models",), three_models.draw),
+    "verified": Kind(("options", "summary", "rows"), verified.draw),
     "yardstick": Kind(("sets", "together", "drawn"), yardstick.draw),
 }
 

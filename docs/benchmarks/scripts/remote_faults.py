@@ -45,7 +45,7 @@ class Place:
     ----------
     proxy : Proxy
     make : callable
-        Makes a store object, given the seconds that a call may take.
+        Makes a store object, given the ``timeout`` of a call, and perhaps a ``clock``.
     alter : callable
         Changes a piece of every record: takes what gives the new bytes of the old, or None to delete them.
     timeout : float
@@ -53,13 +53,13 @@ class Place:
     """
 
     proxy: Proxy
-    make: Callable[[float], RemoteStore]
+    make: Callable[..., RemoteStore]
     alter: Callable[[Change], None]
     timeout: float = 2.0
 
-    def opened(self, timeout: float | None = None) -> RemoteStore:
+    def opened(self, timeout: float | None = None, clock: Callable[[], float] = time.monotonic) -> RemoteStore:
         """A new store object."""
-        return self.make(timeout or self.timeout)
+        return self.make(timeout=timeout or self.timeout, clock=clock)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def s3_place(port: int, bucket: str) -> Iterator[Place]:
 
     make_bucket(port, bucket)
     with Proxy(port) as proxy, s3_environment(proxy.port):
-        yield Place(proxy, lambda timeout: S3Store(f"s3://{bucket}/kv", timeout=timeout), alter)
+        yield Place(proxy, lambda **given: S3Store(f"s3://{bucket}/kv", **given), alter)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def valkey_place(port: int) -> Iterator[Place]:
 
         client.flushall()
         url = f"valkey://127.0.0.1:{proxy.port}/0"
-        yield Place(proxy, lambda timeout: ValkeyStore(url, timeout=timeout), alter)
+        yield Place(proxy, lambda **given: ValkeyStore(url, **given), alter)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _records(options: StoreOptions) -> dict[str, KVRecord]:
         keys, values = (tuple(torch.randn(shape, generator=drawn).to(dtype) for _ in layers) for _ in "kv")
         kv = SegmentKV(keys, values, rotated=False)
         key = record_key(fingerprint="", salt="", kind="chunk", context_ids=(), token_ids=ids)
-        found[key] = KVRecord.of(kv, fingerprint="", context_ids=(), token_ids=ids)
+        found[key] = KVRecord.describe(kv, fingerprint="", context_ids=(), token_ids=ids)
     return found
 
 

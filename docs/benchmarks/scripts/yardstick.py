@@ -233,7 +233,7 @@ def _behind(contexts: ContextKV) -> ComputeKV:
 
 def _coded(kv: SegmentKV, name: str) -> SegmentKV:
     """KV as it is read from a record that a codec wrote."""
-    record = KVRecord.of(kv, fingerprint="", context_ids=(), token_ids=range(kv.keys[0].shape[1]))
+    record = KVRecord.describe(kv, fingerprint="", context_ids=(), token_ids=range(kv.keys[0].shape[1]))
     return as_written(record, RecordFormat(name)).kv
 
 

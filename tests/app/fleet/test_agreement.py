@@ -49,7 +49,7 @@ def test_equal_replicas_agree() -> None:
         ("embedder", [[0.5, 0.25], [1.0, 0.0]]),
     ],
 )
-def test_one_that_differs_is_refused_with_both_values(field: str, value: object) -> None:
+def test_differing_replica_is_refused_with_both_values(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         check_agreed(TERMS, TERMS | {field: value})
     message = str(caught.value)
@@ -74,7 +74,7 @@ def test_one_that_differs_is_refused_with_both_values(field: str, value: object)
         ("salt", "60"),
     ],
 )
-def test_whatever_decides_what_is_stored_or_answered_is_agreed_on(option: str, value: object) -> None:
+def test_replicas_agree_on_options_that_decide_what_is_stored_or_answered(option: str, value: object) -> None:
     here, there = terms_of(service()), terms_of(service(**{option: value}))
     assert here.keys() == there.keys()
     assert [name for name in here if here[name] != there[name]] == [option]

@@ -68,7 +68,7 @@ def test_the_example_is_a_configuration_of_ray_serve(tmp_path: Path) -> None:
         ({"options": {"server": {"also_models": ["smollm2"]}}}, "args.options, [server] also_models"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(arguments: dict[str, Any], field: str) -> None:
+def test_fleet_refuses_bad_arguments_by_name(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         app(FleetArguments.model_validate(arguments))
     assert caught.value.field == field

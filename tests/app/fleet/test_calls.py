@@ -34,7 +34,7 @@ async def slow() -> StreamingResponse:
     return StreamingResponse(pieces())
 
 
-async def test_a_request_is_answered() -> None:
+async def test_request_is_answered() -> None:
     call = Call("POST", "/echo", b"a=1", ((b"content-type", b"text/plain"),), b"body", ("10.0.0.1", 5))
     head, *parts = [part async for part in call_app(app, call)]
     assert isinstance(head, Head)
@@ -53,7 +53,7 @@ async def test_pieces_come_as_they_are_sent_and_the_application_sees_who_leaves(
     assert ended.is_set()
 
 
-async def test_an_error_of_the_application_is_raised() -> None:
+async def test_application_error_reaches_the_caller() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("broken")

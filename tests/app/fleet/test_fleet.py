@@ -18,6 +18,7 @@ from tests.app.server.common import new_collection, passage, read_events, write_
 from tests.app.server.test_crash import Served, whole_or_not_at_all
 from tests.tiny import text
 from tests.toy import ENVIRONMENT, MODEL_PATH
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # Ray and two replicas take a minute and both cores
 
@@ -65,13 +66,6 @@ def group(number: int) -> list[str]:
     return [f"Document {number}.{one} {text(40, 100 * number + one)}" for one in range(3)]
 
 
-def wait_until(true: Any, seconds: float = 45) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.2)
-
-
 def test_both_apis_answer_and_stream(fleet: Fleet) -> None:
     body = {"model": "model", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3, "stream": True}
     with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -85,15 +79,35 @@ def test_both_apis_answer_and_stream(fleet: Fleet) -> None:
     assert refused.status_code in (400, 422)
 
 
-def test_a_request_goes_where_its_chunks_lie(fleet: Fleet) -> None:
+def test_request_goes_to_the_replica_that_holds_its_chunks(fleet: Fleet) -> None:
     first = {number: fleet.complete(group(number))[0] for number in range(6)}
     assert set(first.values()) == {"0", "1"}
-    time.sleep(2.5)  # until the router was told
+    time.sleep(2.5)  # Ray tells the router once a second what a replica holds, and shows it to nobody else
     for number, replica in first.items():
         for documents in (group(number), group(number)[::-1], group(number)[1:]):
             again, answer = fleet.complete(documents)
             assert again == replica
             assert answer["cacheblend"][0]["misses"] == 0
+
+
+def test_check_is_asked_of_the_replica_that_has_it(fleet: Fleet) -> None:
+    fleet.complete(group(40))
+    time.sleep(2.5)  # until it is stored, and the router was told
+    found = {}
+    for number in range(4):
+        documents = group(40) if number % 2 else [*group(40)[:1], *group(50 + number)]
+        place, answer = fleet.complete(documents, verify="idle", selection="none")
+        waiting = answer["cacheblend"][0]["verification"]
+        if waiting["status"] == "waiting":
+            found[waiting["id"]] = place
+    assert found
+    for id, place in found.items():
+        for _ in range(3):
+            told = fleet.client.get(f"/api/answers/{id}/verification", params={"wait": 30})
+            assert (told.status_code, told.headers["x-replica"]) == (200, place)
+            assert told.json()["status"] in ("verified", "corrected")
+    unknown = fleet.client.get(f"/api/answers/00000000-{id.split('-')[1]}/verification")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_verification")
 
 
 def test_changes_are_refused_by_name(fleet: Fleet) -> None:
@@ -107,7 +121,7 @@ def test_changes_are_refused_by_name(fleet: Fleet) -> None:
             assert wrong.status_code in (400, 422), (path, body[:20], wrong.text)
 
 
-def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
+def test_request_of_a_client_that_leaves_is_stopped(fleet: Fleet) -> None:
     body = {"model": "model", "prompt": "Who?", "max_tokens": 1500, "stream": True}
     with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
         place = answer.headers["x-replica"]
@@ -117,17 +131,17 @@ def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
         seen = fleet.client.get("/metrics")
         return seen.headers["x-replica"] == place and "cacheblend_rag_clients_gone_total 1.0" in seen.text
 
-    wait_until(counted, 10)
+    until(counted)
 
 
-def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
+def test_killed_replica_is_replaced_and_comes_back_with_its_kv(fleet: Fleet) -> None:
     asked: dict[str, list[list[str]]] = {"0": [], "1": []}
     for number in range(20, 32):
         asked[fleet.complete(group(number))[0]].append(group(number))
     place = max(asked, key=lambda name: len(asked[name]))
     documents, *kept = asked.pop(place)
     ((neighbour, *_),) = asked.values()
-    time.sleep(2.5)
+    time.sleep(2.5)  # as above
     killed = fleet.process_of(place)
     body = {"model": "model", "prompt": "Who?", "documents": documents, "max_tokens": 500, "stream": True}
     with ThreadPoolExecutor() as threads, fleet.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -145,10 +159,10 @@ def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Flee
     other, found = fleet.complete(documents)
     assert other != place
     assert found["cacheblend"][0]["hits"] == len(documents)  # from the shared store
-    wait_until(lambda: fleet.process_of(place) not in (0, killed))
-    wait_until(lambda: place in {fleet.client.get("/readyz").headers["x-replica"] for _ in range(4)})
+    until(lambda: fleet.process_of(place) not in (0, killed), 60)
+    until(lambda: place in {fleet.client.get("/readyz").headers["x-replica"] for _ in range(4)}, 60)
     for documents in kept:  # nobody has asked for them since; the first may come before the router was told
-        time.sleep(2.5)
+        time.sleep(2.5)  # as above
         again, found = fleet.complete(documents)
         if again == place:
             break
@@ -175,7 +189,7 @@ def test_replicas_over_a_database_lose_no_upload(tmp_path: Path) -> None:
                 assert answer.status_code in (202, 429, 503), answer.text
                 return answer.status_code == 202
 
-            wait_until(answered)
+            until(answered, 60)
         expected = {f"{number}.txt": 1 for number in range(12)}
 
         def states() -> dict[str, str]:
@@ -185,7 +199,7 @@ def test_replicas_over_a_database_lose_no_upload(tmp_path: Path) -> None:
             return found
 
         seen: dict[str, bool] = {}
-        wait_until(lambda: states() and seen == {"0": True, "1": True}, 120)
+        until(lambda: states() and seen == {"0": True, "1": True}, 120)
         for _ in range(4):
             assert whole_or_not_at_all(fleet.client, id) == expected
         assert fleet.client.delete(f"/api/collections/{id}").status_code == 204

@@ -19,7 +19,7 @@ OTHER = "The boathouse stands on oak piles, which were replaced in 1974."
         (CHUNK.replace(" ", "\n ") + "\n\n" + OTHER, ""),
     ],
 )
-def test_a_prompt_has_the_pieces_of_its_chunks(prompt: str, separator: str) -> None:
+def test_prompt_has_the_pieces_of_its_chunks(prompt: str, separator: str) -> None:
     assert set(piece_digests(CHUNK) + piece_digests(OTHER)) <= weighed_pieces([prompt], separator).keys()
 
 
@@ -33,7 +33,7 @@ def test_short_pieces_are_left_out() -> None:
     assert weighed_pieces(["Yes.\n\nNo.\n\nWho built it?"]) == {}
 
 
-def test_a_huge_request_has_a_bounded_number_of_pieces() -> None:
+def test_huge_request_has_a_bounded_number_of_pieces() -> None:
     text = "\n\n".join(f"{number} green bottles hanging on the wall of the old inn" for number in range(5_000))
     assert len(weighed_pieces([text])) == 2_000
 

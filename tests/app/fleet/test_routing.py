@@ -18,7 +18,8 @@ REPLICAS = [f"replica-{number}" for number in range(8)]
 NAMES = st.integers(0, 30).map(lambda number: chunk_digest(f"chunk {number}"))
 REQUESTS = st.dictionaries(NAMES, st.integers(1, 600), max_size=8)
 HELD = st.dictionaries(
-    st.sampled_from(REPLICAS), st.builds(HeldChunks.of, st.lists(NAMES, max_size=9), st.lists(NAMES, max_size=9))
+    st.sampled_from(REPLICAS),
+    st.builds(HeldChunks.from_digests, st.lists(NAMES, max_size=9), st.lists(NAMES, max_size=9)),
 )
 ONGOING = st.dictionaries(st.sampled_from(REPLICAS), st.integers(0, 40), min_size=1)
 
@@ -28,7 +29,7 @@ def request(*texts: str, tokens: int = 100) -> dict[int, int]:
 
 
 def holding(*texts: str, disk: bool = False) -> HeldChunks:
-    return HeldChunks.of([], request(*texts)) if disk else HeldChunks.of(request(*texts))
+    return HeldChunks.from_digests([], request(*texts)) if disk else HeldChunks.from_digests(request(*texts))
 
 
 def idle(*replicas: str) -> dict[str, int]:
@@ -85,7 +86,7 @@ def test_sets_with_many_chunks_in_common_mostly_share_a_home() -> None:
     assert same > 0.6 * 400, "4 of 6 chunks are in both"
 
 
-def test_whoever_holds_most_tokens_is_first_and_memory_comes_before_disk() -> None:
+def test_replica_with_most_tokens_is_first_and_memory_comes_before_disk() -> None:
     chunks = request("a", "b") | request("long", tokens=500)
     held = {"one": holding("a", "b"), "two": holding("long"), "three": holding("long", disk=True)}
     assert rank_replicas(chunks, held, idle("one", "two", "three", "four")) == ["two", "three", "one", "four"]
@@ -97,7 +98,7 @@ def test_among_equals_the_least_loaded_is_first() -> None:
     assert rank_replicas(request("a"), held, ongoing) == REPLICAS[::-1]
 
 
-def test_a_request_without_chunks_goes_to_the_least_loaded() -> None:
+def test_request_without_chunks_goes_to_the_least_loaded_replica() -> None:
     ongoing = dict.fromkeys(REPLICAS, 3) | {"replica-5": 2}
     assert rank_replicas({}, dict.fromkeys(REPLICAS, holding("a")), ongoing)[0] == "replica-5"
     assert rank_replicas({}, {}, {}) == []
@@ -110,9 +111,9 @@ def test_load_weighs_by_the_share_held() -> None:
         assert rank_replicas(request("a", "b", "c", "d"), held, ongoing, rule)[0] == first
 
 
-def test_a_summary_is_read_back_and_has_a_bounded_size() -> None:
+def test_summary_is_read_back_and_has_a_bounded_size() -> None:
     digests = [chunk_digest(str(number)) for number in range(MOST_CHUNKS + 500)]
-    held = HeldChunks.of(digests[:300], digests[200:])
+    held = HeldChunks.from_digests(digests[:300], digests[200:])
     text = json.dumps(held.summary())
     assert HeldChunks.read(json.loads(text)) == held
     assert len(text) < 53_400
@@ -128,11 +129,11 @@ def test_a_summary_is_read_back_and_has_a_bounded_size() -> None:
         *({"memory": "AAAA", "disk": ""}, {"memory": "é", "disk": ""}, {"memory": "AAAA" * 54_000, "disk": ""}),
     ],
 )
-def test_a_damaged_summary_holds_nothing(damaged: object) -> None:
+def test_damaged_summary_holds_nothing(damaged: object) -> None:
     assert HeldChunks.read(damaged) == HeldChunks()
 
 
-def test_a_digest_is_that_of_the_text_and_the_tenant() -> None:
+def test_digest_depends_on_text_and_tenant() -> None:
     digests = {chunk_digest("text"), chunk_digest("text "), chunk_digest("text", "tenant"), chunk_digest("\ud800")}
     assert len(digests) == 4
     assert chunk_digest("bc", "a") != chunk_digest("c", "ab")

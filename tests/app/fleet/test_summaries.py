@@ -47,7 +47,7 @@ def held(store: SummarizedStore) -> tuple[list[int], list[int]]:
     return sorted(number[one] for one in found.memory), sorted(number[one] for one in found.disk)
 
 
-def test_what_is_stored_is_held_and_what_is_erased_is_not(tmp_path: Path, opened: Opened) -> None:
+def test_summary_holds_stored_chunks_and_drops_erased_ones(tmp_path: Path, opened: Opened) -> None:
     store = SummarizedStore(DiskStore(tmp_path / "kv", 10**9))
     engine = opened(store)
     assert held(store) == ([], [])
@@ -57,13 +57,13 @@ def test_what_is_stored_is_held_and_what_is_erased_is_not(tmp_path: Path, opened
     assert held(store) == ([], [0, 2])
 
 
-def test_what_stands_between_chunks_is_no_part_of_them(tmp_path: Path, opened: Opened) -> None:
+def test_summary_leaves_out_text_between_chunks(tmp_path: Path, opened: Opened) -> None:
     store = SummarizedStore(DiskStore(tmp_path / "kv", 10**9))
     opened(store, APART).warm(CHUNKS)
     assert held(store) == ([], [0, 1, 2, 3])
 
 
-def test_one_that_is_started_again_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:
+def test_restarted_summary_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:
     opened(SummarizedStore(DiskStore(tmp_path / "kv", 10**9))).warm(CHUNKS)
     store = SummarizedStore(TieredStore([MemoryStore(10**8), DiskStore(tmp_path / "kv", 10**9)]))
     engine = opened(store)
@@ -72,7 +72,7 @@ def test_one_that_is_started_again_knows_what_its_folder_holds(tmp_path: Path, o
     assert held(store) == ([0, 1], [2, 3])
 
 
-def test_what_is_evicted_is_not_held(tmp_path: Path, opened: Opened) -> None:
+def test_summary_drops_evicted_chunks(tmp_path: Path, opened: Opened) -> None:
     first = SummarizedStore(DiskStore(tmp_path / "first", 10**9))
     opened(first).warm(CHUNKS[:1])
     disk = DiskStore(tmp_path / "kv", int(2.5 * first.volume()))

@@ -25,6 +25,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.toy import EMBEDDER_PATH
+from tests.waiting import Clock, until
 
 BASE = "http://localhost"
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"leaf": "red"}}\n</tool_call>'
@@ -91,13 +92,28 @@ class Running:
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         self.app = app
         self.server = uvicorn.Server(server_config(app, settings, grace=5))
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._clock = Clock(beside=time.monotonic)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.time = self._clock  # type: ignore[method-assign]
+        await self.server.serve()
+
+    def later(self, seconds: float) -> None:
+        """Let so many seconds pass for all timers of the server, once it has read what was sent to it."""
+
+        async def turn() -> None:
+            for wait in (0.0, seconds):
+                self._clock.advance(wait)
+                for _ in range(3):  # each time the loop looks at all sockets and timers
+                    await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(turn(), self._loop).result(60)
 
     def __enter__(self) -> Running:
         self._thread.start()
-        ends = time.monotonic() + 60
-        while not self.server.started and self._thread.is_alive() and time.monotonic() < ends:
-            time.sleep(0.02)
+        until(lambda: self.server.started or not self._thread.is_alive(), 60)
         assert self.server.started
         return self
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from cacheblend_rag.app.server.services.logs import (
 )
 from cacheblend_rag.app.server.services.metrics import Metrics
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
-from tests.probes import until
 from tests.telemetry import STEPS, Told, telling
+from tests.waiting import until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -57,14 +56,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, ACCESS_LOG)
 
     def taken(count: int) -> list[dict[str, Any]]:
-        ends = time.monotonic() + 10
-        while True:  # a line comes once the client has its answer
-            found = [one.fields for one in caplog.records if one.name == ACCESS_LOG]  # type: ignore[attr-defined]
-            if len(found) >= count or time.monotonic() > ends:
-                assert len(found) == count
-                caplog.clear()
-                return found
-            time.sleep(0.01)
+        def found() -> list[dict[str, Any]]:
+            return [one.fields for one in caplog.records if one.name == ACCESS_LOG]  # type: ignore[attr-defined]
+
+        until(lambda: len(found()) >= count)  # a line comes once the client has its answer
+        these = found()
+        assert len(these) == count
+        caplog.clear()
+        return these
 
     return taken
 
@@ -80,7 +79,7 @@ def counts(client: httpx.Client, name: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
+def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
     with client_of(server, KEYS["ada"]) as client:
         name = server.service.model_name
         body = {"model": name, "prompt": "Which?", "documents": [passage(310), passage(311)], "max_tokens": 3}
@@ -152,7 +151,7 @@ def test_the_form_of_the_log_can_be_chosen(capsys: pytest.CaptureFixture[str]) -
     assert seen["off"] == ""
 
 
-def test_a_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
+def test_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
     server: Running, metrics_key: tuple[Any, str]
 ) -> None:
     with (

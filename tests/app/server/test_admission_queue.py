@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -11,6 +10,15 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue, Alone
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import TextStream
+from tests.waiting import Clock
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    """The time of the loop, and of a queue to which it is handed. Patience ends when a test says so."""
+    made = Clock()
+    asyncio.get_running_loop().time = made  # type: ignore[method-assign]
+    return made
 
 
 async def soon() -> None:
@@ -44,7 +52,7 @@ async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
+async def test_full_queue_says_when_to_come_again() -> None:
     queue = AdmissionQueue(1, 2, 10.0)
     slot = await queue.slot("a")
     waiting = [asyncio.create_task(queue.slot("a")) for _ in range(2)]
@@ -62,12 +70,18 @@ async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
     assert queue.served == 0
 
 
-async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
-    queue = AdmissionQueue(1, 10, 0.05)
+async def test_waiting_client_that_times_out_or_leaves_blocks_no_slot(clock: Clock) -> None:
+    queue = AdmissionQueue(1, 10, 10.0, clock=clock)
     slot = await queue.slot("a")
-    with pytest.raises(Problem) as late:
-        await queue.slot("a")
-    assert late.value.status == 503
+    late = asyncio.create_task(queue.slot("a"))
+    await soon()
+    clock.advance(9.0)
+    await soon()
+    assert not late.done()
+    clock.advance(1.0)
+    with pytest.raises(Problem) as refused:
+        await late
+    assert refused.value.status == 503
     gone = asyncio.create_task(queue.slot("a"))
     stays = asyncio.create_task(queue.slot("a"))
     await soon()
@@ -78,7 +92,7 @@ async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
+async def test_slot_given_to_a_leaving_client_goes_to_the_next() -> None:
     queue = AdmissionQueue(1, 10, 10.0)
     slot = await queue.slot("a")
     gone, stays = asyncio.create_task(queue.slot("a")), asyncio.create_task(queue.slot("a"))
@@ -91,7 +105,7 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     assert queue.waiting == 0
 
 
-async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
+async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str, seconds: float) -> None:
@@ -107,7 +121,7 @@ async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
     assert 3 <= served[:33].count("long") <= 5
 
 
-async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> None:
+async def test_returning_tenant_has_no_claim_to_unused_slots() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str) -> None:
@@ -127,19 +141,21 @@ async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> N
 
 
 async def test_one_of_several_tenants_has_half_of_the_places() -> None:
-    alone = AdmissionQueue(4, 10, 0.05)
+    alone = AdmissionQueue(4, 10, 10.0)
     assert [await alone.slot("a") for _ in range(4)]
-    queue = AdmissionQueue(4, 10, 0.05, lambda: 2)
+    queue = AdmissionQueue(4, 10, 10.0, lambda: 2)
     first = [await queue.slot("a") for _ in range(2)]
-    with pytest.raises(Problem):
-        await queue.slot("a")
-    assert [await queue.slot("b") for _ in range(2)]
     more = asyncio.create_task(queue.slot("a"))
+    await soon()
+    assert not more.done()
+    assert [await queue.slot("b") for _ in range(2)]
+    await soon()
+    assert not more.done()
     await first[0].leave()
     await more
 
 
-async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() -> None:
+async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> None:
     """Long prompts would have half of the places for as long as they take, and so half of the model."""
     queue = AdmissionQueue(4, 10, 10.0, lambda: 4)
     held = {tenant: await queue.slot(tenant) for tenant in "abcd"}
@@ -157,7 +173,7 @@ async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() 
     await (await waiting["a"]).leave()  # of two, each may have half
 
 
-async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
+async def test_request_alone_in_its_tenant_keeps_no_other_tenant_waiting() -> None:
     queue, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: Alone = "") -> None:
@@ -175,24 +191,29 @@ async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> N
     assert events[3:] == ["a alone", "a later"]
 
 
-async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.services.admission_queue._DRAIN", 0.05)
-    queue = AdmissionQueue(2, 10, 10.0)
+async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clock: Clock) -> None:
+    queue = AdmissionQueue(2, 10, 60.0, clock=clock)
     long = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))
+    async with await queue.slot("b") as slot:
+        slot.holds(Answer(5.0))  # more than the other tenant has had
+    other = asyncio.create_task(queue.slot("b"))
     await soon()
-    began = time.monotonic()
-    for _ in range(20):
+    clock.advance(9.0)
+    await soon()
+    assert not other.done(), "the slots are emptied"
+    clock.advance(1.0)
+    await (await other).leave()
+    for _ in range(5):  # the other tenant goes first, until it has had ten seconds more
         async with await queue.slot("b") as slot:
             slot.holds(Answer(1.0))
             assert not alone.done()
-    assert 0.04 < time.monotonic() - began < 5
     await long.leave()
     await (await alone).leave()
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> None:
+async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     queue, served = AdmissionQueue(1, 1, 10.0), []
     slot = await queue.slot("a")
     assert not await slot.give_way()  # nobody waits
@@ -202,7 +223,7 @@ async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> Non
             served.append(name)
 
     waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
-    await slot.in_thread(time.sleep, 0.05)
+    await soon()
     assert await slot.give_way()  # though its tenant's queue was full
     assert served == ["b", "a"]
     assert queue.served == 1
@@ -211,8 +232,8 @@ async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> Non
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
-    queue = AdmissionQueue(1, 10, 0.05)
+async def test_client_that_leaves_while_giving_way_blocks_no_slot(clock: Clock) -> None:
+    queue = AdmissionQueue(1, 10, 10.0, clock=clock)
     slot = await queue.slot("a")
     stays = asyncio.create_task(queue.slot("b"))
     await soon()
@@ -225,10 +246,13 @@ async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
     await other.leave()
     late, stays = await queue.slot("a"), asyncio.create_task(queue.slot("b"))
     await soon()
+    back = asyncio.create_task(late.give_way())
+    other = await stays
+    clock.advance(10.0)  # the other stays longer than it may wait
     with pytest.raises(Problem) as refused:
-        await late.give_way()  # the other stays longer than it may wait
+        await back
     assert refused.value.status == 503
-    await (await stays).leave()
+    await other.leave()
     assert (queue.waiting, queue.served) == (0, 0)
 
 
@@ -253,8 +277,8 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
-    queue = AdmissionQueue(2, 10, 0.05)
+async def test_lone_request_that_leaves_lets_the_others_in(clock: Clock) -> None:
+    queue = AdmissionQueue(2, 10, 10.0, clock=clock)
     first = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))
     later = asyncio.create_task(queue.slot("a"))
@@ -262,9 +286,12 @@ async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
     assert queue.waiting == 2
     alone.cancel()
     other = await later
-    with pytest.raises(Problem) as late:
-        await queue.slot("a", alone="server")
-    assert late.value.status == 503
+    late = asyncio.create_task(queue.slot("a", alone="server"))
+    await soon()
+    clock.advance(10.0)
+    with pytest.raises(Problem) as refused:
+        await late
+    assert refused.value.status == 503
     await first.leave()
     await other.leave()
     assert (queue.waiting, queue.served) == (0, 0)

@@ -87,7 +87,7 @@ def test_names_never_become_paths(guarded: Running, ada: httpx.Client, name: str
         assert ada.get(path).status_code == 404
 
 
-def test_a_name_is_shown_without_what_cannot_be_seen(ada: httpx.Client) -> None:
+def test_name_is_shown_without_invisible_characters(ada: httpx.Client) -> None:
     id = new_collection(ada, "a\x00b\u202e\nc")
     (shown,) = [one["name"] for one in ada.get("/api/state").json()["collections"] if one["id"] == id]
     assert shown == "a b c"
@@ -333,7 +333,7 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         assert ADA not in str(refused.value)
 
 
-def test_a_salt_is_drawn_once_and_is_the_tenants_own(guarded: Running) -> None:
+def test_salt_is_drawn_once_for_each_tenant(guarded: Running) -> None:
     salts = {name: session.tenant.salt for name, session in guarded.service.sessions.items()}
     assert len(set(salts.values())) == 2
     kept = guarded.service.sessions["ada"].tenant.folder / "salt"
@@ -341,7 +341,7 @@ def test_a_salt_is_drawn_once_and_is_the_tenants_own(guarded: Running) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_unexpected_error_tells_the_client_nothing_and_the_log_its_kind_and_place(
+def test_unexpected_error_tells_the_client_nothing_and_the_log_its_kind_and_place(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*args: object, **more: object) -> None:

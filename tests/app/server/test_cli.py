@@ -62,7 +62,7 @@ def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, mo
         (["--docs", "nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_used_is_named(
+def test_serve_names_bad_arguments(
     arguments: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--data-dir", str(tmp_path)]
@@ -97,7 +97,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_file_gives_options_below_the_environment_and_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of("--config", str(file))
     assert (settings.rag.docs, settings.rag.top_k) == (str(file.parent / "contracts"), 3)
     assert (settings.port, settings.concurrent) == (9000, 2)
@@ -150,7 +150,7 @@ def test_a_file_gives_options_below_the_environment_and_flags(file: Path, monkey
     ],
     ids=lambda value: value if "usable" not in value else "",
 )
-def test_what_a_file_must_not_hold_is_named(
+def test_serve_names_bad_entries_of_an_options_file(
     text: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(text, encoding="utf-8")
@@ -170,7 +170,7 @@ def test_what_a_file_must_not_hold_is_named(
         ("selection = 'hkdv'", "selection='hkdv' is not usable: "),
     ],
 )
-def test_what_only_the_model_can_judge_is_named_too(
+def test_serve_names_options_that_only_the_model_can_judge(
     text: str,
     message: str,
     file: Path,
@@ -186,7 +186,7 @@ def test_what_only_the_model_can_judge_is_named_too(
     assert f"{file}, [engine] {message}" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_or_is_no_text_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_binary_options_file_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", str(file.parent / "none.toml")]) == 2
     assert "none.toml' is not usable: No such file" in capsys.readouterr().err
     file.write_bytes(b"\xff\xfe")
@@ -194,7 +194,7 @@ def test_a_file_that_is_not_there_or_is_no_text_is_named(file: Path, capsys: pyt
     assert "it is no TOML" in capsys.readouterr().err
 
 
-def test_what_holds_is_shown_as_a_file_that_says_the_same(
+def test_print_config_shows_a_file_that_gives_the_same_options(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_RAG_LIMITS_QUEUE", "8")
@@ -275,7 +275,7 @@ def test_every_option_of_the_server_can_stand_in_a_file() -> None:
     assert all(option.default == getattr(defaults, option.name) for option in SECTIONS["limits"])
 
 
-def test_a_log_line_has_the_kind_of_an_error_and_not_its_message() -> None:
+def test_log_line_has_the_kind_of_an_error_and_not_its_message() -> None:
     try:
         raise ValueError("pineapple")
     except ValueError:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.app.server.common import (
     settings_for,
     upload,
 )
+from tests.waiting import until
 
 ASK = "/api/collections/archive/ask"
 QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
@@ -60,17 +60,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 @pytest.fixture(scope="module")
 def narrow(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with room for one that is served and one that waits, and little patience."""
-    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=0.5, answer_tokens=400)
+    """A server with room for one that is served and one that waits, and little time for an answer."""
+    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=60, answer_tokens=400)
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, concurrent=1)) as made:
         yield made
-
-
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def gone(server: Running) -> float:
@@ -78,7 +71,7 @@ def gone(server: Running) -> float:
     return float(told)
 
 
-def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running, slow: Slow) -> None:
+def test_unread_stream_ends_and_frees_its_slot(server: Running, slow: Slow) -> None:
     before = gone(server)
     with client_of(server) as client, client.stream("POST", ASK, json=QUESTION) as answer:
         pieces = answer.iter_text()  # dropping it would close the connection
@@ -98,7 +91,7 @@ def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running
         ("/v1/responses", {"model": "", "input": "the", "max_output_tokens": 400, "stream": True}),
     ],
 )
-def test_who_leaves_before_the_whole_answer_frees_its_place(
+def test_client_that_leaves_before_the_whole_answer_frees_its_slot(
     server: Running, slow: Slow, path: str, body: dict[str, Any]
 ) -> None:
     before = gone(server)
@@ -113,7 +106,7 @@ def test_who_leaves_before_the_whole_answer_frees_its_place(
     until(lambda: gone(server) == before + 1)
 
 
-def test_who_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
+def test_client_that_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
     with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
         pieces = answer.iter_text()
         next(pieces)
@@ -140,6 +133,7 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
             pytest.raises(openai.RateLimitError),
         ):
             other.completions.create(model=narrow.service.model_name, prompt="the")
+        narrow.later(60)
         second.join()
         assert waiting[0].status_code == 503  # its patience ended first
     until(lambda: narrow.service.queue.served == 0)
@@ -175,7 +169,7 @@ def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> No
     until(lambda: server.service.queue.served == 0)
 
 
-def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None:
+def test_answer_ends_at_its_time_limit(narrow: Running, slow: Slow) -> None:
     with client_of(narrow) as client:
         events = read_events(client.post(ASK, json=QUESTION).text)
         assert [name for name, _ in events[-2:]] == ["error", "done"]
@@ -200,7 +194,7 @@ async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -
     until(lambda: (server.service.queue.waiting, server.service.queue.served) == (0, 0))
 
 
-def test_what_happened_is_counted(server: Running) -> None:
+def test_metrics_count_an_answer(server: Running) -> None:
     with client_of(server) as client:
         client.post(ASK, json={**QUESTION, "max_tokens": 4})
         text = client.get("/metrics").text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ from cacheblend_rag.calibration import comparison
 from cacheblend_rag.calibration.comparison import ROUNDS, PrefillResult, time_once
 from cacheblend_rag.prompt import Prompt
 from tests.app.server.common import Running, client_of, new_collection, passage, read_events, upload
+from tests.waiting import until
 
 QUESTION = {"question": "Which leaf fell into the river?", "k": 3}
 METHODS = ["full", "prefix", "reuse", "blend"]
@@ -57,13 +57,6 @@ def compare(client: httpx.Client, collection: str = "archive") -> list[tuple[str
     return read_events(answer.text)
 
 
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Client, passes: Passes) -> None:
     # By pass: the four answers, then three rounds of all four.
     passes.seconds = [9.0] * 4 + [1.0, 2.0, 3.0, 4.0] + [5.0, 2.0, 1.0, 6.0] + [3.0, 2.0, 8.0, 5.0]
@@ -80,7 +73,7 @@ def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Clien
     assert answers["full"] == answers["prefix"]
 
 
-def test_whoever_waits_is_let_in_after_one_pass(
+def test_comparison_lets_waiting_requests_in_after_each_pass(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -133,7 +126,7 @@ def test_passages_that_are_deleted_meanwhile_end_it_and_are_not_stored_again(
     assert left == records, "the other passage was computed behind the one that is gone"
 
 
-def test_a_client_that_goes_ends_it_after_the_pass_under_way(
+def test_comparison_ends_after_the_running_pass_when_its_client_leaves(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, noticed = threading.Event(), threading.Event()

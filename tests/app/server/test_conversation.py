@@ -39,13 +39,13 @@ class Shelf:
         return [one.chunk for one in search(self.search, NEXT, earlier, k)[0]]
 
 
-def test_a_question_alone_is_searched_for_as_it_is() -> None:
+def test_first_question_is_searched_for_as_it_is() -> None:
     shelf = Shelf(warranty=(1.0, [1, 2, 3]))
     assert shelf.found([], 2) == [1, 2]
     assert shelf.asked == [NEXT]
 
 
-def test_a_question_that_follows_is_searched_for_with_those_before_it() -> None:
+def test_followup_question_is_searched_for_with_those_before_it() -> None:
     shelf = Shelf(kettle=(0.8, [7, 8, 1, 9]), warranty=(1.0, [1, 2, 3, 4]))
     assert shelf.found([KETTLE], 4) == [7, 1, 8, 2], "each search in turn, no passage twice"
     assert shelf.asked == [NEXT, f"{NEXT} {KETTLE.question}"]
@@ -55,7 +55,7 @@ def test_a_question_that_follows_is_searched_for_with_those_before_it() -> None:
     assert many.asked[1] == f"{NEXT} question 4 question 3 question 2", "the latest first, and not all of them"
 
 
-def test_a_question_that_finds_nearer_passages_alone_stands_by_itself() -> None:
+def test_question_that_finds_nearer_passages_alone_stands_by_itself() -> None:
     shelf = Shelf(kettle=(0.8, [7, 8, 1, 9]), warranty=(0.7, [1, 2, 3, 4]))
     assert shelf.found([KETTLE], 4) == [1, 2, 3, 4]
     assert Shelf(kettle=(0.8, [])).found([KETTLE], 4) == []
@@ -74,7 +74,7 @@ def test_earlier_turns_stand_behind_the_passages() -> None:
     )
 
 
-def test_a_prompt_can_go_on_from_that_of_the_turn_before() -> None:
+def test_prompt_can_go_on_from_that_of_the_turn_before() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     one, two, three, four = ("Which?", ()), ("And then?", ("Three.", "Four.")), ("Why?", ()), ("Who?", ("Five.",))
@@ -115,7 +115,7 @@ def following(monkeypatch: pytest.MonkeyPatch, stands_alone: bool = False) -> No
     monkeypatch.setattr("cacheblend_rag.app.server.api.rag.search", found)
 
 
-def test_a_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     following(monkeypatch)
     history: list[Any] = []
     first = turn_of(client, "archive", "Which leaf fell into the river?", history, k=2)
@@ -137,7 +137,7 @@ def test_a_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytes
     assert turn_of(client, "archive", "Is it cold?", history, k=2)["resumed"] > 0.8 * len(other["prompt"])
 
 
-def test_a_conversation_that_cannot_go_on_begins_anew(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_that_cannot_go_on_begins_anew(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     following(monkeypatch)
     gone: list[Any] = []
     turn_of(client, "archive", "Which leaf fell into the river?", gone, k=2)
@@ -150,7 +150,7 @@ def test_a_conversation_that_cannot_go_on_begins_anew(client: Any, monkeypatch: 
         assert (report["stands_alone"], len(report["chunks"])) == (True, 2)
 
 
-def test_a_tenant_learns_nothing_of_anothers_conversation(
+def test_tenant_learns_nothing_of_anothers_conversation(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All read the archive. Who asks what another has asked must not see how far the questions are the same."""
@@ -171,7 +171,7 @@ def test_a_tenant_learns_nothing_of_anothers_conversation(
             client.app.state.service.engine.flush()  # type: ignore[attr-defined]
 
 
-def test_what_turns_hold_stays_where_it_is() -> None:
+def test_template_text_in_turns_stays_text() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     odd = EarlierTurn("{{ bos_token }}{q}\n[user] Or?", "{q}{{ 7 * 6 }}")
@@ -183,7 +183,7 @@ def test_what_turns_hold_stays_where_it_is() -> None:
         assert prompt.suffix.count(NEXT) == 1
 
 
-def test_a_template_that_leaves_a_turn_out_is_named() -> None:
+def test_template_that_leaves_a_turn_out_is_named() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}{{ messages[-1].content }}"

@@ -10,7 +10,6 @@ import secrets
 import signal
 import sqlite3
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,13 @@ from cacheblend_rag.store.disk import DiskStore
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
+from tests.waiting import until
 
 
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
-    start_seconds = 60.0
+    start_seconds = 180.0
 
     def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
         command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
@@ -42,12 +42,17 @@ class Served:
         self._log = data.parent / f"log-{secrets.token_hex(4)}"
         nothing = Path(os.devnull)
         self.process = start_program([*command, *arguments], data.parent, nothing, self._log, environment)
-        ends = time.monotonic() + self.start_seconds
-        while not (found := re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)):
-            if not self.process.is_alive() or time.monotonic() > ends:
-                self._stop(signal.SIGTERM)
-                raise AssertionError(self.log)
-            time.sleep(0.05)
+
+        def opened() -> re.Match[str] | None:
+            assert self.process.is_alive()
+            return re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)
+
+        try:
+            found = until(opened, self.start_seconds)
+        except AssertionError:
+            self._stop(signal.SIGTERM)
+            raise AssertionError(self.log) from None
+        assert found is not None
         self.client = httpx.Client(base_url=found[1], timeout=60)
 
     @property
@@ -127,7 +132,7 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
 
 
 @pytest.mark.parametrize("table", ["documents", "passages"])
-def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
+def test_failed_save_leaves_the_collection_as_it_was_and_is_retried(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
@@ -168,7 +173,7 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
 
 
 @pytest.mark.parametrize("damage", [b"{", b"SQLite format 3\0" + b"\xff" * 4000])
-def test_a_damaged_catalogue_is_put_aside_and_other_tenants_are_served(
+def test_damaged_catalogue_is_put_aside_and_other_tenants_are_served(
     model: Path, docs: Path, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -215,9 +220,7 @@ def test_another_embedder_makes_the_vectors_anew(
     assert found[0]["score"] < 0.5
 
 
-def test_a_file_of_options_and_the_form_of_the_log_hold_in_a_process_of_its_own(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_options_file_and_log_format_hold_in_a_server_process(model: Path, docs: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text(
         '[server]\naccess_log = "text"\nserved_model_name = "house"\n[limits]\nquestion_chars = 20\n[rag]\ntop_k = 2\n'

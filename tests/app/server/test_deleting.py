@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.services.ingestion import Ingestion
 from cacheblend_rag.app.server.services.library import Incoming
 from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.storage import catalogue
@@ -28,6 +28,7 @@ from cacheblend_rag.store.tombstones import TombstonedStore
 from tests.app.server.common import BASE, new_collection, passage, records_on_disk, settings_for, settle, upload
 from tests.contract.store_contract import make
 from tests.probes import segments_of
+from tests.waiting import Clock, until
 
 MB = 10**6
 
@@ -92,10 +93,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
         ballast.unlink()
         library = service_of(client).sessions["local"].library
         service_of(client).ingestion.wake()
-        ends = time.monotonic() + 30
-        while library.erasing.unfinished and time.monotonic() < ends:
-            time.sleep(0.05)
-        assert not library.erasing.unfinished
+        until(lambda: not library.erasing.unfinished)
         assert not library.catalogue.deletions.tombstones()
         assert records_on_disk(data) == records - 2
         assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
@@ -104,7 +102,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
             assert passage(900).split("\n")[1].encode() not in path.read_bytes(), "the text is overwritten"
 
 
-def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Path, small_disk: Path) -> None:
+def test_full_disk_makes_deleting_fail(model: Path, docs: Path, small_disk: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, small_disk / "data")), base_url=BASE) as client:
         id = new_collection(client)
         upload(client, id, {"a.txt": passage(902)})
@@ -122,7 +120,7 @@ def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Pat
         assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
 
 
-def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
+def test_failed_erasing_is_retried_and_its_kv_is_not_read(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
@@ -167,19 +165,25 @@ def test_no_text_of_what_was_deleted_stays_in_the_files(
         assert passage(960).split("\n")[1][:60].encode() in held
 
 
-def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
+def test_file_deleted_while_it_becomes_a_document_is_gone(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    becoming, add = threading.Event(), catalogue.Catalogue.add
+    becoming, deleting = threading.Event(), threading.Event()
+    add, dismiss = catalogue.Catalogue.add, Ingestion.dismiss
 
-    def slow(*given: Any) -> None:
+    def held(*given: Any) -> None:
         becoming.set()
-        time.sleep(1)
+        assert deleting.wait(30)
         add(*given)
+
+    def noted(*given: Any) -> bool:
+        deleting.set()
+        return dismiss(*given)
 
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
-        monkeypatch.setattr(catalogue.Catalogue, "add", slow)
+        monkeypatch.setattr(catalogue.Catalogue, "add", held)
+        monkeypatch.setattr(Ingestion, "dismiss", noted)
         client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(970)))])
         assert becoming.wait(30)
         assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
@@ -189,7 +193,7 @@ def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
 
 
 @pytest.mark.parametrize("what", ["/documents/{file}", ""])
-def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
+def test_file_withdrawn_before_it_is_read_is_no_fault(
     what: str,
     model: Path,
     docs: Path,
@@ -250,7 +254,7 @@ def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
         assert sum(hits(client, seed) for seed in range(991, 994)) < 3, "they were computed behind it"
 
 
-def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
+def test_unerased_kv_is_not_read_after_a_restart(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(model, docs, tmp_path)
@@ -271,7 +275,7 @@ def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
         assert records_on_disk(tmp_path) == records - 1
 
 
-def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_deleted_text_is_read_again_once_it_is_uploaded_again(model: Path, docs: Path, tmp_path: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         id = new_collection(client)
         for _ in range(2):
@@ -282,7 +286,7 @@ def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path)
             assert hits(client, 920) == 0
 
 
-def test_a_folder_that_is_served_keeps_the_kv_of_its_texts(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_served_folder_keeps_the_kv_of_its_texts(model: Path, docs: Path, tmp_path: Path) -> None:
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
         settle(service_of(client))
         id = new_collection(client)
@@ -293,8 +297,8 @@ def test_a_folder_that_is_served_keeps_the_kv_of_its_texts(model: Path, docs: Pa
 
 
 def test_tombstones_of_a_store() -> None:
-    inner = MemoryStore("1MB")
-    store = TombstonedStore(inner, lasting=0.2)
+    inner, clock = MemoryStore("1MB"), Clock()
+    store = TombstonedStore(inner, lasting=60, clock=clock)
     store.put("a", make())
     store.bury(["a", "b"])
     assert store.open("a") is None
@@ -307,8 +311,12 @@ def test_tombstones_of_a_store() -> None:
     assert not inner.contains("a")
     store.put("a", make())  # by an answer that was under way
     assert not inner.contains("a")
+    clock.advance(59)
+    store.put("a", make())
+    assert not inner.contains("a")
     assert store.tombstones == 2
-    time.sleep(0.3)
+    clock.advance(1)
+    assert store.tombstones == 1
     store.put("a", make())
     assert store.contains("a")
     store.allow(["b"])

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.server.security.file_reader import Reader
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits
 from cacheblend_rag.errors import DocumentError
 from tests.integrations.retrieval.office import make_docx
@@ -84,7 +84,7 @@ def _command(pid: str) -> bytes:
         "return os.posix_spawn('/bin/true', ['true'], {{}})",
     ],
 )
-def test_it_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Path) -> None:
+def test_reader_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("there")
     before = (tmp_path / "there").stat()
     held, outcome = confined(attack.format(folder=tmp_path, port=9, parent=os.getpid()))
@@ -95,7 +95,7 @@ def test_it_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Pat
 
 
 @LINUX
-def test_it_reads_no_file_but_code(tmp_path: Path) -> None:
+def test_reader_reads_no_file_but_code(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     held, outcome = confined(f"return open({str(tmp_path / 'secret')!r}).read()")
     if "reading" not in held:
@@ -109,11 +109,11 @@ def test_it_reads_no_file_but_code(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_it_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "ada=ada-0123456789abcdef")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     (tmp_path / "a.txt").write_text("some text")
-    with Reader(LIMITS) as reader:
+    with FileReader(LIMITS) as reader:
         assert reader.read(tmp_path / "a.txt", "a.txt").pages == ("some text",)
         (process,) = readers()
         told = Path(f"/proc/{process}/environ")
@@ -131,7 +131,7 @@ def test_every_kind_is_read_within_the_limits_by_one_process(tmp_path: Path) -> 
         "e.md": b"# Head\n\nText",
     }
     found, first = {}, list[int]()
-    with Reader(LIMITS) as reader:
+    with FileReader(LIMITS) as reader:
         for name, data in files.items():
             (tmp_path / "file").write_bytes(data)
             found[name] = reader.read(tmp_path / "file", name).pages[0]
@@ -143,11 +143,11 @@ def test_every_kind_is_read_within_the_limits_by_one_process(tmp_path: Path) -> 
 
 
 @LINUX
-def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> None:
+def test_file_that_kills_the_reader_is_blamed_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "good").write_text("good text")
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
     narrow = Limits(document_chars=100_000, parse_seconds=3, parse_bytes=400_000_000)
-    with Reader(narrow) as reader:
+    with FileReader(narrow) as reader:
         assert reader.read(tmp_path / "good", "a.txt").pages == ("good text",)
         with pytest.raises(DocumentError):
             reader.read(tmp_path / "bomb", "b.html")
@@ -157,15 +157,25 @@ def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> 
         assert reader.read(tmp_path / "good", "d.txt").pages == ("good text",)
 
 
-def test_an_error_calls_the_upload_the_file(tmp_path: Path) -> None:
+def test_error_names_the_upload_as_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"no PDF")
-    with Reader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
+    with FileReader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
         reader.read(tmp_path / "bad", "contract.pdf")
 
 
-def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["as it begins", "while it goes on"])
+def test_reading_ends_when_the_server_stops(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
-    reader, failed = Reader(Limits(parse_seconds=60)), []
+    reader, failed, begun, start = FileReader(Limits(parse_seconds=60)), [], threading.Event(), FileReader._started
+
+    def started(self: FileReader) -> Any:
+        if moment == "as it begins":
+            reader.stop()
+        process = start(self)
+        begun.set()
+        return process
+
+    monkeypatch.setattr(FileReader, "_started", started)
 
     def read() -> None:
         try:
@@ -175,8 +185,10 @@ def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    time.sleep(0.5)
-    reader.stop()
-    thread.join(5)
+    assert begun.wait(20)
+    if moment == "while it goes on":
+        reader.stop()
+    thread.join(20)
     assert not thread.is_alive()
+    assert failed
     reader.close()

@@ -60,7 +60,7 @@ def expected_answer() -> str:
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def test_an_image_is_answered(client: openai.OpenAI, seeing: Running) -> None:
+def test_image_is_answered(client: openai.OpenAI, seeing: Running) -> None:
     messages, expected = shown(part(file_of(picture()))), expected_answer()
     answer = ask(client, messages)
     assert answer.choices[0].message.content == expected
@@ -104,16 +104,14 @@ def bomb(width: int, height: int) -> bytes:
     ],
     ids=["http", "https", "cut", "empty", "large", "large together", "bomb", "many"],
 )
-def test_an_image_that_cannot_be_used_is_named(
-    parts: list[Any], why: str, documents: list[str], client: openai.OpenAI
-) -> None:
+def test_unusable_image_is_named(parts: list[Any], why: str, documents: list[str], client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=why) as caught:
         ask(client, shown(*parts), extra_body={"documents": documents})
     assert (caught.value.param, caught.value.code) == ("messages.1", "bad_image")
     assert "messages.1" in str(caught.value)
 
 
-def test_a_model_of_text_refuses_images(chatty: Running) -> None:
+def test_text_model_refuses_images(chatty: Running) -> None:
     with (
         openai.OpenAI(base_url=chatty.url + "/v1", api_key=KEY, max_retries=0) as client,
         pytest.raises(openai.BadRequestError, match="block of type 'image_url', which is not read here"),

@@ -16,9 +16,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.storage.catalogue import Uploads
+from cacheblend_rag.app.server.services.ingestion import Ingestion
+from cacheblend_rag.app.server.storage.catalogue import Catalogue, Uploads
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
+from tests.waiting import until
 
 
 class Writer:
@@ -74,7 +76,7 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
         threads = [threading.Thread(target=one.write, args=(server.client,)) for one in writers]
         for one in threads:
             one.start()
-        time.sleep(chance.uniform(0.1, 2.5))
+        time.sleep(chance.uniform(0.1, 2.5))  # so that kills come at any moment of the work
         server.process.kill()
         for one in threads:
             one.join(60)
@@ -102,7 +104,21 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
     print(f"{killed} kills, {uploads} uploads and {len(gone)} deletions that were answered")  # shown with -rP
 
 
-def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_upload_goes_on_after_a_stop_and_its_followers_are_told(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed, stopped, job_of, add = threading.Event(), threading.Event(), Ingestion.job, Catalogue.add
+
+    def noted(*given: Any) -> Any:
+        followed.set()
+        return job_of(*given)
+
+    def held(*given: Any) -> None:
+        assert stopped.wait(30)
+        add(*given)
+
+    monkeypatch.setattr(Ingestion, "job", noted)
+    monkeypatch.setattr(Catalogue, "add", held)
     settings = settings_for(model, docs, tmp_path)
     app = create_app(settings)
     with TestClient(app, base_url=BASE) as client:
@@ -112,8 +128,9 @@ def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, 
         told: list[Any] = []
         follower = threading.Thread(target=lambda: told.extend(read_events(client.get(f"/api/jobs/{job}/events").text)))
         follower.start()
-        time.sleep(0.2)
+        assert followed.wait(30)
         app.state.service.begin_stop()
+        stopped.set()
         follower.join(30)
         assert not follower.is_alive()
     assert told[-1][1]["stage"] == "waiting"
@@ -129,7 +146,7 @@ def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, 
             assert report["report"]["misses"] == 0
 
 
-def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_job_ends_though_a_killed_server_did_not_note_its_end(model: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_for(model, docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         files = [("files", ("good.txt", passage(40)))]
@@ -142,7 +159,7 @@ def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Pa
         assert (last["stage"], last["done"], last["total"]) == ("done", 1, 1)
 
 
-def test_a_job_ends_whose_document_is_deleted_before_its_kv_is_stored(
+def test_job_ends_though_its_document_is_deleted_before_its_kv_is_stored(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Uploads, "to_warm", lambda self, most: [])
@@ -150,11 +167,8 @@ def test_a_job_ends_whose_document_is_deleted_before_its_kv_is_stored(
         id = new_collection(client)
         path = f"/api/collections/{id}/documents"
         job = client.post(path, files=[("files", ("good.txt", passage(40)))]).json()["job"]
-        ends = time.monotonic() + 20
-        while (found := client.get(path).json())[0]["state"] != "ready":
-            assert time.monotonic() < ends
-            time.sleep(0.05)
-        assert client.delete(f"{path}/{found[0]['id']}").status_code == 204
+        until(lambda: client.get(path).json()[0]["state"] == "ready")
+        assert client.delete(f"{path}/{client.get(path).json()[0]['id']}").status_code == 204
         assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
 
 

@@ -29,6 +29,7 @@ from tests.app.server.common import (
     settle,
     upload,
 )
+from tests.waiting import Clock
 
 ENV_KEY = "env-0123456789abcdef"
 
@@ -95,7 +96,7 @@ def test_the_file_holds_no_key_and_is_the_owners_alone(
         (["revoke", "ben"], "name='ben' is not usable: there is no such key; there are: ada"),
     ],
 )
-def test_what_cannot_be_done_is_named(
+def test_keys_command_names_what_it_cannot_do(
     arguments: list[str], message: str, tmp_path: Path, add: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     add("ada")
@@ -137,7 +138,7 @@ def damaged(text: str) -> Callable[[Path], object]:
         (lambda path: path.unlink(), "No such file"),
     ],
 )
-def test_a_file_that_is_not_fit_keeps_the_server_from_starting_and_leaves_a_running_one_its_keys(
+def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
     damage: Callable[[Path], object],
     message: str,
     model: Path,
@@ -206,9 +207,7 @@ def test_the_last_key_that_goes_opens_nothing(server: Running, tmp_path: Path, a
     assert [status(server, key) for key in ("", "x", ENV_KEY)] == [401, 401, 200]
 
 
-def test_a_server_that_has_a_file_without_keys_is_closed(
-    model: Path, docs: Path, tmp_path: Path, at_once: None
-) -> None:
+def test_key_file_without_keys_closes_the_server(model: Path, docs: Path, tmp_path: Path, at_once: None) -> None:
     path = tmp_path / "keys.json"
     change_keys(path, lambda keys: ())
     with running(settings_for(model, docs, tmp_path)) as server:
@@ -239,7 +238,7 @@ def test_parts_of_keys_open_nothing(server: Running, add: Callable[..., str]) ->
     assert status(server, ada) == 200
 
 
-def test_a_key_for_metrics_reads_nothing_else(server: Running, add: Callable[..., str]) -> None:
+def test_key_for_metrics_reads_nothing_else(server: Running, add: Callable[..., str]) -> None:
     key = add("prometheus", "--metrics")
     assert status(server, key, "/metrics") == 200
     with client_of(server, key) as client:
@@ -253,11 +252,12 @@ def test_a_key_for_metrics_reads_nothing_else(server: Running, add: Callable[...
     assert refused[0].json()["error"]["code"] == "metrics_only"
 
 
-def test_a_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_request(
+def test_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_request(
     tmp_path: Path, add: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = add("ada")
-    keys, looks = KeysFile(tmp_path / KEYS_FILE), 0
+    clock = Clock()
+    keys, looks = KeysFile(tmp_path / KEYS_FILE, clock), 0
     state = KeysFile.state
 
     def counted(self: KeysFile) -> tuple[int, ...]:
@@ -267,12 +267,13 @@ def test_a_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_requ
 
     monkeypatch.setattr(KeysFile, "state", counted)
     assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
-    began = time.monotonic()
-    while keys.find(key) is not None:
-        assert time.monotonic() - began < 5
-        time.sleep(0.01)
+    for _ in range(4):  # within a second
+        clock.advance(0.2)
+        assert keys.find(key) is not None
+    assert looks == 0
+    clock.advance(0.2)
+    assert keys.find(key) is None
     assert looks == 1
-    assert time.monotonic() - began > 0.5
 
 
 def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
@@ -321,6 +322,6 @@ def test_clients_of_a_running_server_are_not_slowed_by_wrong_keys(server: Runnin
     began = time.process_time()
     for _ in range(2000):
         assert keys.find(wrong) is None
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 20, "2,000 slow hashes take minutes"
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}) as client:
         assert client.get("/v1/models").status_code == 200

@@ -106,7 +106,7 @@ def test_conversations_and_responses_are_made_by_each_models_own_template(client
     assert tokens["flat"] != tokens["deep"]
 
 
-def test_a_model_that_is_not_served_is_refused_with_those_that_are(client: openai.OpenAI, pages: httpx.Client) -> None:
+def test_unserved_model_is_refused_with_a_list_of_those_served(client: openai.OpenAI, pages: httpx.Client) -> None:
     messages: Any = [{"role": "user", "content": QUESTION}]
     for refused in (
         lambda: client.completions.create(model="gpt-9", prompt="the"),
@@ -150,7 +150,7 @@ def test_each_model_has_kv_of_its_own(both: Running, pages: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["a document", "a collection"])
-def test_what_is_deleted_is_gone_for_every_model(
+def test_deleting_a_document_erases_its_kv_for_every_model(
     model: Path, deep: Path, docs: Path, tmp_path: Path, whole: bool
 ) -> None:
     settings = settings_of(model, deep, docs, tmp_path, memory_limit=0)
@@ -188,7 +188,7 @@ def test_what_is_deleted_is_gone_for_every_model(
         assert [hits(server, client, name, 710) for name in names] == [1, 1], "what is uploaded anew is stored anew"
 
 
-def test_a_text_that_comes_back_is_stored_for_every_model(both: Running, pages: httpx.Client) -> None:
+def test_returning_text_is_stored_for_every_model(both: Running, pages: httpx.Client) -> None:
     id = new_collection(pages)
     upload(pages, id, {"a.txt": passage(720)})
     hits(both, pages, "deep", 720)
@@ -254,9 +254,7 @@ def test_answers_of_both_models_at_once_are_those_of_each_alone(client: openai.O
     assert texts([stream(name) for name in names]) == [alone[name] for name in names]
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_start_and_leaves_the_folder_free(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_unloadable_model_ends_the_start_and_frees_the_folder(model: Path, docs: Path, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text("{}", encoding="utf-8")
     settings = settings_for(model, docs, tmp_path / "data")

@@ -63,7 +63,7 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="the")
 
 
-def test_a_prompt_is_not_split_at_separators(client: openai.OpenAI) -> None:
+def test_prompt_is_not_split_at_separators(client: openai.OpenAI) -> None:
     prompt = " # # ".join(["Read this.", passage(102), "Which # # leaf fell?"])
     for _ in range(2):
         answer = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=2)
@@ -94,7 +94,7 @@ def test_documents_of_the_body_are_chunks_too(client: openai.OpenAI, server: Run
         server.service.engine.flush()
 
 
-def test_what_does_not_fit_the_window_is_refused_as_openai_does(chat: openai.OpenAI) -> None:
+def test_too_long_prompt_is_refused_as_openai_does(chat: openai.OpenAI) -> None:
     name = name_of(chat)  # its window is 2,048
     for asked in (
         lambda: chat.completions.create(model=name, prompt="oak " * 3000),
@@ -107,7 +107,7 @@ def test_what_does_not_fit_the_window_is_refused_as_openai_does(chat: openai.Ope
         assert caught.value.type == "invalid_request_error"
 
 
-def test_a_server_leaves_chunks_out_if_it_is_told_to(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_server_leaves_chunks_out_if_its_options_say_so(model: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_for(model, docs, tmp_path, overflow="drop_chunks")
     documents = {"documents": [passage(900 + number, words=300) for number in range(60)]}
     with running(settings) as server, openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
@@ -119,7 +119,7 @@ def test_a_server_leaves_chunks_out_if_it_is_told_to(model: Path, docs: Path, tm
         assert answer.usage.prompt_tokens + 4 <= server.service.engine.context_window == 8192
 
 
-def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
+def test_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     name = name_of(client)
     whole = client.completions.create(model=name, prompt=passage(120), max_tokens=8)
     chunks = list(
@@ -154,7 +154,7 @@ def test_sampling_stop_and_several_prompts(client: openai.OpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_a_conversation_with_documents(chat: openai.OpenAI, chatty: Running) -> None:
+def test_conversation_reuses_the_kv_of_its_documents(chat: openai.OpenAI, chatty: Running) -> None:
     name = name_of(chat)
     messages = [{"role": "user", "content": "Which leaf fell?"}]
     body = {"documents": [passage(130), passage(131)]}
@@ -177,7 +177,7 @@ def test_a_conversation_with_documents(chat: openai.OpenAI, chatty: Running) -> 
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_a_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running, usage: bool) -> None:
+def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running, usage: bool) -> None:
     """By reuse alone a tiny random model says other words than by full prefill."""
     name = name_of(chat)
     asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "Which leaf fell?"}]}
@@ -218,7 +218,7 @@ def test_documents_of_a_collection_are_noticed_in_conversations(server: Running,
     assert answer.model_extra["cacheblend"][0]["hits"] == 1
 
 
-def test_a_model_without_template_gets_plain_roles(client: openai.OpenAI) -> None:
+def test_model_without_template_gets_plain_roles(client: openai.OpenAI) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Which leaf"}, {"type": "text", "text": " fell?"}]},
@@ -336,7 +336,7 @@ def test_langchains_structured_output_by_a_call(
     assert llm.with_structured_output(schema, method="function_calling").invoke("Which?") == {"leaf": "red"}
 
 
-def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.OpenAI) -> None:
+def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     name, messages = name_of(client), [{"role": "user", "content": "Which?"}]
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(model=name, messages=messages, tools=[TOOL])
@@ -395,7 +395,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "body: it is no JSON")
 
 
-def test_what_says_that_nothing_is_asked_for_is_taken(chat: openai.OpenAI) -> None:
+def test_fields_that_ask_for_nothing_are_accepted(chat: openai.OpenAI) -> None:
     """Clients send fields that they do not use, and messages as they came."""
     messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
     nothing = {
@@ -473,16 +473,14 @@ def test_all_answers_of_a_request_share_its_time(model: Path, docs: Path, tmp_pa
     ):
 
         def slow(input_ids: Any, scores: Any) -> Any:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the pace of a slow model: one answer alone would be in time
             scores[:, 2] = float("-inf")
             return scores
 
         process_logits(patch, slow)
-        began = time.monotonic()
         with pytest.raises(openai.APIStatusError, match="not complete after 1 s") as caught:
             client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6)
         assert caught.value.status_code == 504
-        assert time.monotonic() - began < 4
         with pytest.raises(openai.APIError, match="not complete after 1 s"):
             list(client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6, stream=True))
 
@@ -546,7 +544,9 @@ def test_log_probabilities_are_the_models_own(client: openai.OpenAI, chat: opena
     assert 0 < len(stopped.logprobs.tokens) < len(whole.logprobs.tokens)
 
 
-def test_a_streams_log_probabilities_are_those_of_the_whole(client: openai.OpenAI, chat: openai.OpenAI) -> None:
+def test_log_probabilities_of_a_stream_are_those_of_the_whole_answer(
+    client: openai.OpenAI, chat: openai.OpenAI
+) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Which?"}], "logprobs": True, "top_logprobs": 2}
     asked |= {"model": name_of(chat), "temperature": 1.2, "seed": 3, "n": 2, "max_tokens": 8}
     whole = chat.chat.completions.create(**asked)

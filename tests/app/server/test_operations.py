@@ -26,9 +26,7 @@ def block(language: str) -> str:
     return str(found)
 
 
-def test_a_backup_of_a_running_server_gives_a_server_with_the_same_documents(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_backup_of_a_running_server_holds_its_documents(model: Path, docs: Path, tmp_path: Path) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
     data.mkdir()
     entry, key = new_key("ada", "ada")
@@ -84,7 +82,7 @@ def test_minutes_are_what_was_measured_a_token() -> None:
             assert 2.0 * minutes < float(default.replace(",", "")) < 2.2 * minutes
 
 
-def test_what_is_to_be_watched_is_there(server: Running) -> None:
+def test_metrics_named_in_the_guide_exist(server: Running) -> None:
     target = yaml.safe_load(block("yaml"))["scrape_configs"][0]
     assert target["job_name"] == "cacheblend-rag"
     with client_of(server) as client:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,13 @@ import pytest
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import RequestQuota, TokenQuota
+from cacheblend_rag.app.server.services.logs import ACCESS_LOG
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, process_logits, running, settings_for
+from tests.waiting import Clock, until
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 SIZE = 600
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -53,6 +45,13 @@ class Quota(TokenQuota):
         return self.take(tenant, 10**9)[0]
 
 
+@pytest.fixture
+def ended(caplog: pytest.LogCaptureFixture) -> Callable[[int], None]:
+    """Waits until so many requests have ended: what they did not use has come back then."""
+    caplog.set_level(logging.INFO, ACCESS_LOG)
+    return lambda count: until(lambda: sum(one.name == ACCESS_LOG for one in caplog.records) >= count)
+
+
 def left(server: Running, tenant: str = "ada") -> int:
     quota = server.service.quota
     assert isinstance(quota, Quota)
@@ -61,17 +60,14 @@ def left(server: Running, tenant: str = "ada") -> int:
 
 def settled(server: Running, value: int, tenant: str = "ada") -> None:
     """Wait until what was not used has come back: that is after the answer."""
-    ends = time.monotonic() + 10
-    while left(server, tenant) != value:
-        assert time.monotonic() < ends, left(server, tenant)
-        time.sleep(0.01)
+    until(lambda: left(server, tenant) == value)
 
 
 def complete(client: httpx.Client, server: Running, **more: Any) -> httpx.Response:
     return client.post("/v1/completions", json={"model": server.service.model_name, "prompt": "Which leaf?", **more})
 
 
-def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
+def test_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
     clock = Clock()
     quota = TokenQuota(600, clock)
     quota.charge("ada", 600)
@@ -79,10 +75,10 @@ def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
         quota.charge("ada", 100)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "rate_limit_exceeded", 10)
     quota.charge("ben", 600)
-    clock.now += 10
+    clock.advance(10)
     quota.check("ada", 100)
     quota.charge("ada", 100)  # to check takes nothing
-    clock.now += 3600
+    clock.advance(3600)
     quota.charge("ada", 600)
     with pytest.raises(Problem):
         quota.charge("ada", 1)
@@ -104,7 +100,7 @@ def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs
     assert refused is not None
     assert (refused.status, refused.retry_after) == (429, 20)
     assert quota.refusal("ben") is None
-    clock.now += 20
+    clock.advance(20)
     assert quota.refusal("ada") is None
     guarded = settings_for(model, docs, tmp_path / "keys", keys=KEYS, limits=limits)
     with running(guarded) as server, client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
@@ -119,7 +115,7 @@ def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs
         assert {client.get("/api/state").status_code for _ in range(5)} == {200}
 
 
-def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Running) -> None:
+def test_quota_takes_back_unused_tokens_and_refuses_when_used_up(server: Running) -> None:
     with client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
         used = complete(ada, server, max_tokens=500, stop=["a", "e", "i", "o", " "]).json()["usage"]["total_tokens"]
         assert used < 500
@@ -132,7 +128,7 @@ def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Run
         wait = int(refused.headers["retry-after"])
         assert 1 <= wait <= 60
         assert complete(ben, server, max_tokens=590).status_code == 200
-        server.service.quota.clock.now += wait  # type: ignore[attr-defined]
+        server.service.quota.clock.advance(wait)  # type: ignore[attr-defined]
         assert complete(ada, server, max_tokens=590).status_code == 200
         never = complete(ada, server, max_tokens=SIZE + 1)
         assert never.status_code == 400
@@ -148,7 +144,7 @@ def test_openai_clients_wait_as_they_are_told(server: Running) -> None:
     assert refused.value.code == "rate_limit_exceeded"
 
 
-def test_every_way_to_the_model_is_counted(server: Running) -> None:
+def test_every_way_to_the_model_is_counted(server: Running, ended: Callable[[int], None]) -> None:
     name, embedder = server.service.model_name, server.service.embedder_name
     message = [{"role": "user", "content": "Which leaf?"}]
     requests: dict[str, tuple[str, dict[str, Any]]] = {
@@ -167,11 +163,11 @@ def test_every_way_to_the_model_is_counted(server: Running) -> None:
     }
     used, most = {}, 10 * SIZE
     with client_of(server, KEYS["ada"]) as client:
-        for kind, (path, body) in requests.items():
+        for number, (kind, (path, body)) in enumerate(requests.items()):
             quota = server.service.quota = Quota(most)
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
-            time.sleep(0.2)  # what was not used comes back once the request has ended
+            ended(2 * number + 1)
             used[kind] = most - quota.left()
             quota.charge("ada", most - used[kind])
             refused = client.post(path, json=body)
@@ -206,7 +202,9 @@ def test_many_at_once_do_not_get_more_than_one_after_the_other(server: Running) 
     assert statuses.count(200) == len(taken) == SIZE // taken[0]
 
 
-def test_a_client_that_goes_away_pays_for_all_it_asked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_leaves_pays_for_all_it_asked_for(
+    server: Running, monkeypatch: pytest.MonkeyPatch, ended: Callable[[int], None]
+) -> None:
     going, begun = threading.Event(), threading.Event()
 
     def held(ids: Any, scores: Any) -> Any:
@@ -220,20 +218,18 @@ def test_a_client_that_goes_away_pays_for_all_it_asked_for(server: Running, monk
     with client_of(server, KEYS["ada"]) as client, client.stream("POST", "/v1/completions", json=body):
         assert begun.wait(30)
     going.set()
-    ends = time.monotonic() + 10
-    while server.service.queue.served and time.monotonic() < ends:
-        time.sleep(0.02)
-    time.sleep(0.2)
+    ended(1)
+    assert server.service.queue.served == 0
     assert left(server) <= before - 200
 
 
-def test_what_is_refused_costs_nothing_and_holds_no_place(server: Running) -> None:
+def test_refused_request_costs_no_quota_and_holds_no_slot(server: Running, ended: Callable[[int], None]) -> None:
     with client_of(server, KEYS["ada"]) as client:
         for body in ({"max_tokens": 10_000}, {"prompt": "x" * 40_000}, {"temperature": 99}):
             assert complete(client, server, **body).status_code == 400
         asked = client.post("/api/collections/archive/ask", json={"question": "Which?", "max_tokens": SIZE - 1})
         assert asked.status_code == 400  # with its passages it is more than there ever is
-        time.sleep(0.1)
+        ended(4)
         assert left(server) == SIZE
         assert (server.service.queue.served, server.service.queue.waiting) == (0, 0)
         assert complete(client, server, max_tokens=2).status_code == 200

@@ -44,7 +44,7 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
     assert state["suggestions"] == []
 
 
-def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_stored(
+def test_state_and_estimate_tell_disk_use_and_kv_size_before_storing(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.api.rag._SAMPLED", 16)
@@ -66,7 +66,7 @@ def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_store
         assert client.get("/api/collections/none/estimate").status_code == 404
 
 
-def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:
+def test_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:
     events = ask(client, "archive")
     names = [name for name, _ in events]
     assert names[0] == "sources"
@@ -83,17 +83,17 @@ def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> No
     assert report["prompt"] == whole["report"]["prompt"] == [], "each token has to be decoded for that"
 
 
-def test_an_answer_is_verified(client: Any) -> None:
+def test_answer_is_verified(client: Any) -> None:
     asked = {"question": QUESTION, "k": 3, "stream": False, "rule": "none"}
     full = client.post("/api/collections/archive/ask", json={**asked, "rule": "all"}).json()
     found = client.post("/api/collections/archive/ask", json={**asked, "verify": "always"}).json()
     assert found["answer"] == full["answer"]
     assert found["report"]["verification"]["status"] in ("verified", "corrected")
     assert full["report"]["verification"]["status"] == "off"
-    assert client.post("/api/collections/archive/ask", json={**asked, "verify": "idle"}).status_code == 422
+    assert client.post("/api/collections/archive/ask", json={**asked, "verify": "sometimes"}).status_code == 422
 
 
-def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
+def test_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     report = ask(client, "archive", ratio=0.4, show_prompt=True)[-2][
         1
     ]  # a prompt that was answered before is gone on from
@@ -188,7 +188,7 @@ def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:
     assert client.get(f"/api/collections/{id}/documents").status_code == 404
 
 
-def test_a_text_that_another_collection_holds_keeps_its_kv(client: Any) -> None:
+def test_text_in_another_collection_keeps_its_kv(client: Any) -> None:
     first, second = new_collection(client, "One"), new_collection(client, "Two")
     for id in (first, second):
         upload(client, id, {"same.txt": passage(20)})
@@ -199,7 +199,7 @@ def test_a_text_that_another_collection_holds_keeps_its_kv(client: Any) -> None:
     assert client.get("/api/state").json()["store"]["records"] == before - 1
 
 
-def test_a_file_of_the_same_name_takes_the_place_of_the_old(client: Any) -> None:
+def test_file_of_the_same_name_replaces_the_old_one(client: Any) -> None:
     id = new_collection(client)
     upload(client, id, {"one.txt": passage(30)})
     upload(client, id, {"one.txt": passage(31)})
@@ -209,7 +209,7 @@ def test_a_file_of_the_same_name_takes_the_place_of_the_old(client: Any) -> None
     assert found[0]["document_id"] == document["id"]
 
 
-def test_a_file_that_cannot_be_read_says_why_and_hinders_no_other(client: Any) -> None:
+def test_unreadable_file_says_why_and_hinders_no_other(client: Any) -> None:
     id = new_collection(client)
     events = upload(client, id, {"bad.txt": b"\xff\xfe\x00", "good.txt": passage(40), "empty.md": " \n"})
     assert events[-1]["stage"] == "done"
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read_says_why_and_hinders_no_other(client: Any) -
     assert len(client.get(f"/api/collections/{id}/documents").json()) == 2
 
 
-def test_a_job_can_be_followed_again_from_its_beginning(client: Any) -> None:
+def test_job_can_be_followed_again_from_its_beginning(client: Any) -> None:
     id = new_collection(client)
     sent = client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(50)))])
     job = sent.json()["job"]
@@ -233,7 +233,7 @@ def test_a_job_can_be_followed_again_from_its_beginning(client: Any) -> None:
     assert client.get(f"/api/jobs/{job}/events").text == first
 
 
-def test_an_empty_collection_answers_without_sources(client: Any) -> None:
+def test_empty_collection_answers_without_sources(client: Any) -> None:
     events = ask(client, new_collection(client, "Empty"))
     assert events[0] == ("sources", [])
     assert events[-2][1]["plain"]
@@ -265,7 +265,7 @@ def test_collections_outlive_the_server(model: Path, docs: Path, tmp_path: Path)
         assert [data for name, data in again if name == "token"] == [data for name, data in before if name == "token"]
 
 
-def test_a_separator_in_a_document_or_question_stays_where_it_is(client: Any) -> None:
+def test_separator_in_a_document_or_question_stays_where_it_is(client: Any) -> None:
     id = new_collection(client)
     text = f"{passage(70).strip()} # # and another # # end"
     upload(client, id, {"split.txt": text})

@@ -85,7 +85,7 @@ def without_times(response: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def test_a_response_is_what_a_conversation_answers(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+def test_response_equals_the_answer_of_a_chat(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     answer = client.responses.create(**asked, instructions="Be brief.", max_output_tokens=6, metadata={"run": "7"})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which leaf fell?"}]
     same = client.chat.completions.create(model=asked["model"], messages=messages, max_tokens=6)
@@ -103,7 +103,7 @@ def test_a_response_is_what_a_conversation_answers(client: openai.OpenAI, asked:
     assert answer._request_id.startswith("req_")
 
 
-def test_an_answer_is_complete_or_says_why_not(
+def test_answer_is_complete_or_says_why_not(
     client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, chatty, "An oak leaf.")
@@ -274,7 +274,7 @@ def test_text_that_only_looks_like_a_call_stays_text(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}])
-def test_a_forced_call_follows_its_schema(client: openai.OpenAI, asked: dict[str, Any], choice: Any) -> None:
+def test_forced_call_follows_its_schema(client: openai.OpenAI, asked: dict[str, Any], choice: Any) -> None:
     schema = Leaf.model_json_schema()
     tools = [{**TOOL, "parameters": schema}]
     made = client.responses.create(**asked, tools=tools, tool_choice=choice, temperature=1.5, max_output_tokens=90)
@@ -316,7 +316,7 @@ def test_log_probabilities_are_those_of_a_conversation(
     assert all(one.top_logprobs == [] for one in alone)
 
 
-def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     picture = [{"type": "input_image", "image_url": "http://localhost/x.png"}]
     for field, more in {
         "store": {"store": True},
@@ -365,7 +365,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, 
         client.responses.retrieve("resp_1")
 
 
-def test_what_says_that_nothing_is_asked_for_is_taken(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     nothing = {
         "store": False,
         "background": False,
@@ -384,12 +384,12 @@ def test_what_says_that_nothing_is_asked_for_is_taken(client: openai.OpenAI, ask
     assert client.responses.create(**asked, **nothing, max_output_tokens=2).output
 
 
-def test_a_stream_that_fails_says_so(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_failed_stream_says_so(model: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_for(model, docs, tmp_path, limits=Limits(answer_seconds=0.5))
     with running(settings) as server, pytest.MonkeyPatch.context() as patch:
 
         def slow(input_ids: Any, scores: Any) -> Any:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the pace of a slow model: it is never in time
             scores[:, 2] = float("-inf")
             return scores
 
@@ -452,3 +452,29 @@ def test_langchains_structured_output(chatty: Running) -> None:
     schema = {"title": "Leaf", "description": "One.", **Leaf.model_json_schema()}
     told = list(llm.with_structured_output(schema).stream("Which?"))
     assert jsonschema_rs.is_valid(Leaf.model_json_schema(), told[-1])
+
+
+def test_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, chatty: Running) -> None:
+    """By reuse alone a tiny random model says other words than by full prefill."""
+    asked: dict[str, Any] = {"model": chatty.service.model_name, "input": "Which leaf fell?", "max_output_tokens": 12}
+    asked["include"] = ["message.output_text.logprobs"]
+    body: dict[str, Any] = {"documents": [passage(152), passage(153)], "selection": "none"}
+    client.responses.create(**asked, extra_body=body)
+    chatty.service.engine.flush()
+    draft = client.responses.create(**asked, extra_body=body)
+    full = client.responses.create(**asked, extra_body={**body, "selection": "all"})
+    assert draft.output_text != full.output_text
+    always = {**body, "verify": "always"}
+    found = client.responses.create(**asked, extra_body=always)
+    events = streamed(chatty.url, {**asked, **always})
+    last = Response.model_validate(events[-1]["response"])
+    for one in (found, last):
+        assert one.output_text == full.output_text
+        assert one.model_extra is not None
+        assert one.model_extra["cacheblend"][0]["verification"]["status"] == "corrected"
+        tokens, expected = (each.output[0].content[0].logprobs for each in (one, full))  # type: ignore[union-attr]
+        assert [token.token for token in tokens] == [token.token for token in expected]
+    said = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+    assert "".join(said) == draft.output_text, "a stream cannot take its words back"
+    (done,) = [one for one in events if one["type"] == "response.output_text.done"]
+    assert done["text"] == full.output_text

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.app.server.common import (
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 from tests.app.server.test_deleting import hits, ids_of, service_of
 from tests.app.server.test_journal import Writer
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,6 @@ def names(client: Any, collection: str) -> list[str]:
     return sorted({one["document"] for one in found.json()})
 
 
-def until(true: Callable[[], Any], seconds: float = 30, pause: float = 0.05) -> Any:
-    """Wait until something is true; what it is."""
-    ends = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < ends
-        time.sleep(pause)
-    return found
-
-
 def has_kv(client: Any, *seeds: int) -> None:
     """Have a server store the KV of passages; whichever has read a file has stored it already."""
     for seed in seeds:
@@ -113,7 +105,7 @@ def test_each_sees_what_the_other_does(two: tuple[Any, Any]) -> None:
     assert a.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 404
 
 
-def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
+def test_document_deleted_on_one_server_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(910), "b.txt": passage(911)})
@@ -139,7 +131,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
         has_kv(one, 910)
 
 
-def test_a_deletion_reaches_every_model_of_every_server(
+def test_deletion_reaches_every_model_of_every_server(
     model: Path, deep: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -164,7 +156,7 @@ def test_a_deletion_reaches_every_model_of_every_server(
                 assert not engine.chunks.records_of([passage(915).strip()]) & records
 
 
-def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
+def test_returning_server_reads_nothing_that_was_deleted_meanwhile(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     settings = sharing(model, docs, tmp_path / "a", postgres.port, condition="sink")  # none is computed behind another
@@ -192,7 +184,7 @@ def server_id(client: Any) -> str:
     return database.server
 
 
-def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -> None:
+def test_forgotten_server_registers_again(two: tuple[Any, Any]) -> None:
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(930)})
@@ -236,7 +228,7 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
     assert names(b, id) == ["a.txt", "b.txt"]
 
 
-def test_a_database_that_is_silent_keeps_nobody_for_long(
+def test_silent_database_keeps_nobody_for_long(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres._Connection.seconds", 1.0)
@@ -293,7 +285,7 @@ def test_limits_hold_for_all_servers_together(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_a_killed_server_was_reading_another_takes_up(
+def test_another_server_takes_up_the_files_of_a_killed_one(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, waits: bool
 ) -> None:
     address = f"postgresql://127.0.0.1:{postgres.port}/postgres"
@@ -307,7 +299,7 @@ def test_what_a_killed_server_was_reading_another_takes_up(
         assert answer.status_code == 202
         with database.connection() as connection:
             held = "SELECT COUNT(*) FROM cacheblend_rag_1.files WHERE collection = %s AND server <> %s"
-            (left,) = until(lambda: [n for (n,) in connection.exec_driver_sql(held, (id, server_id(b))) if n], pause=0)
+            (left,) = until(lambda: [n for (n,) in connection.exec_driver_sql(held, (id, server_id(b))) if n])
             served.end(signal.SIGKILL)
             killed = time.monotonic()
             if not waits:  # for half a minute
@@ -328,14 +320,13 @@ def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) ->
 
     def write(client: Any, numbers: range) -> None:
         for n in numbers:
-            while True:
-                sent = [("files", (f"{n}.txt", passage(3000 + n)))]
-                answer = client.post(f"/api/collections/{id}/documents", files=sent)
-                if answer.status_code != 429:  # many wait
-                    break
-                time.sleep(0.1)
+            answer = until(lambda n=n: accepted(client, n), 120)
             assert answer.status_code == 202, answer.text
             jobs.append((two[n % 3 == 0], answer.json()["job"]))
+
+    def accepted(client: Any, n: int) -> Any:
+        answer = client.post(f"/api/collections/{id}/documents", files=[("files", (f"{n}.txt", passage(3000 + n)))])
+        return None if answer.status_code == 429 else answer  # many wait
 
     threads = [threading.Thread(target=write, args=(two[n % 2], range(n, count, 4))) for n in range(4)]
     for one in threads:
@@ -371,7 +362,7 @@ def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
         for thread in threads:
             thread.start()
         for one in chance.sample(served, 2):  # one goes on for a while without the other
-            time.sleep(chance.uniform(0.5, 3))
+            time.sleep(chance.uniform(0.5, 3))  # so that kills come at any moment of the work
             one.process.kill()
         for thread in threads:
             thread.join(60)
@@ -400,7 +391,7 @@ def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
     print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
 
 
-def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+def test_one_server_erases_shared_kv_and_the_text_goes_when_all_have_followed(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
 ) -> None:
     with valkey_server() as valkey, contextlib.ExitStack() as stack:
@@ -431,15 +422,15 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
             assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
 
 
-def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
+def test_answer_running_elsewhere_leaves_no_kv_of_deleted_texts(
     two: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = two
-    begun = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
-    def slow(ids: Any, scores: Any) -> Any:
+    def held(ids: Any, scores: Any) -> Any:
         begun.set()
-        time.sleep(0.3)
+        assert go.wait(60)
         return scores
 
     service_of(a).tombstones.lasting = 2.0
@@ -448,13 +439,14 @@ def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
     settle(service_of(b))
     document = ids_of(b, id)["a.txt"]
     with monkeypatch.context() as patch:
-        process_logits(patch, slow)
+        process_logits(patch, held)
         answer = threading.Thread(target=ask, args=(a, id))
         answer.start()
         assert begun.wait(30)
         assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
         assert answer.is_alive()
         assert names(a, id) == []
+        go.set()
         answer.join()
     service_of(a).engine.flush()  # which stores what the answer computed
     library = service_of(a).sessions["local"].library

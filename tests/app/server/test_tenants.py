@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from cacheblend_rag.store.tombstones import TombstonedStore
 from docs.benchmarks.scripts import tenants
 from tests.app.server.common import BASE, client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.test_deleting import hits
+from tests.waiting import until
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 
@@ -85,7 +85,7 @@ def test_uploads_of_one_tenant_do_not_use_up_those_of_another(
         assert not list(tmp_path.glob("tenants/*/documents/incoming/*"))
 
 
-def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
+def test_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
@@ -105,10 +105,7 @@ def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
             assert send(ada, mine, files).status_code == 202
         assert send(ben, theirs, {"one.txt": passage(999)}).status_code == 202
         gate.release(2)  # one batch of each
-        ends = time.monotonic() + 30
-        while states(ben, theirs) != ["ready"] and time.monotonic() < ends:
-            time.sleep(0.02)
-        assert states(ben, theirs) == ["ready"], "it is served in its turn"
+        until(lambda: states(ben, theirs) == ["ready"])  # it is served in its turn
         assert states(ada, mine).count("ready") <= 64
         gate.release(1000)
         settle(service)
@@ -117,7 +114,7 @@ def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
         assert not any(warmed)
 
 
-def test_a_long_document_takes_several_turns(
+def test_long_document_takes_several_turns(
     model: Path, docs: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "_CHUNKS", 16)
@@ -129,10 +126,8 @@ def test_a_long_document_takes_several_turns(
         assert send(ada, mine, {"long.txt": long}).status_code == 202
         assert send(ben, theirs, {"one.txt": passage(999)}).status_code == 202
         gate.release(3)  # one turn of the long one, and the short one
-        ends = time.monotonic() + 30
-        while states(ben, theirs) != ["ready"] and time.monotonic() < ends:
-            time.sleep(0.02)
-        assert (states(ben, theirs), states(ada, mine)) == (["ready"], ["indexing"])
+        until(lambda: states(ben, theirs) == ["ready"])
+        assert states(ada, mine) == ["indexing"]
         gate.release(1000)
         settle(service)
         (document,) = ada.get(f"/api/collections/{mine}/documents").json()
@@ -142,7 +137,11 @@ def test_a_long_document_takes_several_turns(
 
 
 def test_uploads_that_are_being_sent_have_a_limit_for_each_tenant(model: Path, docs: Path, tmp_path: Path) -> None:
-    with two(model, docs, tmp_path, Limits(uploading=2)) as (_, ada, ben):
+    with (
+        running(settings_for(model, docs, tmp_path, limits=Limits(uploading=2), keys=KEYS)) as server,
+        client_of(server, KEYS["ada"]) as ada,
+        client_of(server, KEYS["ben"]) as ben,
+    ):
         mine, theirs = new_collection(ada), new_collection(ben)
         head = (
             f"POST /api/collections/{mine}/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n"
@@ -152,19 +151,14 @@ def test_uploads_that_are_being_sent_have_a_limit_for_each_tenant(model: Path, d
         with socket.create_connection(address) as one, socket.create_connection(address) as other:
             for half in (one, other):
                 half.sendall(head.encode())
-            time.sleep(2)  # one that is sent now would take the place of a half
+            server.later(0)  # once both are read: one that is sent before would take the place of a half
             assert send(ada, mine, {"a.txt": passage(1)}).status_code == 429
             assert send(ben, theirs, {"a.txt": passage(1)}).status_code == 202
             assert ada.get(f"/api/collections/{mine}/documents").status_code == 200
-        ends = time.monotonic() + 10
-        while (again := send(ada, mine, {"b.txt": passage(2)})).status_code == 429 and time.monotonic() < ends:
-            time.sleep(0.02)
-        assert again.status_code == 202
+        until(lambda: send(ada, mine, {"b.txt": passage(2)}).status_code == 202)
 
 
-def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_tenant_without_disk_space_is_told_and_others_go_on(model: Path, docs: Path, tmp_path: Path) -> None:
     with two(model, docs, tmp_path, Limits(disk_bytes=40_000)) as (service, ada, ben):
         mine, theirs = new_collection(ada), new_collection(ben)
         upload(ada, mine, {"a.txt": "\n\n".join(passage(number, 300) for number in range(12))})
@@ -187,9 +181,7 @@ def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
         assert send(ada, mine, {"c.txt": passage(501)}).status_code == 202
 
 
-def test_a_document_that_takes_more_than_its_file_does_not_pass_the_limit_either(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_document_larger_than_its_file_does_not_pass_the_limit(model: Path, docs: Path, tmp_path: Path) -> None:
     text = "\n\n".join(passage(number, 300) for number in range(30))
     most = len(text) + 500  # vectors and what is told of each passage come on top of the text
     with two(model, docs, tmp_path, Limits(disk_bytes=most)) as (_, ada, _):

@@ -194,7 +194,7 @@ def test_calls_and_refusals_of_another_model_are_read(chat: ChatCacheBlend) -> N
     assert "I cannot say." in chat.segments([HumanMessage("What fell?"), said, HumanMessage("Why?")]).suffix
 
 
-def test_what_another_model_was_given_or_found_is_not_passed_over(chat: ChatCacheBlend) -> None:
+def test_blocks_of_other_models_are_refused(chat: ChatCacheBlend) -> None:
     blocks: list[dict[str, Any]] = [{"type": kind} for kind in ("audio", "server_tool_result", "file")]
     for block in (*blocks, {"type": "non_standard", "value": blocks[0]}):
         kind = block.get("value", block)["type"]
@@ -214,9 +214,7 @@ def test_what_another_model_was_given_or_found_is_not_passed_over(chat: ChatCach
     ],
     ids=str,
 )
-def test_a_block_that_is_not_read_is_named_by_what_it_says_of_itself(
-    chat: ChatCacheBlend, block: dict[str, Any], named: str
-) -> None:
+def test_unread_block_is_named_by_its_type(chat: ChatCacheBlend, block: dict[str, Any], named: str) -> None:
     for message in (HumanMessage([block]), AIMessage(["What fell?", block])):
         with pytest.raises(PromptError, match=named):
             chat.invoke([message])
@@ -281,7 +279,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("said", "content", "calls"), ANSWERS.values(), ids=ANSWERS)
-async def test_what_is_no_call_stays_text_in_every_mode(
+async def test_text_that_is_no_call_stays_text_in_every_mode(
     chat: ChatCacheBlend, said: str, content: str | None, calls: int
 ) -> None:
     model = scripted(chat, said).bind_tools([TOOL])
@@ -297,7 +295,7 @@ async def test_what_is_no_call_stays_text_in_every_mode(
     assert not begun or len([piece for piece in pieces if piece.content]) > 1 or not merged[0].content
 
 
-async def test_a_thought_that_the_template_has_opened_holds_no_call(
+async def test_thought_that_the_template_has_opened_holds_no_call(
     chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = chat.engine.tokenizer.chat_template.replace("[assistant] {", "[assistant] <think>\n{")
@@ -327,7 +325,7 @@ class Found(BaseModel):
     what: str
 
 
-def test_a_forced_call_is_begun_for_the_model(chat: ChatCacheBlend) -> None:
+def test_forced_call_is_begun_for_the_model(chat: ChatCacheBlend) -> None:
     model = scripted(chat, '{"what": "leaf"}}').with_structured_output(Found)
     assert model.invoke("What fell?") == Found(what="leaf")
     assert [*model.stream("What fell?")][-1] == Found(what="leaf")
@@ -379,7 +377,7 @@ async def test_structured_answers_follow_their_schema(
     assert free.content == chat.invoke("What?", max_new_tokens=6).content
 
 
-async def test_an_object_by_a_call_that_was_cut_is_an_error(chat: ChatCacheBlend) -> None:
+async def test_object_from_a_cut_call_is_an_error(chat: ChatCacheBlend) -> None:
     for schema in (SHORT, Leaf):
         model = chat.with_structured_output(schema, method="function_calling").bind(max_tokens=4)
         with pytest.raises(OutputParserException, match="max_tokens"):
@@ -424,7 +422,7 @@ def test_the_opening_follows_the_template(choice: str | None, template: str, exp
     assert opening(choice, SimpleNamespace(chat_template=template)) == expected
 
 
-def test_what_cannot_be_done_is_refused(chat: ChatCacheBlend) -> None:
+def test_chat_refuses_what_it_cannot_do(chat: ChatCacheBlend) -> None:
     with pytest.raises(ConfigError, match="tool_choice='other'"):
         chat.bind_tools([TOOL], tool_choice="other")
     with pytest.raises(PromptError, match="image_url"):
@@ -436,7 +434,9 @@ def test_what_cannot_be_done_is_refused(chat: ChatCacheBlend) -> None:
         render_turns(tokenizer, turns_of([]))
 
 
-def test_a_template_must_be_there_and_take_tools(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_is_missing_or_takes_no_tools_is_refused(
+    chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat.engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ConfigError, match="tools"):
         chat.bind_tools([TOOL]).invoke("What fell?")

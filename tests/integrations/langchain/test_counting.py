@@ -63,7 +63,7 @@ def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, str
         assert room == 10_000 or written(chat, rest) > 0.8 * room, "most of the room is used"
 
 
-def test_a_system_message_is_kept(chat: ChatCacheBlend) -> None:
+def test_system_message_is_kept(chat: ChatCacheBlend) -> None:
     talk = [SystemMessage("Be kind."), *TALK]
     kept = trim_messages(talk, max_tokens=250, token_counter=chat, strategy="last", include_system=True)
     assert kept[0] == talk[0]
@@ -79,7 +79,7 @@ def test_parts_are_trimmed(chat: ChatCacheBlend) -> None:
     assert 0 < len(str(kept.content).split()) < 200
 
 
-def test_a_count_is_that_of_the_prompt_and_nothing_counts_nothing(chat: ChatCacheBlend) -> None:
+def test_count_equals_the_tokens_of_the_prompt(chat: ChatCacheBlend) -> None:
     assert chat.get_num_tokens_from_messages(TALK) == written(chat, TALK)
     assert chat.get_num_tokens_from_messages([]) == 0
     assert chat.get_num_tokens_from_messages([], tools=[]) == 0
@@ -100,12 +100,12 @@ def test_a_count_is_that_of_the_prompt_and_nothing_counts_nothing(chat: ChatCach
         [HumanMessage([{"type": "image", "base64": "AAAA"}, {"type": "text", "text": "leaf " * 20}])],
     ],
 )
-def test_whatever_a_message_holds_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
+def test_every_kind_of_message_content_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
     assert 20 <= chat.get_num_tokens_from_messages(messages) <= 200
     assert chat.get_num_tokens_from_messages([*TALK, *messages]) > chat.get_num_tokens_from_messages(TALK)
 
 
-def test_a_model_without_template_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_template_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_engine() as engine:
         monkeypatch.setattr(engine.tokenizer, "chat_template", None)
         chat = ChatCacheBlend.from_engine(engine)
@@ -120,7 +120,7 @@ def test_a_model_without_template_counts_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
-def test_a_count_of_ones_own_is_used(kind: Any) -> None:
+def test_custom_count_is_used(kind: Any) -> None:
     with tiny_engine() as engine:
         model = kind.from_engine(engine, custom_get_token_ids=lambda text: [7] * len(text))
         assert model.get_num_tokens("four") == 4

@@ -36,7 +36,7 @@ def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_a_page_shows_runs(name: str, toy_chat_model: Path, tmp_path: Path) -> None:
+def test_examples_of_a_page_run(name: str, toy_chat_model: Path, tmp_path: Path) -> None:
     code, models = re.subn(r'"(smollm2|HuggingFaceTB/[^"]+)"', repr(str(toy_chat_model)), code_of(name))
     assert models
     output = run(["-c", code.replace('"minilm"', repr(str(EMBEDDER_PATH)))], tmp_path)

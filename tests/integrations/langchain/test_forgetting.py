@@ -99,7 +99,7 @@ def test_replaced_documents_lose_their_kv(inner: VectorStore, llm: CacheBlendLLM
     assert stored(llm, tmp_path) == sorted(TEXTS[1:])
 
 
-def test_a_text_that_another_document_has_keeps_its_kv(inner: VectorStore, llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_text_that_another_document_has_keeps_its_kv(inner: VectorStore, llm: CacheBlendLLM, tmp_path: Path) -> None:
     odd = 'It\'s 100% "true", [a_b]* \\ {c}?\n\nŽluťoučký kůň – 第二 ' + TEXTS[0]
     store = forgetting(inner, llm)
     store.add_texts([TEXTS[0], TEXTS[0], odd, odd], ids=[A, B, C, D])
@@ -117,7 +117,7 @@ def test_a_text_that_another_document_has_keeps_its_kv(inner: VectorStore, llm: 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("cleanup", ["full", "incremental"])
-async def test_what_langchains_indexing_removes_loses_its_kv(
+async def test_document_that_langchains_indexing_removes_loses_its_kv(
     inner: VectorStore, llm: CacheBlendLLM, tmp_path: Path, cleanup: Any, asynchronous: bool
 ) -> None:
     store, manager = forgetting(inner, llm), InMemoryRecordManager("texts")
@@ -145,7 +145,7 @@ def hash_of(document: Document) -> int:
 
 
 @pytest.mark.parametrize("name", IN_FOLDERS)
-def test_a_store_that_an_earlier_process_filled(name: str, llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_deleting_from_a_store_of_an_earlier_process_erases_kv(name: str, llm: CacheBlendLLM, tmp_path: Path) -> None:
     with opened(name, tmp_path / "vectors") as store:
         store.add_texts(TEXTS, ids=[A, B, C])
     llm.warm(TEXTS, progress=False)
@@ -167,7 +167,7 @@ def test_retrievers_search_and_change_the_store(inner: VectorStore, llm: CacheBl
     assert stored(llm, tmp_path) == []
 
 
-def test_a_deletion_without_ids_looks_at_the_whole_store(llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_deletion_without_ids_looks_at_the_whole_store(llm: CacheBlendLLM, tmp_path: Path) -> None:
     with opened("qdrant in memory", tmp_path) as inner:
         from qdrant_client import models
 
@@ -215,7 +215,7 @@ def test_nothing_is_forgotten_of_what_could_not_be_deleted(llm: CacheBlendLLM, t
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_what_could_not_be_forgotten_is_named(
+async def test_texts_that_could_not_be_forgotten_are_named(
     llm: CacheBlendLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     store = filled(InMemoryVectorStore(EMBEDDING), llm)
@@ -262,7 +262,7 @@ class Readable(Bare):
         return [Document(self.texts[one], id=one) for one in ids if one in self.texts]
 
 
-def test_a_store_that_cannot_be_read_is_refused(llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_unreadable_store_is_refused(llm: CacheBlendLLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Bare.*llm\.forget"):
         forgetting(Bare(), llm)
     with pytest.raises(ConfigError, match="vector store"):
@@ -276,7 +276,7 @@ def test_a_store_that_cannot_be_read_is_refused(llm: CacheBlendLLM, tmp_path: Pa
     assert stored(llm, tmp_path) == sorted(TEXTS[1:])
 
 
-def test_a_store_that_does_not_answer_about_texts_loses_the_kv(
+def test_store_that_cannot_return_texts_loses_the_kv(
     llm: CacheBlendLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened("faiss", tmp_path) as inner:
@@ -288,7 +288,7 @@ def test_a_store_that_does_not_answer_about_texts_loses_the_kv(
     assert "does not say which texts" in caplog.text
 
 
-def test_a_copy_goes_on_forgetting(llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_copy_goes_on_forgetting(llm: CacheBlendLLM, tmp_path: Path) -> None:
     store = filled(InMemoryVectorStore(EMBEDDING), llm)
     copy.copy(store).delete([A])
     assert stored(llm, tmp_path) == sorted(TEXTS[1:])

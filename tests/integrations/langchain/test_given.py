@@ -154,7 +154,7 @@ async def test_documents_sent_to_a_node_hit(mode: str, kind: Any) -> None:
             assert [(one["hits"], one["misses"]) for one in infos] == [counts] * 3
 
 
-def test_what_a_reranker_left_out_of_those_given_is_left_out() -> None:
+def test_documents_left_out_by_a_reranker_are_left_out() -> None:
     with tiny_engine() as engine:
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
         best: Runnable[Any, Any] = RunnableLambda(lambda given: {**given, "context": given["context"][:2]})
@@ -164,7 +164,7 @@ def test_what_a_reranker_left_out_of_those_given_is_left_out() -> None:
     assert [one["outcome"] for one in ended.infos[0]["documents"]] == ["miss", "miss", "left out"]
 
 
-def test_one_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_document_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with tiny_engine() as engine:
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
         upper = RunnableLambda(lambda given: "\n".join(one.page_content.upper() for one in given)) | llm
@@ -186,7 +186,7 @@ def test_nothing_is_learnt_where_tracking_is_off() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["invoke", "ainvoke", "stream", "astream"])
-async def test_a_long_prompt_without_a_known_document_is_hinted_at_once(
+async def test_long_prompt_without_a_known_document_is_hinted_at_once(
     kind: Any, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     long = f"{tiny.text(1200, 96)}\n\n{QUESTION}"
@@ -203,7 +203,7 @@ async def test_a_long_prompt_without_a_known_document_is_hinted_at_once(
         assert f"{llm.last_report.prompt_tokens:,} tokens" in record.getMessage()
 
 
-def test_a_long_prompt_with_a_document_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompt_with_a_document_gives_no_hint(caplog: pytest.LogCaptureFixture) -> None:
     with tiny_engine() as engine:
         document = Document(page_content=tiny.text(1200, 97))
         stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke({"context": [document], "input": QUESTION})

@@ -55,7 +55,7 @@ async def test_the_error_comes_unchanged_in_every_mode(kind: Any, engine: BlendE
 
 @pytest.mark.parametrize("config", [None, {"max_concurrency": 2}])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_of_a_batch_the_others_are_answered(
+async def test_too_long_prompt_leaves_the_rest_of_a_batch_answered(
     kind: Any, config: RunnableConfig | None, engine: BlendEngine
 ) -> None:
     model = kind(engine=engine, max_new_tokens=4)
@@ -71,7 +71,7 @@ async def test_of_a_batch_the_others_are_answered(
     assert isinstance(model.batch([LONG], return_exceptions=True)[0], ContextLengthError)
 
 
-def test_a_chain_is_cut_as_the_user_says_and_the_trace_tells() -> None:
+def test_chain_is_cut_as_the_user_says_and_the_trace_tells() -> None:
     known_chunks.clear()
     documents = passages(8, words=30)
     prompt = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
@@ -86,6 +86,6 @@ def test_a_chain_is_cut_as_the_user_says_and_the_trace_tells() -> None:
         assert engine.tokenizer.decode(model.last_report.input_ids).count("who fell?") == 1
 
 
-def test_a_document_that_is_too_long_is_named(engine: BlendEngine) -> None:
+def test_too_long_document_is_named(engine: BlendEngine) -> None:
     with pytest.raises(ContextLengthError, match="the chunk that begins 'word word"):
         ChatCacheBlend(engine=engine).warm([LONG])

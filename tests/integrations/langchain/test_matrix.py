@@ -406,7 +406,7 @@ def test_the_model_reads_what_the_plain_chain_writes(chain: Chain, kind: type[An
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
 @pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])
 @pytest.mark.parametrize("make", [graph, retrieval_qa_from_llm, conversational, with_titles, with_rules])
-def test_whatever_the_tokenizer(make: Callable[[Any], Any], tokens: str) -> None:
+def test_chains_equal_plain_ones_with_every_tokenizer(make: Callable[[Any], Any], tokens: str) -> None:
     (chain,) = [one for one in CHAINS if one.make is make]
     for kind in chain.kinds:
         known_chunks.clear()

@@ -60,7 +60,7 @@ def test_answers_of_tools_are_made_known(chat: ChatCacheBlend, whole: bool) -> N
     assert ended.infos[0]["misses"] == 2 + whole
 
 
-def test_a_question_is_not_asked_twice_over_nothing(chat: ChatCacheBlend) -> None:
+def test_middleware_retrieves_nothing_without_a_question(chat: ChatCacheBlend) -> None:
     class Never(FixedRetriever):
         def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
             raise AssertionError("there is no question")
@@ -69,7 +69,7 @@ def test_a_question_is_not_asked_twice_over_nothing(chat: ChatCacheBlend) -> Non
     assert agent.invoke({"messages": [AIMessage("Well, what is it?")]})["messages"]
 
 
-def test_what_is_not_installed_is_named_with_the_command_and_langchain_core_alone_is_needed_at_import() -> None:
+def test_missing_package_is_named_with_the_command_and_import_needs_langchain_core_alone() -> None:
     script = """
 import sys
 for name in ("langchain", "langchain_classic", "langchain_text_splitters", "langgraph"):
@@ -91,6 +91,6 @@ for use in (lambda: ours.CacheBlendMiddleware, lambda: split([])):
     assert "pip install 'cacheblend-rag[langchain]'" in splitters
 
 
-def test_a_name_that_there_is_not_is_refused() -> None:
+def test_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'CacheBlend'"):
         _ = ours.CacheBlend

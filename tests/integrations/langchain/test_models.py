@@ -67,7 +67,7 @@ class Slow(LogitsProcessor):
         self.seconds, self.made = seconds, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds)  # the pace of a slow model
         self.made += 1
         scores[:, 2] = float("-inf")
         return scores
@@ -103,7 +103,7 @@ async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_empty_list_of_a_call_switches_off_what_ends_answers(engine: Any, kind: Any, mode: str) -> None:
+async def test_empty_stop_list_of_a_call_switches_stops_off(engine: Any, kind: Any, mode: str) -> None:
     asked = "What fell in the end?"
     whole = await say(kind.from_engine(engine, max_new_tokens=12), mode, asked)
     word, cut = whole[4:6], whole[: whole.index(whole[4:6])]
@@ -125,9 +125,7 @@ async def test_an_empty_list_of_a_call_switches_off_what_ends_answers(engine: An
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_an_order_of_messages_that_the_template_refuses_is_named(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_order_of_messages_that_the_template_refuses_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_engine() as engine:
         monkeypatch.setattr(engine.tokenizer, "chat_template", ALTERNATING)
         chat = ChatCacheBlend.from_engine(engine, max_new_tokens=2)
@@ -156,7 +154,7 @@ def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
     assert result.llm_output["model_name"] == llm.model_name
 
 
-def test_a_call_may_change_what_the_model_was_made_with(engine: Any) -> None:
+def test_call_overrides_options_of_the_model(engine: Any) -> None:
     chat = ChatCacheBlend.from_engine(engine, max_tokens=20)
     for name in ("max_tokens", "max_new_tokens"):
         answer = chat.invoke("What fell?", **{name: 3})
@@ -191,7 +189,7 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(engine: Any, kind: Any) 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> None:
+async def test_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> None:
     slow = Slow()
     model = kind.from_engine(engine, max_new_tokens=2000, timeout=0.15, logits_processor=[slow])
     with pytest.raises(GenerationTimeoutError, match=r"0\.15 s"):
@@ -202,7 +200,7 @@ async def test_a_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_cancelled_call_stops_generating(engine: Any, kind: Any) -> None:
+async def test_cancelled_call_stops_generating(engine: Any, kind: Any) -> None:
     slow = Slow()
     model = kind.from_engine(engine, max_new_tokens=2000, logits_processor=[slow])
     for calls in (model.ainvoke("What fell?"), model.abatch(["One?", "Two?"])):
@@ -214,7 +212,7 @@ async def test_a_cancelled_call_stops_generating(engine: Any, kind: Any) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_is_left_stops_generating(engine: Any, kind: Any) -> None:
+def test_abandoned_stream_stops_generating(engine: Any, kind: Any) -> None:
     slow = Slow()
     pieces = kind.from_engine(engine, max_new_tokens=2000, logits_processor=[slow]).stream("What fell?")
     next(pieces)
@@ -248,7 +246,7 @@ def test_running_out_of_memory_is_tried_again(engine: Any) -> None:
     assert CacheBlendLLM.from_engine(engine, max_retries=1, **asked).invoke("What fell?")
 
 
-async def test_a_request_that_was_given_up_while_it_waited_costs_nothing(engine: Any) -> None:
+async def test_request_given_up_while_it_waits_costs_nothing(engine: Any) -> None:
     release = threading.Event()
 
     class Held(LogitsProcessor):
@@ -272,7 +270,7 @@ async def test_a_request_that_was_given_up_while_it_waited_costs_nothing(engine:
 # Batches ------------------------------------------------------------------------------------
 
 
-async def test_a_batch_reads_each_chunk_once(tmp_path: Path) -> None:
+async def test_batch_reads_each_chunk_once(tmp_path: Path) -> None:
     known_chunks.clear()
     with closing(CountingStore(DiskStore(tmp_path))) as store, tiny_engine(store=store, recompute_ratio=1.0) as engine:
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
@@ -298,7 +296,7 @@ async def test_a_batch_reads_each_chunk_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_response_cache_never_mixes_settings_up(engine: Any, kind: Any) -> None:
+def test_response_cache_never_mixes_settings_up(engine: Any, kind: Any) -> None:
     cache = InMemoryCache()
     made = [
         kind.from_engine(engine, cache=cache, max_new_tokens=3),
@@ -344,7 +342,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_made_by_its_id_comes_back_from_its_serialised_form(kind: Any, saved: Path, tmp_path: Path) -> None:
+def test_model_made_by_its_id_comes_back_from_its_serialised_form(kind: Any, saved: Path, tmp_path: Path) -> None:
     config = BlendConfig(recompute_ratio=0.3, min_tokens=5, salt="mine", selection_options={"score_layers": (1,)})
     model = kind.from_model_id(saved, config=config, store=tmp_path / "kv", max_new_tokens=3)
     again = load(dumpd(model), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
@@ -369,7 +367,7 @@ def test_without_engine_or_id_the_error_says_what_to_give(kind: Any) -> None:
 # Pipelines ----------------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_taken_over_with_its_settings() -> None:
+def test_pipeline_is_taken_over_with_its_settings() -> None:
     model, tokenizer = tiny_parts()
     settings: Any = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
@@ -392,7 +390,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", PIPELINES.values(), ids=PIPELINES)
-async def test_a_pipelines_settings_hold_in_every_mode(settings: dict[str, Any]) -> None:
+async def test_settings_of_a_pipeline_hold_in_every_mode(settings: dict[str, Any]) -> None:
     model, tokenizer = tiny_parts()
     made = pipeline("text-generation", model, tokenizer=tokenizer, return_full_text=False, **settings)
     llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))

@@ -54,7 +54,7 @@ def holds_only(stored: Iterable[tuple[int, ...]], allowed: Iterable[str], openin
     reuse=st.booleans(),
     tool=st.booleans(),
 )
-def test_a_chat_model_stores_documents_alone(
+def test_chat_model_stores_documents_alone(
     system: str, turns: list[tuple[str, str, str]], last: str, found: str, reuse: bool, tool: bool
 ) -> None:
     known_chunks.clear()

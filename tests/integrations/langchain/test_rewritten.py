@@ -139,7 +139,7 @@ async def test_so_do_they_in_asynchronous_chains_and_streams(name: str, kind: ty
 
 
 @pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
-def test_a_document_that_is_missing_is_said_to_be(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_document_is_reported(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     def write(found: list[Document]) -> str:
         return "\n\n".join([found[0].page_content, found[1].page_content.upper(), found[2].page_content])
 
@@ -157,7 +157,7 @@ def test_a_document_that_is_missing_is_said_to_be(kind: type[Any], caplog: pytes
     assert "docs/how-to/troubleshooting.md" in record.getMessage()
 
 
-def test_a_chain_that_leaves_all_documents_out_is_warned_of_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_chain_that_leaves_all_documents_out_is_warned_of_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     with tiny_engine() as engine:
         model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
         for _ in range(2):
@@ -174,7 +174,7 @@ def test_short_documents_are_not_looked_for_and_not_warned_of(caplog: pytest.Log
     assert caplog.text == ""
 
 
-def test_what_a_later_step_left_out_is_not_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_document_left_out_by_a_later_step_is_not_missing(caplog: pytest.LogCaptureFixture) -> None:
     with tiny_engine() as engine:
         model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
         best = RunnableLambda(lambda found: found[1:])

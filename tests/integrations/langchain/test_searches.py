@@ -82,7 +82,7 @@ def texts(found: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", SEARCHES)
 @pytest.mark.parametrize("make", [lambda: track(in_memory()), lambda: track(ours())], ids=["other", "ours"])
-def test_what_a_search_returns_is_known(make: Callable[[], Any], name: str) -> None:
+def test_documents_of_a_search_are_known(make: Callable[[], Any], name: str) -> None:
     store = make()
     with tracking_off():
         found = SEARCHES[name](store)
@@ -91,7 +91,7 @@ def test_what_a_search_returns_is_known(make: Callable[[], Any], name: str) -> N
 
 
 @pytest.mark.parametrize("name", ASYNC_SEARCHES)
-async def test_what_an_asynchronous_search_returns_is_known(name: str) -> None:
+async def test_documents_of_an_asynchronous_search_are_known(name: str) -> None:
     with tracking_off():
         found = await ASYNC_SEARCHES[name](track(in_memory()))
     assert sorted(texts(found)) == sorted(TEXTS)
@@ -125,7 +125,7 @@ async def test_so_does_an_asynchronous_search(name: str) -> None:
     assert known() == [True] * 3
 
 
-def test_what_a_search_within_a_step_of_a_chain_returns_is_known() -> None:
+def test_documents_of_a_search_within_a_chain_step_are_known() -> None:
     """The step returns text, so that nothing but the store can tell."""
     switch_on()
     store = ours()
@@ -145,7 +145,7 @@ def test_only_what_is_returned_is_known() -> None:
 
 
 @pytest.mark.parametrize("make", [in_memory, ours])
-def test_it_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
+def test_tracked_store_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
     store = make()
     tracked = track(store)
     assert isinstance(tracked, type(store))
@@ -187,7 +187,7 @@ def test_methods_of_the_language_go_through_it() -> None:
     assert len(track(store)) == 2
 
 
-def test_a_copy_is_tracked_too() -> None:
+def test_copy_is_tracked_too() -> None:
     for copied in (copy.deepcopy(track(in_memory())), pickle.loads(pickle.dumps(track(in_memory())))):
         known_chunks.clear()
         copied.similarity_search("What fell?", k=3)
@@ -195,7 +195,7 @@ def test_a_copy_is_tracked_too() -> None:
         copied.delete(["a"])
 
 
-def test_what_is_no_vector_store_is_refused() -> None:
+def test_object_that_is_no_vector_store_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"vectorstore='VectorStoreRetriever'.*give a LangChain vector store"):
         track(in_memory().as_retriever())  # type: ignore[type-var]
 

@@ -54,7 +54,7 @@ print(before, untracked, len(known_chunks))
     assert done.stdout.split() == ["0", "0", "1"], done.stderr
 
 
-def test_it_can_be_switched_off_for_good_and_for_a_while() -> None:
+def test_tracking_can_be_switched_off_for_good_and_for_a_while() -> None:
     assert retrieve()
     with tracking_off():
         assert not retrieve()
@@ -115,7 +115,7 @@ async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:
     assert len(documents_of_run(prompts[0])) == 0
 
 
-def test_what_a_run_found_wins_over_what_others_did() -> None:
+def test_documents_of_a_run_win_over_those_of_others() -> None:
     """A parent document that was seen elsewhere holds two of this run's chunks."""
     parent = "\n\n".join(one.page_content for one in DOCUMENTS[:2])
     llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)
@@ -157,7 +157,7 @@ def test_runs_without_documents_leave_nothing() -> None:
     runs.add(root, None, ["found on its own"])
     runs.call(root, [1])
     runs.end(root)
-    assert (runs.of(1), runs.documents, len(runs)) == ((), 0, 0)
+    assert (runs.documents_of(1), runs.documents, len(runs)) == ((), 0, 0)
 
 
 def test_prompts_are_known_by_their_text() -> None:

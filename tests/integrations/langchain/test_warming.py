@@ -37,7 +37,7 @@ def like_communitys_faiss() -> Any:
 
 
 @pytest.mark.parametrize("name", [*STORES, "community's faiss"])
-def test_a_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, tmp_path: Path, name: str) -> None:
+def test_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, tmp_path: Path, name: str) -> None:
     said: list[str] = []
     with nullcontext(like_communitys_faiss()) if name not in STORES else opened(name, tmp_path) as store:
         if name in STORES:
@@ -50,7 +50,7 @@ def test_a_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, 
 
 
 @pytest.mark.parametrize("name", [name for name in STORES if name not in IN_FOLDERS])
-def test_a_store_of_many_documents_is_read_whole(tmp_path: Path, name: str) -> None:
+def test_store_of_many_documents_is_read_whole(tmp_path: Path, name: str) -> None:
     texts = [f"Passage {number}." for number in range(1200)]
     with opened(name, tmp_path) as store:
         store.add_texts(texts)
@@ -61,12 +61,12 @@ def test_a_store_of_many_documents_is_read_whole(tmp_path: Path, name: str) -> N
             assert contents.holding([*texts[:count], "nothing"]) == set(texts[:count])
 
 
-def test_what_is_said_goes_to_standard_error_by_default(llm: CacheBlendLLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warming_reports_to_standard_error_by_default(llm: CacheBlendLLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert warm_vectorstore(SimpleNamespace(), llm, documents=DOCUMENTS, progress=False).computed == 3  # type: ignore[arg-type]
     assert "KV of 3 documents" in capsys.readouterr().err
 
 
-def test_a_store_that_cannot_list_its_documents_is_refused(llm: CacheBlendLLM) -> None:
+def test_store_that_cannot_list_its_documents_is_refused(llm: CacheBlendLLM) -> None:
     with pytest.raises(ConfigError, match="documents="):
         warm_vectorstore(SimpleNamespace(), llm, progress=False)  # type: ignore[arg-type]
 

@@ -118,7 +118,7 @@ def plain_chat(tokenizer: Any, messages: Sequence[ChatMessage], tools: Any = Non
 def unknow(nodes: Sequence[BaseNode]) -> None:
     """Forget that these nodes were ever seen; what is stored stays."""
     texts = [text for node in nodes for text in node_texts(node)]
-    known_chunks.discard([*texts, *known_chunks.forms.of(texts)])
+    known_chunks.discard([*texts, *known_chunks.forms.find(texts)])
     shared_tracker.recent.discard(texts)
 
 

@@ -62,7 +62,7 @@ def llm() -> CacheBlendLLM:
 
 
 @pytest.mark.parametrize("between", ["\n\n", " ", "\n-----\n", SEPARATOR])
-def test_what_stands_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNode], between: str) -> None:
+def test_text_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNode], between: str) -> None:
     texts = texts_of(nodes)
     values = {"context_str": between.join(texts), "query_str": QUESTION}
     prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, **values)
@@ -73,7 +73,7 @@ def test_what_stands_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNod
     assert prompt.suffix.endswith(f"Query: {QUESTION}\nAnswer: ")
 
 
-def test_a_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+def test_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
     quoted, *others = texts_of(nodes)
     prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str="\n\n".join(others), query_str=quoted)
     assert prompt.chunks == tuple(others)
@@ -85,7 +85,7 @@ def test_a_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: li
     assert prompt.chunks == ()  # the context was rewritten, and the question still is none
 
 
-def test_what_stands_before_the_context_and_was_asked_is_not_stored(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+def test_question_before_the_context_is_not_stored(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
     (text,) = texts_of(nodes[:1])
     prompt = seen(llm, DEFAULT_REFINE_PROMPT, context_msg=text, query_str=QUESTION, existing_answer="Ben was.")
     assert prompt.chunks == (text,)
@@ -94,7 +94,7 @@ def test_what_stands_before_the_context_and_was_asked_is_not_stored(llm: CacheBl
     assert "Ben was." in prompt.preamble
 
 
-def test_what_was_said_in_a_conversation_is_not_stored(nodes: list[TextNode]) -> None:
+def test_messages_of_a_conversation_are_not_stored(nodes: list[TextNode]) -> None:
     (text,) = texts_of(nodes[:1])
     messages = [
         ChatMessage(role="system", content="Be kind."),
@@ -164,7 +164,7 @@ def test_sources_that_are_cut_for_citation_are_matched_in_parts() -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_list_is_matched_as_python_writes_it(streaming: bool) -> None:
+def test_list_is_matched_as_python_writes_it(streaming: bool) -> None:
     plain = [TextNode(text=tiny.text(30, seed), id_=f"plain-{seed}") for seed in range(15, 19)]
     mixed = make_nodes(seed=15)
     mixed[0].text += ' He said "it\'s late".'
@@ -218,7 +218,7 @@ def test_white_space_around_and_within_nodes_may_differ(llm: CacheBlendLLM) -> N
 
 
 @given(st.integers(0, 250), st.integers(70, 120), st.sampled_from(["", "XYZ ", "[0] Q\n" * 20]))
-def test_a_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: int, junk: str) -> None:
+def test_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: int, junk: str) -> None:
     known = tiny.text(90, 21)
     part = known[start : start + length].strip()
     found = list(find_parts(f"{junk}{part}\n{junk}", ["another text " * 9, known]))
@@ -230,11 +230,11 @@ def test_a_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: 
 
 
 def test_hints_are_read_from_a_templates_values() -> None:
-    hint = Hint.of({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
+    hint = Hint.from_values({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
     assert hint == Hint((("a", "b"),), ("c", "short"))
-    assert Hint.of({"context_msg": "a"}) == Hint(("a",), ())
-    assert Hint.of({"query_str": " "}) == Hint()
-    assert Hint.of({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
+    assert Hint.from_values({"context_msg": "a"}) == Hint(("a",), ())
+    assert Hint.from_values({"query_str": " "}) == Hint()
+    assert Hint.from_values({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
 
 
 def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
@@ -264,7 +264,7 @@ def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
     known_chunks.forms.note("one  river", "one  river")
     for number in range(300):
         known_chunks.forms.note("one  river", f"form {number}")
-    forms = known_chunks.forms.of(["one river"])
+    forms = known_chunks.forms.find(["one river"])
     assert len(forms) == 256
     assert forms[-1] == "form 299"
 

@@ -107,7 +107,7 @@ CHANGES = (delete, delete_from_store, delete_nodes, delete_nodes_by_metadata, up
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_leaves_an_index_loses_its_kv(
+def test_node_that_leaves_an_index_loses_its_kv(
     inner: BasePydanticVectorStore, llm: CacheBlendLLM, tmp_path: Path, change: Callable[[VectorStoreIndex], None]
 ) -> None:
     index = filled(inner, llm)
@@ -122,7 +122,7 @@ def test_what_leaves_an_index_loses_its_kv(
     assert answers.counts == [(2, int(change in (update, refresh)))]
 
 
-def test_a_deleted_text_that_comes_back_is_a_miss(
+def test_deleted_text_that_comes_back_is_a_miss(
     inner: BasePydanticVectorStore, llm: CacheBlendLLM, tmp_path: Path
 ) -> None:
     index = filled(inner, llm)
@@ -196,7 +196,7 @@ def test_nodes_added_with_an_id_that_is_there(
 
 
 @pytest.mark.parametrize("name", IN_FOLDERS)
-def test_a_store_that_an_earlier_process_filled(name: str, llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_deleting_from_a_store_of_an_earlier_process_erases_kv(name: str, llm: CacheBlendLLM, tmp_path: Path) -> None:
     with opened(name, tmp_path / "vectors") as store:
         index_over(store)
     with opened(name, tmp_path / "vectors") as store:
@@ -206,7 +206,7 @@ def test_a_store_that_an_earlier_process_filled(name: str, llm: CacheBlendLLM, t
         assert stored(llm, tmp_path) == set("bc")
 
 
-def test_what_an_ingestion_pipeline_replaces_loses_its_kv(
+def test_node_that_an_ingestion_pipeline_replaces_loses_its_kv(
     inner: BasePydanticVectorStore, llm: CacheBlendLLM, tmp_path: Path
 ) -> None:
     pipeline = IngestionPipeline(
@@ -237,7 +237,7 @@ def test_nodes_of_a_document_are_listed_one_after_another(inner: BasePydanticVec
         assert " ".join(node.get_content() for node in nodes if node.ref_doc_id == name) == text
 
 
-def test_an_update_within_erasing_keeps_chunks_that_stay(
+def test_update_within_erasing_keeps_chunks_that_stay(
     inner: BasePydanticVectorStore, llm: CacheBlendLLM, tmp_path: Path
 ) -> None:
     index = index_over(inner)
@@ -251,7 +251,7 @@ def test_an_update_within_erasing_keeps_chunks_that_stay(
 # Qdrant's own reading of nodes ends at 9,999.
 @pytest.mark.parametrize("count", [1200, pytest.param(10_100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in STORES if name not in IN_FOLDERS])
-def test_a_store_of_many_nodes_is_read_whole(
+def test_store_of_many_nodes_is_read_whole(
     name: str, count: int, llm: CacheBlendLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     erased: list[str] = []
@@ -276,7 +276,7 @@ class Plain(FaissVectorStore):
         return super().get_nodes(node_ids) if filters is None else []
 
 
-def test_a_store_that_cannot_filter_by_document_is_read_whole(llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_store_that_cannot_filter_by_document_is_read_whole(llm: CacheBlendLLM, tmp_path: Path) -> None:
     index = filled(Plain(), llm)
     delete(index)
     assert stored(llm, tmp_path) == set("bc")
@@ -287,7 +287,7 @@ class Mute(FaissVectorStore):
     aget_nodes = BasePydanticVectorStore.aget_nodes
 
 
-def test_a_store_that_cannot_be_read_is_refused(llm: CacheBlendLLM) -> None:
+def test_unreadable_store_is_refused(llm: CacheBlendLLM) -> None:
     with pytest.raises(ConfigError, match=r"Mute.*forget_nodes"):
         forgetting(Mute(), llm)
     with pytest.raises(ConfigError, match=r"SimpleVectorStore.*erasing"):
@@ -310,7 +310,7 @@ def test_nothing_is_forgotten_of_what_could_not_be_deleted(llm: CacheBlendLLM, t
     assert stored(llm, tmp_path) == set("abc")
 
 
-def test_what_could_not_be_forgotten_is_named(
+def test_texts_that_could_not_be_forgotten_are_named(
     llm: CacheBlendLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = filled(FaissVectorStore(), llm)
@@ -327,7 +327,7 @@ def test_what_could_not_be_forgotten_is_named(
     assert stored(llm, tmp_path) == set("bc")
 
 
-def test_a_copy_goes_on_forgetting(llm: CacheBlendLLM, tmp_path: Path) -> None:
+def test_copy_goes_on_forgetting(llm: CacheBlendLLM, tmp_path: Path) -> None:
     index = filled(FaissVectorStore(), llm)
     copy.copy(index.vector_store).delete("doc-a")
     assert stored(llm, tmp_path) == set("bc")

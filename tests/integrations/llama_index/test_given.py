@@ -137,7 +137,7 @@ def test_nodes_that_a_post_processor_adds_hit() -> None:
         assert set(found) == {(outcome, "")}
 
 
-async def test_a_document_is_summarised_from_its_nodes() -> None:
+async def test_document_is_summarised_from_its_nodes() -> None:
     documents = [Document(text=tiny.text(60, 350 + n), id_=f"d{n}") for n in range(2)]
     llm = make_llm()
     with listening() as answers:
@@ -182,7 +182,7 @@ def test_nothing_is_learnt_where_tracking_is_off() -> None:
 
 
 @pytest.mark.parametrize("mode", ["complete", "acomplete", "stream_complete", "chat"])
-async def test_a_long_prompt_without_a_known_document_is_hinted_at_once(
+async def test_long_prompt_without_a_known_document_is_hinted_at_once(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     long = f"{tiny.text(1200, 38)}\n\n{QUESTION}"
@@ -250,7 +250,7 @@ def test_windows_of_sentences_that_are_all_known_are_reused_too() -> None:
     assert {outcome for outcome, _ in outcomes(response)} == {"hit"}
 
 
-def test_a_title_that_a_post_processor_writes_before_a_node_is_no_new_document() -> None:
+def test_title_written_before_a_node_is_no_new_document() -> None:
     """Most of the text is a known chunk, which is found as it was stored."""
     made = make_nodes(2, seed=42, metadata={})
     llm = make_llm()

@@ -94,7 +94,7 @@ class Mute(FaissVectorStore):
         raise NotImplementedError
 
 
-def test_a_store_that_cannot_list_its_nodes_is_named() -> None:
+def test_store_that_cannot_list_its_nodes_is_named() -> None:
     index = VectorStoreIndex.from_vector_store(Mute(), embed_model=embedding())
     with pytest.raises(ConfigError, match="Mute"):
         index_nodes(index)
@@ -118,7 +118,7 @@ def delete_nodes(index: VectorStoreIndex, made: list[Document]) -> None:
 
 @pytest.mark.parametrize("faiss", [False, True])
 @pytest.mark.parametrize("change", [delete, delete_nodes, update, refresh])
-def test_what_leaves_the_index_is_erased(change: Callable[..., None], faiss: bool) -> None:
+def test_node_that_leaves_the_index_is_erased(change: Callable[..., None], faiss: bool) -> None:
     llm, made = make_llm(config=APART), documents(seed=50)
     index = index_of(made, faiss)
     warm_index(index, llm, progress=False, say=lambda message: None)
@@ -134,7 +134,7 @@ def test_what_leaves_the_index_is_erased(change: Callable[..., None], faiss: boo
     assert (made[0].id_ in left) == (change in (update, refresh))
 
 
-async def test_a_text_that_another_node_has_is_kept_and_failures_are_no_excuse() -> None:
+async def test_text_of_another_node_is_kept_even_after_a_failure() -> None:
     llm, nodes = make_llm(config=APART), make_nodes(seed=32)
     twin = TextNode(text=nodes[0].text, metadata=nodes[0].metadata, id_="twin")
     index = make_index([*nodes, twin])
@@ -204,7 +204,7 @@ async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: boo
     assert answers.counts == [(3, 0)]
 
 
-def test_a_worker_process_without_the_model_says_so() -> None:
+def test_worker_process_without_the_model_says_so() -> None:
     step = CacheBlendPrecompute(llm=make_llm())
     del step.__dict__["llm"]
     with pytest.raises(ConfigError, match="num_workers"):

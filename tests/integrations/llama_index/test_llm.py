@@ -136,7 +136,7 @@ async def test_stop_strings_end_every_form(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CHAT_FORMS)
-async def test_an_order_of_messages_that_the_template_refuses_is_named(
+async def test_order_of_messages_that_the_template_refuses_is_named(
     llm: CacheBlendLLM, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", ALTERNATING)
@@ -288,7 +288,7 @@ async def test_tools_are_offered_and_called() -> None:
     assert str(llm.predict_and_call([tool], user_msg="What fell?")) == "leaf"
 
 
-async def test_a_call_can_be_required() -> None:
+async def test_call_can_be_required() -> None:
     llm, tool = with_script(lambda prompt: '{"what": "leaf"}}'), FunctionTool.from_defaults(find)
     for options in ({"tool_required": True}, {"tool_choice": "find"}):
         whole = await llm.achat_with_tools([tool], user_msg="What fell?", **options)
@@ -380,7 +380,7 @@ async def test_programs_of_functions_stream_their_calls() -> None:
     assert [one async for one in await program.astream_call()][-1] == Person(name="Marie Curie", age=66)
 
 
-async def test_an_object_that_was_cut_is_an_error() -> None:
+async def test_cut_object_is_an_error() -> None:
     prompt = PromptTemplate("Who was she?")
     for mode in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
         llm = make_llm(True, max_new_tokens=6, pydantic_program_mode=mode)
@@ -411,7 +411,7 @@ async def test_structured_answers_follow_their_schema() -> None:
         assert last.message.content in ('"oak"', '"ash"')
 
 
-def test_what_is_no_call_stays_text() -> None:
+def test_text_that_is_no_call_stays_text() -> None:
     plain = with_script(lambda prompt: "Nothing fell.")
     response = plain.chat_with_tools([FunctionTool.from_defaults(find)], user_msg="What fell?")
     assert response.message.content == "Nothing fell."

@@ -300,7 +300,9 @@ async def test_the_model_reads_what_the_plain_one_would(index: VectorStoreIndex,
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])
 @pytest.mark.parametrize("name", ["compact", "context"])
-async def test_whatever_the_tokenizer(index: VectorStoreIndex, name: str, tokens: str, chat: bool) -> None:
+async def test_engines_equal_plain_ones_with_every_tokenizer(
+    index: VectorStoreIndex, name: str, tokens: str, chat: bool
+) -> None:
     await check_against_plain(index, name, chat, tokens)
 
 

@@ -23,7 +23,7 @@ TEMPLATES = st.sampled_from([DEFAULT_TEXT_QA_PROMPT, QUESTION_FIRST, DEFAULT_REF
 
 @settings(max_examples=40, deadline=None)
 @given(template=TEMPLATES, question=SAID, answer=SAID, context=CONTEXT, chat=st.booleans())
-def test_a_template_stores_documents_alone(
+def test_template_stores_documents_alone(
     template: PromptTemplate, question: str, answer: str, context: str, chat: bool
 ) -> None:
     known_chunks.clear()
@@ -44,7 +44,7 @@ def test_a_template_stores_documents_alone(
 
 @settings(max_examples=40, deadline=None)
 @given(system=CONTEXT, question=SAID, answer=SAID, last=SAID, found=CONTEXT)
-def test_a_conversation_stores_documents_alone(system: str, question: str, answer: str, last: str, found: str) -> None:
+def test_conversation_stores_documents_alone(system: str, question: str, answer: str, last: str, found: str) -> None:
     known_chunks.clear()
     known_chunks.add(DOCUMENTS)
     store, opening = Hooked(), f"Be short.\n\n{system}"

@@ -111,7 +111,7 @@ async def test_so_do_they_asynchronously_and_in_streams(index: VectorStoreIndex,
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_node_that_is_missing_is_said_to_be(
+async def test_missing_node_is_reported(
     index: VectorStoreIndex, streaming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write(context: str) -> str:
@@ -176,7 +176,7 @@ async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex
 
 
 @pytest.mark.parametrize("name", [*REWRITES])
-async def test_a_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
+async def test_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
     """The context is gone; what looks like a node stands in the question alone."""
     store = Hooked()
     question = f"Secret: who wrote {REWRITES[name][0](NODES[0].text)} and why?"

@@ -69,7 +69,7 @@ def test_the_nearest_are_found(store: FaissVectorStore) -> None:
     assert everything.ids == nearest(query, 12)
 
 
-def test_what_may_be_found_can_be_limited(store: FaissVectorStore) -> None:
+def test_query_is_limited_by_filters_and_ids(store: FaissVectorStore) -> None:
     query = VectorStoreQuery(query_embedding=[0.0] * 4, similarity_top_k=12)
     query.filters = MetadataFilters(filters=[ExactMatchFilter(key="even", value=1)])
     assert sorted(store.query(query).ids or []) == sorted(f"n{n}" for n in range(0, 12, 2))
@@ -112,7 +112,7 @@ def test_nodes_are_replaced_and_removed(store: FaissVectorStore) -> None:
     assert store.client.d == 2
 
 
-def test_what_the_store_holds_is_its_own(store: FaissVectorStore) -> None:
+def test_store_hands_out_copies_of_nodes(store: FaissVectorStore) -> None:
     store.get_nodes()[0].set_content("changed")
     assert store.get_nodes()[0].get_content() == "text 0"
 
@@ -140,7 +140,7 @@ def test_saved_and_read_again(store: FaissVectorStore, tmp_path: Path) -> None:
         FaissVectorStore.from_persist_path(str(path))
 
 
-def test_a_file_of_another_kind_is_named_and_not_given_up(tmp_path: Path) -> None:
+def test_file_of_another_kind_is_named_and_not_given_up(tmp_path: Path) -> None:
     """The remedy is the file that is expected: the one that was given may be all that a user has."""
     saved_index(tmp_path)
     others = {"docstore": None, "index_store": None, "graph_store": None, "list": "[1]", "text": "A leaf.", "odd": "{}"}
@@ -165,7 +165,7 @@ def found(index: VectorStoreIndex) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["path", "folder", "memory"])
-def test_an_index_is_saved_and_loaded_as_llama_index_says(form: str, tmp_path: Path) -> None:
+def test_index_is_saved_and_loaded_as_llama_index_says(form: str, tmp_path: Path) -> None:
     files = fsspec.filesystem("memory") if form == "memory" else None
     folder = f"/{tmp_path.name}" if files else str(tmp_path / "storage")
     index = make_index(make_nodes(6, seed=71), faiss=True)
@@ -189,7 +189,7 @@ def test_an_index_is_saved_and_loaded_as_llama_index_says(form: str, tmp_path: P
     assert held == [*(f"node-71-{n}" for n in range(1, 6)), "node-72-0"]
 
 
-def test_an_index_over_faiss_is_never_read_as_another_store(tmp_path: Path) -> None:
+def test_index_over_faiss_is_never_read_as_another_store(tmp_path: Path) -> None:
     index = saved_index(tmp_path)
     with pytest.raises(ValueError, match=r"FaissVectorStore\.from_persist_dir"):
         StorageContext.from_defaults(persist_dir=str(tmp_path))
@@ -231,7 +231,7 @@ def test_wrong_names_and_forms_are_refused(tmp_path: Path) -> None:
         FaissVectorStore.from_persist_dir(str(tmp_path), namespace="binary")
 
 
-async def test_a_new_store_given_for_a_saved_one_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_new_store_given_for_a_saved_one_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = saved_index(tmp_path)
     expected = found(index)
     assert expected
@@ -257,7 +257,7 @@ async def test_a_new_store_given_for_a_saved_one_says_so(tmp_path: Path, caplog:
     assert [record for record in caplog.records if record.levelname == "WARNING"] == [], "they are empty on purpose"
 
 
-def test_a_store_that_cannot_be_written_leaves_what_was_saved(store: FaissVectorStore, tmp_path: Path) -> None:
+def test_unwritable_store_leaves_the_saved_one(store: FaissVectorStore, tmp_path: Path) -> None:
     path = tmp_path / "vectors.json"
     store.persist(str(path))
     store.add([TextNode(id_="new", text="x", embedding=[1.0] * 4, metadata={"when": object()})])
@@ -266,7 +266,7 @@ def test_a_store_that_cannot_be_written_leaves_what_was_saved(store: FaissVector
     assert len(FaissVectorStore.from_persist_path(str(path)).get_nodes()) == 12
 
 
-def test_what_cannot_be_done_is_refused(store: FaissVectorStore) -> None:
+def test_store_refuses_what_it_cannot_do(store: FaissVectorStore) -> None:
     with pytest.raises(EmbedderError, match="2 numbers"):
         store.add([TextNode(text="x", embedding=[1.0, 2.0])])
     with pytest.raises(EmbedderError, match="2 numbers"):
@@ -296,7 +296,7 @@ async def test_the_embedding_is_the_models() -> None:
         SentenceTransformerEmbedding("./nowhere")
 
 
-async def test_an_index_over_either_store_finds_its_nodes() -> None:
+async def test_index_over_either_store_finds_its_nodes() -> None:
     nodes = make_nodes(6, seed=70)
     for faiss in (False, True):
         retriever = make_index(nodes, faiss=faiss).as_retriever(similarity_top_k=3)

@@ -47,7 +47,7 @@ def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     assert list_files(tmp_path).readable == ("seen.txt",)
 
 
-def test_a_hidden_folder_can_be_named_itself(tmp_path: Path) -> None:
+def test_hidden_folder_can_be_named_itself(tmp_path: Path) -> None:
     write(tmp_path, ".notes/a.txt", "x")
     assert list_files(tmp_path / ".notes").readable == ("a.txt",)
 
@@ -72,7 +72,7 @@ def test_the_folder_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_what_is_no_plain_file_is_left_out(tmp_path: Path) -> None:
+def test_list_files_leaves_out_pipes_and_folders(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "a")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()
@@ -90,7 +90,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         list_files(tmp_path / "empty")
 
 
-def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
         list_files(tmp_path)
 
 
-def test_a_file_that_went_away(tmp_path: Path) -> None:
+def test_vanished_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"gone\.txt cannot be read: No such file"):
         read_bytes(tmp_path, "gone.txt")
 
@@ -110,7 +110,7 @@ def test_byte_order_mark_and_line_ends_are_not_text() -> None:
     assert parsed("a.txt", b"") == ("",)
 
 
-def test_what_cannot_be_read_is_an_error_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_file_is_an_error_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "good.txt", "good")
     write(tmp_path, "sub/bytes.txt", bytes(range(256)) * 8)
     with pytest.raises(DocumentError, match=r"sub/bytes\.txt holds bytes that are no text"):
@@ -156,7 +156,7 @@ def test_pdf_that_forbids_copying_alone_is_read() -> None:
     assert parsed("rules.pdf", make_pdf(["Rules of the house."], owner="secret")) == ("Rules of the house.",)
 
 
-def test_what_encrypted_pdfs_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_pdf_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(*_: object) -> None:
         raise DependencyError("cryptography>=3.1 is required for AES algorithm")
 

@@ -33,7 +33,7 @@ def test_prompts_of_the_model_are_used(model: SentenceTransformer) -> None:
     np.testing.assert_array_equal(np.array(embedder.embed_documents(["anna"])[0], np.float32), model.encode("anna"))
 
 
-def test_a_saved_model_is_loaded_by_its_path(
+def test_saved_model_is_loaded_by_its_path(
     tmp_path: Path, embedder: SentenceTransformerEmbeddings, model: SentenceTransformer
 ) -> None:
     model.save(str(tmp_path))
@@ -53,19 +53,19 @@ def test_progress_is_shown_for_more_than_one_batch(
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "~/no/such/model"])
-def test_a_path_that_does_not_exist(name: str) -> None:
+def test_missing_path_is_refused(name: str) -> None:
     with pytest.raises(EmbedderError, match=f"{name} does not exist; name the folder"):
         SentenceTransformerEmbeddings(name)
 
 
-def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EmbedderError, match=r"cannot be loaded .*SentenceTransformer\.save wrote") as caught:
         SentenceTransformerEmbeddings(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert caught.value.__cause__ is not None
 
 
-def test_an_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(EmbedderError, match=r"(?s)model nobody/nothing cannot be loaded .*check the id"):
         SentenceTransformerEmbeddings("nobody/nothing")

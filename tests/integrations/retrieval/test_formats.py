@@ -47,7 +47,7 @@ def test_text_is_read_in_the_encoding_it_is_in(encoding: str, text: str) -> None
 @pytest.mark.parametrize(
     "data", [b"\x89PNG\r\n\x1a\n" + bytes(range(256)), b"\0" * 100, bytes(range(256)) * 9, b"\xff\xfe\0"]
 )
-def test_what_is_no_text_is_named(data: bytes) -> None:
+def test_file_that_is_no_text_is_named(data: bytes) -> None:
     with pytest.raises(DocumentError, match=r"picture\.txt holds bytes that are no text"):
         parsed("picture.txt", data)
 
@@ -96,7 +96,7 @@ SENTENCES = {
 @pytest.mark.parametrize("language", SENTENCES)
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe9", b"\x00", b"\x1b[0m", b"\xc3", b"\xed\xa0\x80"])
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.csv"])
-def test_a_damaged_byte_makes_no_other_text_of_utf8(
+def test_damaged_byte_makes_no_other_text_of_utf8(
     language: str, bad: bytes, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = SENTENCES[language] * 3
@@ -110,7 +110,7 @@ def test_a_damaged_byte_makes_no_other_text_of_utf8(
     assert f"{name} is UTF-8 but for" in caplog.text
 
 
-def test_a_text_that_ends_within_a_character_is_utf8() -> None:
+def test_text_that_ends_within_a_character_is_utf8() -> None:
     assert parsed("a.txt", ("Die Straße heißt Süd" * 3 + "ü").encode()[:-1]) == "Die Straße heißt Süd" * 3 + "\ufffd"
     assert parsed("a.txt", b"An ASCII text \x00 with a byte too many.") == "An ASCII text \ufffd with a byte too many."
 
@@ -127,7 +127,7 @@ def test_html_becomes_headings_paragraphs_lists_and_tables() -> None:
     assert "x = 1\n  y" in text
 
 
-def test_what_a_browser_does_not_show_is_no_text() -> None:
+def test_html_leaves_out_hidden_elements() -> None:
     seen = html(
         "<html><head><title>Boats</title><style>p{color:red}</style><script>alert(1)</script></head><body>"
         "<!-- a comment --><h1>Boats</h1><p>Shown.</p><p hidden>no1</p><p style='Display : NONE'>no2</p>"
@@ -183,7 +183,7 @@ def test_what_a_browser_does_not_show_is_no_text() -> None:
         ("<p><input type=checkbox checked>paid <input type=checkbox>open", "☒ paid ☐ open"),
     ],
 )
-def test_what_stands_apart_on_the_screen_stands_apart_in_text(markup: str, text: str) -> None:
+def test_html_keeps_separate_blocks_apart(markup: str, text: str) -> None:
     assert html(markup) == text
 
 
@@ -405,7 +405,7 @@ def test_text_in_any_element_of_word_is_read(inner: str, text: str) -> None:
     assert parsed("a.docx", data).replace("\t", " ").replace("  \n", "\n") == text
 
 
-def test_what_is_not_read_of_a_word_document_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_parts_of_a_word_document_are_named(caplog: pytest.LogCaptureFixture) -> None:
     inner = b"<w:body><w:altChunk/><w:p><w:r><w:t>Text</w:t><w:sym w:font='Own' w:char='F0AA'/></w:r></w:p>"
     data = with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", inner))
     assert parsed("a.docx", data) == "Text"
@@ -468,7 +468,7 @@ def test_pictures_that_are_linked_are_not_read(tmp_path: Path) -> None:
         ("a.txt", b"\xe6\xf8\xe5", "chardet"),
     ],
 )
-def test_a_missing_package_is_named_with_file_and_remedy(
+def test_missing_package_is_named_with_file_and_remedy(
     path: str, data: bytes, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

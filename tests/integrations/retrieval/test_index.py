@@ -116,7 +116,7 @@ def test_chunks_come_by_file_and_place(folder: Folder) -> None:
     assert all(one.id == f"{one.metadata['source']}#{one.metadata['chunk']}" for one in index.chunks())
 
 
-def test_a_retriever_sees_what_an_update_brings(folder: Folder) -> None:
+def test_retriever_sees_what_an_update_brings(folder: Folder) -> None:
     index = folder.index()
     index.update()
     retriever = index.store.as_retriever(search_kwargs={"k": 1})
@@ -137,7 +137,7 @@ def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:
     assert folder.forgotten == [FILES["mill.txt"]]
 
 
-def test_a_changed_chunk_size_rebuilds_all(folder: Folder) -> None:
+def test_changed_chunk_size_rebuilds_all(folder: Folder) -> None:
     folder.update()
     rebuilt = folder.update(settings=SplitSettings(chunk_size=10))
     assert rebuilt.rebuilt == "the chunk sizes changed"
@@ -160,7 +160,7 @@ def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> Non
     assert found(index, "anna was born in oslo") == ["people/anna.txt"]
 
 
-def test_a_saved_copy_of_the_embedding_model_is_the_same_model(folder: Folder, tmp_path: Path) -> None:
+def test_saved_copy_of_the_embedding_model_is_the_same_model(folder: Folder, tmp_path: Path) -> None:
     folder.update()
     folder.model.save(str(tmp_path / "model"))
     again = SentenceTransformerEmbeddings(tmp_path / "model", device="cpu")
@@ -168,7 +168,7 @@ def test_a_saved_copy_of_the_embedding_model_is_the_same_model(folder: Folder, t
 
 
 @pytest.mark.parametrize("pattern", ["manifest.json", "*.faiss", "*.jsonl"])
-def test_a_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture, pattern: str) -> None:
     folder.update()
     (path,) = folder.index_dir.glob(pattern)
     path.write_bytes(path.read_bytes()[:-9])
@@ -195,7 +195,7 @@ def rewrite_state(folder: Folder, change: Any) -> None:
         (lambda state: state.update(probes=[[1], ["x", 2]]), "the embedding model changed"),
     ],
 )
-def test_a_state_that_lacks_something_rebuilds_all(folder: Folder, change: Any, why: str) -> None:
+def test_incomplete_state_rebuilds_all(folder: Folder, change: Any, why: str) -> None:
     folder.update()
     rewrite_state(folder, change)
     assert folder.update().rebuilt == why
@@ -211,7 +211,7 @@ def test_another_vector_store_is_not_overwritten(folder: Folder, embedder: Any) 
     assert len(FaissVectorStore.load(folder.index_dir, embedder)) == 1
 
 
-def test_a_file_that_cannot_be_read(folder: Folder) -> None:
+def test_unreadable_file_leaves_the_index_as_it_was(folder: Folder) -> None:
     folder.update()
     folder.write("mill.txt", BYTES)
     folder.write("new.txt", "Clara plays the violin.")
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_read(folder: Folder) -> None:
     assert folder.update().added == 1
 
 
-def test_what_is_left_out_is_in_the_report(folder: Folder, tmp_path: Path) -> None:
+def test_report_lists_files_that_were_left_out(folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.txt").write_text("secret")
     (folder.docs / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
     for path, data in {"picture.png": b"\x89PNG", "blank.md": b"\n", "broken.pdf": b"%PDF"}.items():
@@ -250,7 +250,7 @@ def test_when_every_file_was_skipped_the_error_says_why(folder: Folder) -> None:
         folder.update(on_error="skip")
 
 
-def test_a_rebuild_that_failed_is_made_up_for(folder: Folder) -> None:
+def test_failed_rebuild_is_made_up_for(folder: Folder) -> None:
     folder.update()
     folder.write("bad.txt", BYTES)
     index = folder.index(settings=SplitSettings(chunk_size=10))
@@ -261,7 +261,7 @@ def test_a_rebuild_that_failed_is_made_up_for(folder: Folder) -> None:
     assert all(len(one.page_content) <= 10 for one in index.chunks())
 
 
-def test_a_failed_callback_is_called_again(folder: Folder) -> None:
+def test_failed_callback_is_called_again(folder: Folder) -> None:
     folder.update()
     (folder.docs / "mill.txt").unlink()
     calls: list[Sequence[str]] = []
@@ -277,7 +277,7 @@ def test_a_failed_callback_is_called_again(folder: Folder) -> None:
     assert calls == [[FILES["mill.txt"]]] * 2
 
 
-def test_a_failed_save_is_made_up_for(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_made_up_for(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     index = folder.index()
 
     def fail(*arguments: Any) -> None:
@@ -291,7 +291,7 @@ def test_a_failed_save_is_made_up_for(folder: Folder, monkeypatch: pytest.Monkey
     assert folder.update() == report(files=3, unchanged=3, chunks=3)
 
 
-def test_a_failing_embedder_changes_nothing(folder: Folder) -> None:
+def test_failing_embedder_changes_nothing(folder: Folder) -> None:
     folder.update()
     folder.write("new.txt", "nothing finite")
 

@@ -51,7 +51,7 @@ class Cut(Embeddings):
 
 
 @pytest.mark.parametrize("place", FACTS)
-def test_a_fact_is_found_wherever_it_stands_in_a_passage(place: str, limited: SentenceTransformerEmbeddings) -> None:
+def test_fact_is_found_wherever_it_stands_in_a_passage(place: str, limited: SentenceTransformerEmbeddings) -> None:
     store = FaissVectorStore.from_texts([FILLER, FACTS[place], "Ben works in Bergen."], limited)
     ((found, distance),) = store.similarity_search_with_score("anna plays the violin", 1)
     assert found.page_content == FACTS[place]
@@ -127,9 +127,7 @@ def folder_index(tmp_path: Path, embedder: Embeddings) -> FolderIndex:
     return FolderIndex(docs, embedder=embedder, index_dir=tmp_path / "index")
 
 
-def test_an_index_with_vectors_of_beginnings_is_built_anew(
-    tmp_path: Path, limited: SentenceTransformerEmbeddings
-) -> None:
+def test_index_with_vectors_of_beginnings_is_built_anew(tmp_path: Path, limited: SentenceTransformerEmbeddings) -> None:
     folder_index(tmp_path, Cut()).update()
     manifest = tmp_path / "index" / "manifest.json"
     saved = json.loads(manifest.read_text())
@@ -141,7 +139,7 @@ def test_an_index_with_vectors_of_beginnings_is_built_anew(
     assert read_index(tmp_path / "index").part_tokens == 12
 
 
-def test_a_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
+def test_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
     tmp_path: Path, limited: SentenceTransformerEmbeddings, caplog: pytest.LogCaptureFixture
 ) -> None:
     FaissVectorStore.from_texts(list(FACTS.values()), Cut(), ids=["a", "b"]).save(tmp_path)

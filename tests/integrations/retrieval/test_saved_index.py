@@ -43,7 +43,7 @@ def test_nothing_saved_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_a_save_cut_short_at_any_step_leaves_the_old_index(
+def test_save_cut_short_at_any_step_leaves_the_old_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     write_index(tmp_path, make("old"))
@@ -90,7 +90,7 @@ def test_leftovers_go_once_they_are_old_and_other_files_stay(tmp_path: Path) -> 
     assert foreign.exists()
 
 
-def test_a_reader_overtaken_by_a_save_reads_the_new_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_overtaken_by_a_save_reads_the_new_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_index(tmp_path, make("old"))
     read = module.read_manifest
     overtaken: list[bool] = []

@@ -45,7 +45,7 @@ def test_overlap_keeps_places_right(text: str, size: int, data: st.DataObject) -
         assert len(one.page_content) <= size
 
 
-def test_a_text_that_fits_stays_whole() -> None:
+def test_text_that_fits_stays_whole() -> None:
     text = "one\n\ntwo\n\nthree four"
     for size in (len(text), len(text) + 1, 2000):
         (chunk,) = split([source(f"\n \n{text}\n")], SplitSettings(chunk_size=size))

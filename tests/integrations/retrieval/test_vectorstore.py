@@ -134,7 +134,7 @@ def test_filters(store: FaissVectorStore) -> None:
     assert len(found(store, "oslo", 9, filter={})) == 5
 
 
-def test_a_filter_cannot_change_the_store(store: FaissVectorStore) -> None:
+def test_filter_cannot_change_the_store(store: FaissVectorStore) -> None:
     store.similarity_search("oslo", filter=lambda one: one.metadata.clear() is None)
     assert all("number" in one.metadata for one in store.documents())
 
@@ -332,7 +332,7 @@ def test_vectors_that_do_not_fit_leave_the_store_as_it_was() -> None:
 # Saving and loading
 
 
-def test_a_saved_store_comes_back_whole(
+def test_saved_store_comes_back_whole(
     tmp_path: Path, store: FaissVectorStore, embedder: SentenceTransformerEmbeddings
 ) -> None:
     store.add_texts(["Åse\u2028\U0001f600"], [{"deep": {"list": [1, None, 2.5]}}], ids=["odd"])
@@ -347,7 +347,7 @@ def test_a_saved_store_comes_back_whole(
     assert len({one.id for one in loaded.documents()}) == len(loaded)
 
 
-def test_an_empty_store_can_be_saved(tmp_path: Path) -> None:
+def test_empty_store_can_be_saved(tmp_path: Path) -> None:
     FaissVectorStore(Coordinates()).save(tmp_path)
     loaded = FaissVectorStore.load(tmp_path, Coordinates())
     assert (len(loaded), loaded.dimension) == (0, None)

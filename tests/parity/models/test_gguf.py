@@ -115,7 +115,7 @@ def test_other_scaled_frequencies_are_refused(tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_an_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
+def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), rope__scaling__type="spiral")
     with pytest.raises(ModelLoadError, match="'spiral' is not supported"):
         load_model(path)
@@ -166,7 +166,7 @@ def test_other_files_of_its_folder_are_not_mixed_in(tmp_path: Path) -> None:
     assert loaded.tokenizer("fox").input_ids[0] != 1  # the other tokenizer's start
 
 
-def test_an_engine_answers_from_it_and_its_kv_is_known_again(tmp_path: Path) -> None:
+def test_engine_answers_from_a_gguf_file_and_knows_its_kv_again(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     chunks = [tiny.text(150, 1), tiny.text(150, 2)]
     present = []
@@ -177,7 +177,7 @@ def test_an_engine_answers_from_it_and_its_kv_is_known_again(tmp_path: Path) -> 
     assert present == [0, 2]
 
 
-def test_a_second_start_converts_nothing_wherever_the_file_lies(
+def test_second_start_converts_nothing_wherever_the_file_lies(
     tmp_path: Path, cache: Path, conversions: list[Path]
 ) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
@@ -191,7 +191,7 @@ def test_a_second_start_converts_nothing_wherever_the_file_lies(
     assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
 
 
-def test_a_file_is_read_once_and_its_costs_are_said_before(
+def test_file_is_read_once_and_its_costs_are_said_before(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, read = tiny.model("llama"), list[Any]()
@@ -210,7 +210,7 @@ def test_a_file_is_read_once_and_its_costs_are_said_before(
     assert "Converting" not in capsys.readouterr().err
 
 
-def test_what_a_conversion_takes_is_checked_before(
+def test_conversion_checks_memory_and_disk_before_it_begins(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model("llama")
@@ -240,7 +240,7 @@ def test_another_file_of_the_same_name_is_another_model(tmp_path: Path, conversi
     assert len(conversions) == 2
 
 
-def test_a_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
+def test_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     load_model(path, device="cpu")
     weights = next((cache / "gguf").rglob("model.safetensors"))
@@ -265,7 +265,7 @@ def test_nothing_is_kept_if_so_chosen(
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_a_choice_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="keep_converted"):
         load_model(tmp_path / "model.gguf", keep_converted="no")  # type: ignore[arg-type]
     monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "maybe")
@@ -273,7 +273,7 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         load_model(tmp_path / "model.gguf")
 
 
-def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "mamba")
     writer.write_header_to_file()
@@ -302,7 +302,7 @@ def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("by", ["name", "setting"])
-def test_a_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
+def test_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
     name = "model-00001-of-00003.gguf" if by == "name" else "model.gguf"
     path = gguf_files.write(tmp_path / name, tiny.model("llama"), **({"split__count": 3} if by == "setting" else {}))
     with pytest.raises(ModelLoadError, match=r"one of 3 parts .*llama-gguf-split --merge"):
@@ -310,7 +310,7 @@ def test_a_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("share", [0.0005, 0.02, 0.5, 0.99])
-def test_a_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) -> None:
+def test_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     os.truncate(path, int(share * path.stat().st_size))
     with pytest.raises(ModelLoadError, match="damaged or incomplete"):
@@ -327,7 +327,7 @@ def test_files_that_are_no_gguf_or_not_there_are_refused(tmp_path: Path) -> None
         load_model(tmp_path / "absent.gguf")
 
 
-def test_a_file_without_the_ending_is_known_by_its_content(tmp_path: Path) -> None:
+def test_file_without_the_ending_is_known_by_its_content(tmp_path: Path) -> None:
     model = tiny.model("llama")
     path = gguf_files.write(tmp_path / "model.gguf", model).rename(tmp_path / "sha256-0a1b")
     loaded = load_model(path, device="cpu")

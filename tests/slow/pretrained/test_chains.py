@@ -102,7 +102,7 @@ def test_retrieval_qa_asks_in_its_own_words_and_hits(
 
 
 @pytest.mark.slow
-def test_a_stream_is_the_whole_answer(engine: BlendEngine, vectors: VectorStore) -> None:
+def test_stream_is_the_whole_answer(engine: BlendEngine, vectors: VectorStore) -> None:
     llm = ChatCacheBlend.from_engine(engine, max_new_tokens=NEW_TOKENS)
     found = vectors.similarity_search(QUESTION, k=4)
     context = "\n\n".join(one.page_content for one in found)
@@ -129,7 +129,7 @@ def test_the_next_turn_of_a_conversation_hits_the_same_chunks(engine: BlendEngin
 
 
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_llama_index_query_engine_asks_in_its_own_words_and_hits(
+def test_llama_index_query_engine_asks_in_its_own_words_and_hits(
     streaming: bool,
     engine: BlendEngine,
     loaded: Any,

@@ -99,7 +99,7 @@ def test_some_sequels_of_a_wide_town_say_what_somebody_is_to_another() -> None:
     assert not any(fact.described for town in TOWNS for fact in town.facts if not town.wide)
 
 
-def test_a_wide_town_says_and_asks_everything_in_more_ways() -> None:
+def test_wide_town_says_and_asks_everything_in_more_ways() -> None:
     for kind, relations in RELATIONS.items():
         for key, relation in relations.items():
             wider = WIDE_RELATIONS[kind][key]
@@ -141,7 +141,7 @@ def test_hops_are_told_in_the_answer_and_lead_from_what_is_asked_to_the_value() 
         assert [fact.named for fact in question.facts] == [True] * len(others) + [question.kind != "traced"]
 
 
-def test_what_is_judged_is_told_by_reference() -> None:
+def test_judged_questions_name_their_facts_by_reference() -> None:
     asked = [question for town in TOWNS for question in ask_all(town) if question.kind == "judged"]
     assert asked
     for question in asked:
@@ -184,7 +184,7 @@ def test_prompts_hold_what_is_needed_with_who_is_meant_first(town: Town, passage
                     assert sample.passages.index(needed) < sample.passages.index(index)
 
 
-def test_a_shuffled_prompt_can_hold_the_reference_first() -> None:
+def test_shuffled_prompt_can_hold_the_reference_first() -> None:
     rng = random.Random(1)
     town = PLAIN_TOWN
     question = next(one for one in ask_all(town) if one.kind == "reference")

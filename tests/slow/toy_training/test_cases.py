@@ -47,7 +47,7 @@ def test_kinds_are_chosen_and_take_turns() -> None:
     assert len({case.group for case in ToyCases("test", per_kind=20).cases(4)}) > 1
 
 
-def test_a_file_of_them_is_read_as_they_are(tmp_path: Path) -> None:
+def test_file_of_cases_is_read_as_it_was_made(tmp_path: Path) -> None:
     path = tmp_path / "cases.jsonl"
     given = ["test", "--per-kind", "reference=3,within=1", "--chunks", "4", "--shuffled", "--seed", "2"]
     assert main([*given, "--limit", "3", "--out", str(path)]) == 0

@@ -31,7 +31,7 @@ def test_the_wider_archive_asks_more_kinds_of_longer_prompts() -> None:
     assert min(len(chunk.split()) for case in wide for chunk in case.chunks) > 100
 
 
-def test_an_answer_function_sees_the_prompt_and_is_scored_by_kind() -> None:
+def test_answer_function_sees_the_prompt_and_is_scored_by_kind() -> None:
     gold = {case.question: case for case in CASES}
     asked = []
 
@@ -53,7 +53,7 @@ def test_an_answer_function_sees_the_prompt_and_is_scored_by_kind() -> None:
     assert results["within"].low < 1.0
 
 
-def test_a_value_must_stand_as_whole_words() -> None:
+def test_value_must_stand_as_whole_words() -> None:
     case = Case("within", ("A passage.",), "How many?", "There are 12 people.", "12")
     (result,) = measure(lambda *_: "There are 125 people.", [case])
     assert result.value == 0.0

@@ -32,7 +32,7 @@ _TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(
 _TopLogProbs = Annotated[int, Field(ge=0, le=20)]
 
 
-class _Body(BaseModel):
+class _OpenAIBody(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -42,14 +42,14 @@ class _Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class DocumentText(_Body):
+class DocumentText(_OpenAIBody):
     """A document as some clients write it: its text, and perhaps a title that stands before it."""
 
     text: _Text
     title: str | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(_OpenAIBody):
     """Contents of a stream besides the answer."""
 
     include_obfuscation: Literal[False] = False
@@ -61,7 +61,7 @@ class UsageOptions(StreamOptions):
     include_usage: bool = False
 
 
-class AnswerBody(_Body):
+class AnswerBody(_OpenAIBody):
     """The common fields of requests for answers.
 
     Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. The last fields have no
@@ -146,21 +146,21 @@ class CompletionBody(Sampling):
         return prompt
 
 
-class TextPart(_Body):
+class TextPart(_OpenAIBody):
     """A piece of a message."""
 
     type: Literal["text"]
     text: _Text
 
 
-class ImageAddress(_Body):
+class ImageAddress(_OpenAIBody):
     """An image as a URL that holds its bytes; how finely it is looked at is the processor's to say."""
 
     url: _Text
     detail: Literal["auto"] = "auto"
 
 
-class ImagePart(_Body):
+class ImagePart(_OpenAIBody):
     """An image of a message."""
 
     type: Literal["image_url"]
@@ -185,14 +185,14 @@ _AnyPart = Annotated[
 ]
 
 
-class FunctionCall(_Body):
+class FunctionCall(_OpenAIBody):
     """A call the model made in an earlier turn."""
 
     name: str
     arguments: _Text = "{}"
 
 
-class ToolCall(_Body):
+class ToolCall(_OpenAIBody):
     """A call with its id; a client that has put it together from a stream may send its index back, too."""
 
     id: str
@@ -201,7 +201,7 @@ class ToolCall(_Body):
     function: FunctionCall
 
 
-class ChatMessage(_Body):
+class ChatMessage(_OpenAIBody):
     """One message of a conversation; thoughts that another model had in it are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -215,7 +215,7 @@ class ChatMessage(_Body):
     reasoning_details: Any = Field(default=None, exclude=True)
 
 
-class FunctionDefinition(_Body):
+class FunctionDefinition(_OpenAIBody):
     """A function the model may call."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -224,26 +224,26 @@ class FunctionDefinition(_Body):
     strict: bool = False
 
 
-class ToolDefinition(_Body):
+class ToolDefinition(_OpenAIBody):
     """A tool the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class PlainText(_Body):
+class PlainText(_OpenAIBody):
     """An answer is text."""
 
     type: Literal["text"]
 
 
-class AnyObject(_Body):
+class AnyObject(_OpenAIBody):
     """An answer is a JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_Body):
+class NamedSchema(_OpenAIBody):
     """A JSON schema with its name."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -252,7 +252,7 @@ class NamedSchema(_Body):
     strict: bool = False
 
 
-class BySchema(_Body):
+class BySchema(_OpenAIBody):
     """An answer is JSON by a schema."""
 
     type: Literal["json_schema"]
@@ -293,7 +293,7 @@ class ChatBody(Sampling):
         return most
 
 
-class TextItem(_Body):
+class TextItem(_OpenAIBody):
     """A piece of a message's content, or of what a function gave."""
 
     type: Literal["input_text", "output_text"]
@@ -302,7 +302,7 @@ class TextItem(_Body):
     logprobs: Any = None
 
 
-class _Item(_Body):
+class _Item(_OpenAIBody):
     """One item of a conversation; clients send back what an answer had, with its labels."""
 
     id: Any = None
@@ -371,7 +371,7 @@ _AnyItem = Annotated[
 ]
 
 
-class _Function(_Body):
+class _Function(_OpenAIBody):
     type: Literal["function"]
 
 
@@ -391,7 +391,7 @@ class FlatSchema(NamedSchema):
     type: Literal["json_schema"]
 
 
-class TextOptions(_Body):
+class TextOptions(_OpenAIBody):
     """Which form an answer has."""
 
     format: Annotated[PlainText | AnyObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
@@ -425,7 +425,7 @@ class ResponsesBody(AnswerBody):
         return given
 
 
-class EmbeddingBody(_Body):
+class EmbeddingBody(_OpenAIBody):
     """Texts to be embedded."""
 
     model: Annotated[str, StringConstraints(max_length=500)]

@@ -42,7 +42,7 @@ class _EndedError(Exception):
     """The process gave no answer."""
 
 
-class Reader:
+class FileReader:
     """Parses files, each within limits of time and memory. To be closed.
 
     Parameters
@@ -86,6 +86,8 @@ class Reader:
         if self._stopped:
             raise DocumentError("the server is stopping")
         process = self._process = self._process or self._started()
+        if self._stopped:  # since it was looked at, when there was no process to end
+            process.kill()
         requests, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         ends = threading.Timer(self._limits.parse_seconds, process.kill)
         ends.daemon = True
@@ -126,7 +128,7 @@ class Reader:
             _close(pipe)
         process.wait()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> FileReader:
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from cacheblend_rag.app.server.security.sandbox import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
+from cacheblend_rag.engine.grammar import Form, fault_of, schema_error, write_grammar
 from cacheblend_rag.errors import ConfigError
 
 _PASSED = 256  # remembered of a tenant
@@ -52,7 +52,7 @@ class SchemaCheck:
         """
         if any(_deeper(form.schema, _DEEPEST) for form in forms):
             raise ConfigError(field, "…", f"use schemas with at most {_DEEPEST} levels")
-        grammar = written(forms)
+        grammar = write_grammar(forms)
         if len(grammar) > self._limits.schema_chars:
             raise ConfigError(field, "…", f"use schemas of at most {self._limits.schema_chars:,} characters together")
         digest = hashlib.sha256(grammar.encode()).digest()
@@ -82,7 +82,7 @@ class SchemaCheck:
             took = f"{limits.schema_seconds:g} s and {limits.schema_bytes / 1e6:,.0f} MB"
             raise ConfigError(field, "…", f"use a simpler schema; compiling this one takes more than {took}") from None
         if fault:
-            raise refused(field, str(fault))
+            raise schema_error(field, str(fault))
 
 
 def _deeper(value: object, levels: int) -> bool:

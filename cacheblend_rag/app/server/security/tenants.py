@@ -27,7 +27,7 @@ class _Buckets:
     per_minute : int, optional
         None for as much as they like.
     clock : callable
-        Seconds that have passed.
+        Seconds, from any beginning.
     """
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -36,7 +36,7 @@ class Slot:
         self._queue, self._tenant, self._request = queue, tenant, request
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
-        self._began = time.monotonic()
+        self._began = self._queue.clock()
         self._in_threads = 0.0
         self._left = False
 
@@ -52,11 +52,11 @@ class Slot:
         return await asyncio.shield(running)
 
     def _timed(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        began = time.monotonic()
+        began = self._queue.clock()
         try:
             return work(*arguments)
         finally:
-            self._in_threads += time.monotonic() - began
+            self._in_threads += self._queue.clock() - began
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -80,7 +80,7 @@ class Slot:
             finally:
                 spent = self._in_threads + sum(stream.model_seconds for stream in self._streams)
                 self._streams, self._threads, self._in_threads = [], [], 0.0
-                self._queue.release(self._request, time.monotonic() - self._began, spent)
+                self._queue.release(self._request, self._queue.clock() - self._began, spent)
 
     async def give_way(self) -> bool:
         """Leave the slot to requests that wait, and wait for another one; False if nobody waited.
@@ -94,7 +94,7 @@ class Slot:
             return False
         await self.leave()
         self._request = await self._queue.admit(self._tenant, self._request.alone)
-        self._began, self._left = time.monotonic(), False
+        self._began, self._left = self._queue.clock(), False
         return True
 
     async def __aenter__(self) -> Slot:
@@ -140,6 +140,8 @@ class AdmissionQueue:
     tenants : callable, optional
         How many tenants there are. One of several has at most half of the slots, and its even part where more of
         them want some: with long answers it could hold all of them, however rarely it is admitted.
+    clock : callable
+        Seconds, from any beginning.
 
     Notes
     -----
@@ -148,15 +150,23 @@ class AdmissionQueue:
     counts as the mean of its tenant's requests.
     """
 
-    def __init__(self, slots: int, limit: int, patience: float, tenants: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self,
+        slots: int,
+        limit: int,
+        patience: float,
+        tenants: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slots, self._limit, self._patience, self._known = slots, limit, patience, tenants
+        self.clock = clock
         self._free = slots
         self.served = 0
         """Requests that are served now."""
         self._tenants: dict[str, _Tenant] = {}
         self._level = 0.0  # time that the tenant had spent whose request was started last
         self._drain: tuple[_Request, float] | None = None  # for which the slots are emptied, and since when
-        self._mean, self._moved = 1.0, time.monotonic()
+        self._mean, self._moved = 1.0, self.clock()
 
     @property
     def waiting(self) -> int:
@@ -166,7 +176,7 @@ class AdmissionQueue:
     @property
     def still(self) -> float:
         """Seconds for which all slots have been taken by the same requests; 0 if one is free."""
-        return 0.0 if self._free else time.monotonic() - self._moved
+        return 0.0 if self._free else self.clock() - self._moved
 
     def retry_after(self) -> int:
         """Seconds after which there will probably be room again."""
@@ -247,10 +257,10 @@ class AdmissionQueue:
         self.served += 1
         self._level = max(self._level, tenant.spent)
         if self._drain is not None and self._drain[0] is request:  # nobody else could use the slots meanwhile
-            tenant.spent += time.monotonic() - self._drain[1]
+            tenant.spent += self.clock() - self._drain[1]
         request.expected = tenant.mean
         tenant.spent += request.expected
-        self._moved = time.monotonic()
+        self._moved = self.clock()
         if not request.admitted.done():  # else its client is just about to leave, and withdraws it
             request.admitted.set_result(None)
 
@@ -292,7 +302,7 @@ class AdmissionQueue:
 
     def _drains_for(self, request: _Request) -> bool:
         """Whether others wait until all slots are free; not for long, since an answer may take minutes."""
-        now = time.monotonic()
+        now = self.clock()
         if self._drain is None or self._drain[0] is not request:
             self._drain = request, now
             asyncio.get_running_loop().call_later(_DRAIN, self._admit_next)

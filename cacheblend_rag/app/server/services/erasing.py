@@ -30,6 +30,8 @@ class Erasing:
         Where the KV of its texts is.
     shared : container of str
         Texts whose KV stays whatever the tenant deletes.
+    give_up : callable
+        Ends, for the reason given, the tenant's checks of earlier answers, which would store KV of their prompts.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Erasing:
         engines: Callable[[], Sequence[BlendEngine]],
         store: TombstonedStore,
         shared: Container[str],
+        give_up: Callable[[str], object],
     ) -> None:
         self.store, self._tenant, self._catalogue = store, tenant, catalogue
-        self._engines, self._shared = engines, shared
+        self._engines, self._shared, self._give_up = engines, shared, give_up
         self.unfinished = False
         """Whether something that was deleted is still to be erased."""
 
@@ -51,7 +54,7 @@ class Erasing:
 
     def look(self) -> None:
         """Look whether something is to be erased."""
-        self.unfinished = self._catalogue.deletions.unfinished()
+        self.unfinished = self._catalogue.deletions.has_unfinished()
 
     def find(self, documents: Sequence[str], staying: Iterable[str] = ()) -> tuple[list[str], set[str]]:
         """Texts that nobody holds once some documents are gone, and the keys of their KV records.
@@ -73,7 +76,9 @@ class Erasing:
             return [], set()
         held = {*staying, *self._catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        written, keys = [*alone, *self._tenant.forms.of(alone)], set[str]()
+        if alone:
+            self._give_up("a document was deleted meanwhile")
+        written, keys = [*alone, *self._tenant.forms.find(alone)], set[str]()
         for engine in self._engines():
             engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been
             keys |= engine.chunks.records_of(written)
@@ -104,7 +109,7 @@ class Erasing:
                         _log.warning("a deleted record cannot be erased yet, and is not read: %s", error)
                     failed += 1
             if done:
-                deletions.erased(done)
+                deletions.mark_erased(done)
             deletions.purge(_PURGED)
             deletions.keep_reserve()
         except Problem as problem:

@@ -123,7 +123,7 @@ class Following:
         if documents := self.peers.leaving(lasting):
             with self._erasing.store.near():
                 texts, keys = self._erasing.find(documents)
-            self.peers.left(documents, keys, again=lasting is not None)
+            self.peers.note_left(documents, keys, again=lasting is not None)
             self._tenant.known.discard(texts)
             self._erasing.store.bury(keys)
 

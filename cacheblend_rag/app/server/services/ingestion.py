@@ -19,7 +19,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.problems import Problem, problem_of
-from cacheblend_rag.app.server.security.file_reader import Reader
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.settings import Limits
@@ -46,7 +46,7 @@ _TOLD = 100
 _RETRY = 5.0
 
 
-class Job:
+class UploadJob:
     """One upload and how far it is.
 
     Events are kept, so that a later reader gets all of them.
@@ -104,27 +104,27 @@ class Jobs:
     """Jobs of all tenants."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+        self._jobs: OrderedDict[tuple[str, str], UploadJob] = OrderedDict()
 
     def recall(self, library: Library) -> None:
         """Know the jobs of a tenant that an earlier server has not ended."""
         for id, _ in library.catalogue.uploads.jobs():
             self._know(library, id)
 
-    def _know(self, library: Library, id: str) -> Job:
+    def _know(self, library: Library, id: str) -> UploadJob:
         names = {one.id: one.name for one in library.catalogue.uploads.files(job=id)}
-        job = self._jobs[library.tenant.name, id] = Job(id, names)
+        job = self._jobs[library.tenant.name, id] = UploadJob(id, names)
         return job
 
     def accepted(self, library: Library, id: str, files: Iterable[PendingFile]) -> None:
         """Know an upload that was taken in."""
-        self._jobs[library.tenant.name, id] = Job(id, {one.id: one.name for one in files})
+        self._jobs[library.tenant.name, id] = UploadJob(id, {one.id: one.name for one in files})
         ended = [key for key, one in self._jobs.items() if one.ended]
         for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
             del self._jobs[key]
         self.end_if_done(library, id)  # the thread may have been quicker
 
-    def find(self, library: Library, id: str) -> Job:
+    def find(self, library: Library, id: str) -> UploadJob:
         """A job of a tenant.
 
         Raises
@@ -136,14 +136,14 @@ class Jobs:
         if job is None and id in dict(uploads.jobs()):  # taken in by another server
             job = self._know(library, id)
         if job is None and uploads.job(id) is not None:
-            job = Job(id, {})  # one that ended before the server was started
+            job = UploadJob(id, {})  # one that ended before the server was started
             self._tell_end(library, job)
         if job is None:
             raise Problem(404, "no_job", "there is no such job")
         return job
 
     def say(self, tenant: str, id: str, stage: str, file: str, done: int, total: int) -> None:
-        """Tell how far a job is, as `Job.say`."""
+        """Tell how far a job is, as `UploadJob.say`."""
         found = self._jobs.get((tenant, id))
         if found is not None:
             found.say(stage, file, done, total)
@@ -177,17 +177,17 @@ class Jobs:
     def end_if_done(self, library: Library, id: str) -> None:
         """End a job of which nothing is left to be done."""
         uploads = library.catalogue.uploads
-        if any(not one.error for one in uploads.files(job=id)) or uploads.unwarmed(id):
+        if any(not one.error for one in uploads.files(job=id)) or uploads.count_unwarmed(id):
             return
         uploads.end_job(id)
         job = self._jobs.get((library.tenant.name, id))
         if job is not None:
             self._tell_end(library, job)
 
-    def _tell_end(self, library: Library, job: Job) -> None:
+    def _tell_end(self, library: Library, job: UploadJob) -> None:
         uploads = library.catalogue.uploads
         failed = uploads.files(job=job.id)
-        total = max(len(job.names), uploads.taken(job.id) + len(failed))
+        total = max(len(job.names), uploads.count_taken(job.id) + len(failed))
         name = failed[0].name if failed else list(job.names.values())[-1] if job.names else ""
         problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
         stage = "failed" if failed and len(failed) == total else "done"
@@ -278,7 +278,7 @@ class Warming:
         if skipped:  # the store is full; the rest is stored as it is used
             done = [*some, *texts]
             texts.clear()
-        library.catalogue.uploads.warmed(list(dict.fromkeys(one.document for one in done)))
+        library.catalogue.uploads.mark_warmed(list(dict.fromkeys(one.document for one in done)))
         for job in dict.fromkeys(one.job for one in done):
             self._jobs.end_if_done(library, job)
 
@@ -326,7 +326,7 @@ class Ingestion:
         self._jobs = Jobs()
         self._warming_up = Warming(base, engine, self._jobs)
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
-        self._reader, self._read_for = Reader(limits), ""
+        self._reader, self._read_for = FileReader(limits), ""
         for library in libraries.values():
             self._jobs.recall(library)
         self._thread = threading.Thread(target=self._run, name="ingestion", daemon=True)
@@ -345,7 +345,7 @@ class Ingestion:
         self._jobs.accepted(self._libraries[tenant], job, files)
         self.wake()
 
-    def job(self, id: str, tenant: str) -> Job:
+    def job(self, id: str, tenant: str) -> UploadJob:
         """`Jobs.find` of a tenant."""
         return self._jobs.find(self._libraries[tenant], id)
 

@@ -171,6 +171,8 @@ class Library:
         Texts whose KV stays whatever the tenant deletes.
     peers : Peers, optional
         Where servers share the catalogue; by default the tenant has one of its own, in its folder.
+    give_up : callable, optional
+        See `Erasing`.
 
     Raises
     ------
@@ -186,13 +188,14 @@ class Library:
         store: TombstonedStore,
         shared: Container[str] = (),
         peers: Peers | None = None,
+        give_up: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self.tenant, self._embeddings = tenant, embeddings
         self._lock = threading.RLock()
         folder = tenant.folder / "documents"
         self.catalogue = _open(folder) if peers is None else Catalogue(peers.backend)
         self.incoming = Incoming(folder / "incoming", self.catalogue, peers)
-        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared)
+        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared, give_up)
         self._collections = OwnCollections(self.catalogue, embeddings)
         tenant.remembers(self._latest_texts)
         self.following: Following | None = None
@@ -218,7 +221,7 @@ class Library:
     def _alone(self) -> Iterator[None]:
         """Nobody else changes anything within it, and all that others have changed is known."""
         with self._lock:
-            with self.catalogue.backend.alone():
+            with self.catalogue.backend.exclusive():
                 if self.following is not None:
                     self.following.catch_up()
                 yield
@@ -350,7 +353,7 @@ class Library:
             if self.following is not None and self.catalogue.bytes_used() + more > most:
                 raise Problem(507, "disk_quota", "another server has used the room that there was")
             latest = {file.name: file.id for file, _, _ in taken}  # of two that come at once, the last stays
-            replaced = self.catalogue.named(collection.id, latest)
+            replaced = self.catalogue.ids_by_name(collection.id, latest)
             staying = [one for one in taken if latest[one[0].name] == one[0].id]
             texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
             leaving, keys = self.erasing.find(replaced, texts)

@@ -140,18 +140,18 @@ class Uploads:
         rows = self._backend.take_up(documents, _COLD, ("id", "name", "job"), most)
         return [(row[0], row[1], row[2]) for row in rows]
 
-    def warmed(self, done: Sequence[str]) -> None:
+    def mark_warmed(self, done: Sequence[str]) -> None:
         """Nothing of these documents is left to be warmed."""
         if done:
             with self._backend.changing() as db:
                 for some in in_parts(done):
                     db.execute(update(documents).where(documents.c.id.in_(some)).values(warm=1))
 
-    def unwarmed(self, job: str) -> int:
+    def count_unwarmed(self, job: str) -> int:
         """Documents of an upload whose KV is still to be stored."""
         return self._count(func.count(), (documents.c.job == job) & _COLD)
 
-    def taken(self, job: str) -> int:
+    def count_taken(self, job: str) -> int:
         """Documents that an upload became."""
         return self._count(func.count(), documents.c.job == job)
 
@@ -222,7 +222,7 @@ class Deletions:
             db.execute(delete(tombstones).where(tombstones.c.key.in_(some)))
         self._backend.allow(db, keys)
 
-    def unfinished(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether this server has something to erase."""
         erasable = self._erasable() if self._backend.shared else documents.c.gone == 1
         if self._backend.read(select(tombstones.c.key).where(self._backend.mine(tombstones)).limit(1)):
@@ -235,7 +235,7 @@ class Deletions:
         statement = select(tombstones.c.key).where(self._backend.mine(tombstones)).group_by(tombstones.c.key)
         return [row.key for row in self._backend.read(statement.order_by(func.random()).limit(most))]
 
-    def erased(self, keys: Sequence[str]) -> None:
+    def mark_erased(self, keys: Sequence[str]) -> None:
         """Forget the tombstones of records that this server has erased."""
         with self._backend.changing() as db:
             for some in in_parts(keys):
@@ -252,7 +252,7 @@ class Deletions:
                 if most <= 0:
                     break
                 db.execute(delete(documents).where(documents.c.id == id))
-        if not self._backend.shared and not self.unfinished():
+        if not self._backend.shared and not self.has_unfinished():
             self._backend.overwrite()
 
     def _erasable(self) -> ColumnElement[bool]:
@@ -286,7 +286,7 @@ class DocumentEntry:
 
 
 @dataclass(frozen=True)
-class Passage:
+class StoredPassage:
     """A chunk of a document, with its place in the catalogue; of a PDF also its page, from 1."""
 
     id: int
@@ -365,7 +365,7 @@ class Catalogue:
         ((many, chunks),) = self.backend.read(_COUNTS, collection=collection)
         return int(many), int(chunks)
 
-    def named(self, collection: str, names: Iterable[str]) -> list[str]:
+    def ids_by_name(self, collection: str, names: Iterable[str]) -> list[str]:
         """Ids of documents of these names."""
         statement = select(documents.c.id).where(*_IN_COLLECTION, documents.c.name.in_(SOME))
         return [row.id for row in self.backend.read_each(statement, names, collection=collection)]
@@ -420,12 +420,12 @@ class Catalogue:
 
     # Passages ------------------------------------------------------------------------------------
 
-    def passages(self, ids: Iterable[int]) -> dict[int, Passage]:
+    def passages(self, ids: Iterable[int]) -> dict[int, StoredPassage]:
         """Passages by their ids, those of deleted documents left out."""
         found = map(_passage, self.backend.read_each(_PASSAGES_OF_IDS, ids))
         return {one.id: one for one in found}
 
-    def passage(self, collection: str, document: str, number: int) -> Passage | None:
+    def passage(self, collection: str, document: str, number: int) -> StoredPassage | None:
         """One passage by its number."""
         rows = self.backend.read(_PASSAGE, collection=collection, of=document, at=number)
         return _passage(rows[0]) if rows else None
@@ -506,9 +506,9 @@ class Catalogue:
             db.execute(anew.values(probes=json.dumps(fingerprint)))
 
 
-def _passage(row: Any) -> Passage:
+def _passage(row: Any) -> StoredPassage:
     id, document, name, number, text, metadata = row
-    return Passage(id, document, name, number, text, json.loads(metadata).get("page"))
+    return StoredPassage(id, document, name, number, text, json.loads(metadata).get("page"))
 
 
 def stored_bytes(chunks: Sequence[Document], vectors: Sequence[Vectors]) -> int:

@@ -147,7 +147,7 @@ def alive() -> sa.ColumnElement[bool]:
     return servers.c.seen > sa.func.now() - timedelta(seconds=ALIVE_SECONDS)
 
 
-class _Connection(psycopg.Connection[tuple[Any, ...]]):
+class _TimedConnection(psycopg.Connection[tuple[Any, ...]]):
     """A connection whose every wait ends."""
 
     seconds = SECONDS
@@ -203,7 +203,7 @@ class Database:
     def _pool(self) -> sa.Engine:
         made = sa.create_engine(
             "postgresql+psycopg://",
-            creator=self._connected,
+            creator=self._connect,
             pool_size=_MOST,
             max_overflow=0,
             pool_timeout=SECONDS,
@@ -214,7 +214,7 @@ class Database:
         )
 
         @sa.event.listens_for(made, "checkout")
-        def look(connection: _Connection, *_: Any) -> None:
+        def look(connection: _TimedConnection, *_: Any) -> None:
             if not _silent(connection):  # the database was stopped meanwhile
                 raise InvalidatePoolError
 
@@ -245,14 +245,14 @@ class Database:
         with self.connection(seconds) as used, used.execution_options(isolation_level="READ COMMITTED").begin():
             yield used
 
-    def _connected(self) -> _Connection:
+    def _connect(self) -> _TimedConnection:
         with self._lock:
             if time.monotonic() < self._not_before:
                 raise psycopg.OperationalError(self._why)
             if self._why:
                 self._not_before = time.monotonic() + _SETTINGS["connect_timeout"]  # type: ignore[operator]
         try:
-            made = _Connection.connect(self.address, **_SETTINGS, options=_OPTIONS + self.server)  # type: ignore[arg-type]
+            made = _TimedConnection.connect(self.address, **_SETTINGS, options=_OPTIONS + self.server)  # type: ignore[arg-type]
         except psycopg.Error as error:
             with self._lock:
                 new, self._why = not self._why, str(error).strip() or type(error).__name__
@@ -372,8 +372,8 @@ class PostgresBackend(Backend):
     @contextmanager
     def reading(self, *, slow: bool = False) -> Iterator[sa.Connection]:
         """See `Backend.reading`."""
-        if self.begun is not None:
-            yield self.begun
+        if self.open_transaction is not None:
+            yield self.open_transaction
             return
         with self.database.connection(SLOW_SECONDS if slow else SECONDS) as connection:
             yield connection.execution_options(schema_translate_map={None: self.schema})
@@ -381,8 +381,8 @@ class PostgresBackend(Backend):
     @contextmanager
     def changing(self) -> Iterator[sa.Connection]:
         """See `Backend.changing`."""
-        if self.begun is not None:
-            yield self.begun
+        if self.open_transaction is not None:
+            yield self.open_transaction
             return
         with self.database.transaction() as connection:
             # Triggers find their tables by this path.
@@ -392,10 +392,10 @@ class PostgresBackend(Backend):
             )
             connection.execute(lock)
             set_deadline(connection, SLOW_SECONDS)  # now that it answers
-            with self._joined(connection):
+            with self._join(connection):
                 yield connection
 
-    alone = changing
+    exclusive = changing
 
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
@@ -461,7 +461,7 @@ def _problems() -> Iterator[None]:
         raise
 
 
-def _silent(connection: _Connection) -> bool:
+def _silent(connection: _TimedConnection) -> bool:
     """Whether nothing has come on a connection since it was used; the end of one would have."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection.fileno(), selectors.EVENT_READ)
@@ -516,7 +516,7 @@ class Peers:
         statement = sa.select(leaving.c.document).where(leaving.c.server == ME, when)
         return [row.document for row in self.backend.read(statement)]
 
-    def left(self, documents: Sequence[str], keys: Iterable[str], *, again: bool) -> None:
+    def note_left(self, documents: Sequence[str], keys: Iterable[str], *, again: bool) -> None:
         """Note which KV of deleted documents this server has found, perhaps for the last time."""
         rows = [{"key": key, "document": documents[0] if documents else ""} for key in keys]
         with self.backend.changing() as db:

@@ -111,8 +111,8 @@ class SqliteBackend(Backend):
     @contextmanager
     def reading(self, *, slow: bool = False) -> Iterator[Connection]:
         """See `Backend.reading`."""
-        if self.begun is not None:
-            yield self.begun
+        if self.open_transaction is not None:
+            yield self.open_transaction
             return
         try:
             connection = self._engine.connect()
@@ -125,7 +125,7 @@ class SqliteBackend(Backend):
 
     @contextmanager
     def _begin(self) -> Iterator[Connection]:
-        with self.reading() as connection, self._joined(connection):
+        with self.reading() as connection, self._join(connection):
             try:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 yield connection

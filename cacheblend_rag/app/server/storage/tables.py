@@ -133,18 +133,18 @@ class Backend:
         self._here = threading.local()
 
     @property
-    def begun(self) -> sa.Connection | None:
+    def open_transaction(self) -> sa.Connection | None:
         """The transaction that this thread is in."""
-        return getattr(self._here, "begun", None)
+        return getattr(self._here, "open_transaction", None)
 
     @contextmanager
-    def _joined(self, connection: sa.Connection) -> Iterator[sa.Connection]:
+    def _join(self, connection: sa.Connection) -> Iterator[sa.Connection]:
         """Let all statements of this thread be part of a transaction."""
-        self._here.begun = connection
+        self._here.open_transaction = connection
         try:
             yield connection
         finally:
-            self._here.begun = None
+            self._here.open_transaction = None
 
     def reading(self, *, slow: bool = False) -> AbstractContextManager[sa.Connection]:
         """The transaction that this thread is in, or a connection; a slow one may take longer."""
@@ -160,7 +160,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def alone(self) -> AbstractContextManager[object]:
+    def exclusive(self) -> AbstractContextManager[object]:
         """Within it no other server changes the catalogue; all that is read and changed is one transaction then."""
         return nullcontext()
 

@@ -56,14 +56,14 @@ def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
             with urllib.request.urlopen(f"{address}healthz", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            time.sleep(0.2)  # between two looks whether it is up
     pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[str]:
+def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
     """Address of a server in a process of its own, with more options."""
-    port = _free_port()
+    port = port or _free_port()
     found, log = f"http://127.0.0.1:{port}/", folder / "log"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     arguments = ["--docs", str(DOCUMENTS_PATH), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]

@@ -136,7 +136,7 @@ def test_tab_reaches_every_control_and_stays_within_dialogs(page: Page) -> None:
         expect(opener).to_be_focused()
 
 
-def test_a_screen_reader_is_told_when_an_answer_begins_and_ends(page: Page) -> None:
+def test_screen_reader_is_told_when_an_answer_begins_and_ends(page: Page) -> None:
     compare_off(page)
     probe(page, "watchTold")
     ask(page, easy_questions()[0].question)
@@ -196,7 +196,7 @@ def phone(request: pytest.FixtureRequest, browser: Browser, address: str, proble
     assert problems == []
 
 
-def test_a_phone(phone: Page) -> None:
+def test_phone_shows_the_page_without_sideways_scrolling(phone: Page) -> None:
     page, width = phone, (phone.viewport_size or {})["width"]
     wide = "() => document.documentElement.scrollWidth"
     assert page.evaluate(wide) == width
@@ -215,7 +215,7 @@ def test_a_phone(phone: Page) -> None:
     assert page.evaluate("() => document.querySelector('#documents .body').scrollWidth <= innerWidth")
 
 
-def test_what_follows_a_cut_answer_on_a_phone_stands_below_what_is_said_of_it(phone: Page) -> None:
+def test_phone_puts_the_buttons_of_a_cut_answer_below_its_note(phone: Page) -> None:
     compare_off_on_phone(phone)
     phone.get_by_role("button", name="What happened", exact=True).tap()
     phone.locator("#tokens").fill("2")

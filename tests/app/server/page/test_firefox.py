@@ -12,9 +12,9 @@ from tests.app.server.page import firefox, test_access, test_page, test_states
 from tests.app.server.page.driving import ask, compare_off, easy_questions
 
 # Each path is taken in Chromium; what differs between browsers is taken here by default, the rest among slow tests.
-test_asking = test_page.test_a_question_is_answered_as_it_streams_with_sources_that_open
+test_asking = test_page.test_question_is_answered_as_it_streams_with_sources_that_open
 test_documents = test_page.test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own
-test_stopping = test_states.test_an_answer_can_be_stopped
+test_stopping = test_states.test_answer_can_be_stopped
 test_markdown = test_states.test_markdown_is_shown_as_elements_and_never_as_markup
 
 
@@ -23,7 +23,7 @@ SLOW = (
     test_page.test_conversations_are_kept_opened_and_deleted,
     test_page.test_the_methods_are_compared_on_the_same_question,
     test_page.test_everything_is_there_again_after_a_reload,
-    test_states.test_what_attacks_the_page_is_shown_as_text,
+    test_states.test_page_shows_attacks_as_text,
     test_states.test_text_made_to_be_slow_is_shown_in_good_time,
 )
 
@@ -45,7 +45,7 @@ def browser(playwright: Playwright, tmp_path_factory: pytest.TempPathFactory) ->
     started.close()
 
 
-def test_a_question_follows_the_one_above_it(page: Page) -> None:
+def test_question_follows_the_one_above_it(page: Page) -> None:
     compare_off(page)
     first, second = (question.question for question in easy_questions()[:2])
     ask(page, first)

@@ -25,7 +25,7 @@ ASK = re.compile("/ask$")
 METHODS = ["full", "prefix", "reuse", "blend"]
 
 
-def test_a_newcomer_finds_the_archive_and_questions_to_ask(page: Page, address: str) -> None:
+def test_newcomer_finds_the_archive_and_questions_to_ask(page: Page, address: str) -> None:
     state = state_of(address)
     expect(page.locator("#model")).to_contain_text(str(state["models"][0]["layers"]))
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
@@ -51,7 +51,7 @@ def test_the_page_asks_its_own_server_alone_under_a_strict_policy(page: Page, ad
     assert all(url.startswith(address) for url in asked), asked
 
 
-def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page, address: str) -> None:
+def test_question_is_answered_as_it_streams_with_sources_that_open(page: Page, address: str) -> None:
     compare_off(page)
     known = {question.question: question for question in easy_questions()}
     offered = [one["question"] for one in state_of(address)["suggestions"] if one["question"] in known]
@@ -150,7 +150,7 @@ def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Pag
     expect(page.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_a_file_that_cannot_be_read_keeps_no_other_back(page: Page) -> None:
+def test_unreadable_file_does_not_hold_up_other_uploads(page: Page) -> None:
     files = [
         File("program.exe", "MZ"),
         File("one.md", "One\nNothing."),
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_read_keeps_no_other_back(page: Page) -> None:
     expect(page.get_by_role("button", name="Ask", exact=True)).to_be_enabled()
 
 
-def test_a_file_that_is_too_large_is_not_sent(page: Page, problems: list[str]) -> None:
+def test_too_large_file_is_not_sent(page: Page, problems: list[str]) -> None:
     sent: list[str] = []
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
     page.evaluate("() => Object.defineProperty(File.prototype, 'size', { get: () => 30_000_000 })")
@@ -253,6 +253,7 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
         "rule": "hkvd",
         "stream": True,
         "show_prompt": True,
+        "verify": "idle",
     }
     expect(page.locator(".turn")).to_have_count(3)
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
@@ -324,7 +325,7 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
 
 
-def test_a_question_follows_those_above_it(page: Page) -> None:
+def test_question_follows_those_above_it(page: Page) -> None:
     compare_off(page)
     questions = [question.question for question in easy_questions()[:3]]
 
@@ -373,7 +374,7 @@ def test_the_time_view_shows_what_was_kept_of_earlier_turns(page: Page) -> None:
     assert [set(one) for one in sent["sources"]] == [{"document_id", "chunk"}] * 6
 
 
-def test_an_answer_that_did_not_end_is_not_followed(page: Page, problems: list[str]) -> None:
+def test_unfinished_answer_is_not_followed(page: Page, problems: list[str]) -> None:
     compare_off(page)
     question = easy_questions()[0].question
     page.route(ASK, lambda route: route.abort("connectionrefused"), times=1)
@@ -386,7 +387,7 @@ def test_an_answer_that_did_not_end_is_not_followed(page: Page, problems: list[s
     problems.clear()  # the browser notes that the connection was refused
 
 
-def test_what_there_was_no_room_for_is_told(page: Page) -> None:
+def test_page_says_which_earlier_questions_did_not_fit(page: Page) -> None:
     compare_off(page)
     question = easy_questions()[0].question
     ask(page, question)
@@ -400,7 +401,7 @@ def test_what_there_was_no_room_for_is_told(page: Page) -> None:
     expect(turn.locator(".follows")).to_have_text("Follows 0 of 1 question: there was no room for more")
 
 
-def test_a_passage_opens_between_its_neighbours(page: Page) -> None:
+def test_passage_opens_between_its_neighbours(page: Page) -> None:
     compare_off(page)
     parts = [
         f"Part {number}. " + f"The {word} was painted in the year {1800 + number}. " * 30
@@ -418,7 +419,7 @@ def test_a_passage_opens_between_its_neighbours(page: Page) -> None:
     assert set(opened) <= {1, 2}
 
 
-def test_a_question_is_edited_and_asked_again(page: Page) -> None:
+def test_question_is_edited_and_asked_again(page: Page) -> None:
     compare_off(page)
     first, second, third = (question.question for question in easy_questions()[:3])
     ask(page, first)

@@ -91,7 +91,7 @@ def test_the_choice_and_who_has_answered_survive_a_reload(page: Page, context: B
     expect(again.locator("#kv-size")).to_contain_text("KV of its passages takes about")
 
 
-def test_a_chosen_model_that_is_gone_gives_way_to_the_first(context: BrowserContext, address: str) -> None:
+def test_first_model_replaces_a_chosen_one_that_is_gone(context: BrowserContext, address: str) -> None:
     put = "localStorage.setItem('cacheblend-rag/1', JSON.stringify({model: 'gone', compare: false}))"
     context.add_init_script(f"if (location.protocol === 'http:') {put}")
     page = open_page(context, address)
@@ -112,7 +112,7 @@ def test_the_picker_has_its_place_at_every_width(page: Page, width: int) -> None
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_where_there_is_one_model_there_is_no_picker(page: Page, address: str) -> None:
+def test_single_model_has_no_picker(page: Page, address: str) -> None:
     state = state_of(address)
     page.route(re.compile("/api/state$"), lambda route: route.fulfill(json={**state, "models": state["models"][:1]}))
     page.reload()

@@ -21,7 +21,7 @@ def type_and_send(page: Page, question: str) -> None:
     page.locator("#question").press("Enter")
 
 
-def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
+def test_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
     full = "too many requests wait already; try again later"
     page.route(ASK, lambda route: refuse(route, 429, "busy", full, **{"Retry-After": "7"}), times=1)
     question = easy_questions()[0]
@@ -35,7 +35,7 @@ def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
     expect(page.locator(".turn").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
 
 
-def test_a_used_up_quota_is_named(page: Page, problems: list[str]) -> None:
+def test_used_up_quota_is_named(page: Page, problems: list[str]) -> None:
     quota = TokenQuota(2_000)
     quota.take("ada", 1_900)
     with pytest.raises(Problem) as caught:
@@ -48,7 +48,7 @@ def test_a_used_up_quota_is_named(page: Page, problems: list[str]) -> None:
     problems.clear()  # the browser notes every refusal
 
 
-def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
+def test_page_shows_the_servers_words_about_a_failure(page: Page) -> None:
     failure = {"code": "timeout", "message": "Took too long."}
     told = [("sources", []), ("token", {"text": " Half of"}), ("error", failure)]
     page.route(ASK, lambda route: stream(route, *told, ("done", {})))
@@ -57,14 +57,14 @@ def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
     expect(page.locator(".turn .status")).to_contain_text("Took too long.")
 
 
-def test_an_answer_that_breaks_off_is_told_from_one_that_ended(page: Page) -> None:
+def test_broken_off_answer_is_marked_as_unfinished(page: Page) -> None:
     page.route(ASK, lambda route: stream(route, ("token", {"text": " Half of"})))
     type_and_send(page, "Anything?")
     expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
     expect(page.locator(".turn .status")).to_contain_text("connection was lost")
 
 
-def test_an_answer_can_be_stopped(page: Page) -> None:
+def test_answer_can_be_stopped(page: Page) -> None:
     held: list[Route] = []
     page.route(ASK, lambda route: held.append(route))
     type_and_send(page, "Anything?")
@@ -77,7 +77,7 @@ def test_an_answer_can_be_stopped(page: Page) -> None:
     assert len(held) == 1
 
 
-def test_a_server_that_is_away_and_comes_back(context: BrowserContext, address: str, problems: list[str]) -> None:
+def test_page_waits_for_a_server_that_is_away(context: BrowserContext, address: str, problems: list[str]) -> None:
     page = context.new_page()
     page.route(STATE, lambda route: route.abort("connectionrefused"), times=1)
     page.goto(address)
@@ -88,7 +88,7 @@ def test_a_server_that_is_away_and_comes_back(context: BrowserContext, address: 
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
 
 
-def test_a_key_is_asked_for_and_sent(context: BrowserContext, address: str, problems: list[str]) -> None:
+def test_key_is_asked_for_and_sent(context: BrowserContext, address: str, problems: list[str]) -> None:
     page, seen = context.new_page(), []
 
     def guarded(route: Route) -> None:
@@ -117,7 +117,7 @@ def test_a_key_is_asked_for_and_sent(context: BrowserContext, address: str, prob
     page.locator("body[data-ready]").wait_for()  # kept for the tab
 
 
-def test_a_comparison_that_fails_leaves_the_answer(page: Page) -> None:
+def test_failed_comparison_leaves_the_answer(page: Page) -> None:
     row = {"method": "full", "answer": "Some.", "ttft_s": 0.5, "same_as_full": True}
     body = [("row", row), ("error", {"code": "failed", "message": "No room."}), ("done", {})]
     page.route(re.compile("/compare$"), lambda route: stream(route, *body))
@@ -132,7 +132,7 @@ def row_of(method: str, seconds: float, rounds: int) -> tuple[str, object]:
     return "row", given
 
 
-def test_a_comparison_says_how_long_it_takes_and_can_be_cancelled(page: Page) -> None:
+def test_comparison_says_how_long_it_takes_and_can_be_cancelled(page: Page) -> None:
     compare_off(page)
     turn = ask(page, easy_questions()[0].question)
     panel = page.locator("#compare")
@@ -151,7 +151,7 @@ def test_a_comparison_says_how_long_it_takes_and_can_be_cancelled(page: Page) ->
     expect(turn).to_have_attribute("data-status", "done")
 
 
-def test_what_is_cancelled_is_no_longer_asked_of_the_server(page: Page) -> None:
+def test_cancelling_a_comparison_closes_its_request(page: Page) -> None:
     ask(page, easy_questions()[0].question)
     cancel = page.locator("#compare").get_by_role("button", name="Cancel")
     expect(cancel).to_be_visible()
@@ -250,7 +250,7 @@ ALLOWED = (
 )
 
 
-def test_what_attacks_the_page_is_shown_as_text(page: Page) -> None:
+def test_page_shows_attacks_as_text(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     compare_off(page)
@@ -278,7 +278,7 @@ def test_code_is_copied_by_itself(page: Page) -> None:
     assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>not bold</b>")'
 
 
-def test_a_long_answer_is_shown_as_fluently_as_it_is_written(page: Page) -> None:
+def test_long_answer_is_shown_as_fluently_as_it_is_written(page: Page) -> None:
     compare_off(page)
     part = "Mount *Everest* is **8,849** metres high.\n\n- one\n- two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n"
     text = (part * 50)[:4_000]
@@ -318,7 +318,7 @@ def test_blocks_that_are_written_stay_the_elements_they_are(page: Page) -> None:
     expect(first).to_have_attribute("data-seen", "before")
 
 
-def test_an_answer_is_copied_as_it_was_written(page: Page) -> None:
+def test_answer_is_copied_as_it_was_written(page: Page) -> None:
     compare_off(page)
     answer_with(page, MARKDOWN)
     turn = ask(page, "How high?")
@@ -343,7 +343,7 @@ CITED = """The eruption was first seen in **1963**. It was first seen in 1862. N
 """
 
 
-def test_a_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
+def test_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
     compare_off(page)
     sources = [
         {"document_id": "d", "document": f"{at}.md", "chunk": at, "text": text, "score": 1.0}
@@ -417,7 +417,7 @@ def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(pag
     expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
 
 
-def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
+def test_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     jobs = re.compile("/jobs/.*/events$")
     told = [("progress", {"stage": "failed", "file": "a.md", "done": 0, "total": 1, "error": "a.md is not text."})]
 
@@ -463,7 +463,7 @@ def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, addres
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
 
 
-def test_a_full_storage_gives_up_prompts_before_answers(page: Page) -> None:
+def test_full_storage_gives_up_prompts_before_answers(page: Page) -> None:
     compare_off(page)
     question = easy_questions()[0].question
     probe(page, "fillStorage", 20_000)
