@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,13 +37,15 @@ _SAID = {
 }
 
 
-def summary(rows: Sequence[Mapping[str, Any]], against: str = _DEFAULT) -> dict[str, Any]:
+def summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str], against: str = _DEFAULT) -> dict[str, Any]:
     """What was found of one model.
 
     Parameters
     ----------
     rows : sequence of mapping
         As `yardstick run` writes them.
+    names : sequence of str
+        The methods, and what moves full prefill.
     against : str
         The method that all others are paired with.
     """
@@ -60,7 +63,7 @@ def summary(rows: Sequence[Mapping[str, Any]], against: str = _DEFAULT) -> dict[
         values: dict[str, Any] = {
             "divergence": spread(kl),
             "median": _short(median(kl)),
-            "p95": _short(sorted(kl)[int(0.95 * len(kl))]),
+            "p95": _short(sorted(kl)[ceil(0.95 * len(kl)) - 1]),
             "worst": _short(max(kl)),
             "first_token": _short(fmean(row["kl"][0] for row in found)),
             "further": spread([mine - other for mine, other in zip(kl, each(against), strict=True)]),
@@ -75,13 +78,12 @@ def summary(rows: Sequence[Mapping[str, Any]], against: str = _DEFAULT) -> dict[
             values["gained"] = sum(still and not was for was, still in zip(right, now, strict=True))
         return values
 
-    names = [*rows[0]["methods"], *rows[0]["noise"]]
     return {
         "prompts": len(rows),
         "groups": len(set(groups)),
         "mean_tokens": round(fmean(row["tokens"] for row in rows)),
         "right": sum(right),
-        "methods": {name: one(name) for name in names if all(_of(row, name) for row in rows)},
+        "methods": {name: one(name) for name in names},
     }
 
 
@@ -173,9 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     said = {name: getattr(options, name) for name in ("about", "against", "date", "machine")}
     result: dict[str, Any] = {"options": said, "models": {}}
-    for name, *files in options.model:
-        lines = [line for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
-        found = result["models"][name] = summary([json.loads(line) for line in lines], options.against)
+    rows = {
+        name: [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        for name, *files in options.model
+    }
+    every = [row for found in rows.values() for row in found]
+    names = [name for name in (*every[0]["methods"], *every[0]["noise"]) if all(_of(row, name) for row in every)]
+    for name in rows:
+        found = result["models"][name] = summary(rows[name], names, options.against)
         print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
         print(table(found))
     if options.out:
