@@ -597,7 +597,7 @@ class BlendConfig:
         FLAG,
         """
         Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
-        again, continues from it. It is that of a blended pass, and so approximate; questions and answers are stored
+        again, continues from it. It is that of a blended pass, and so approximate unless the answer was verified; questions and answers are stored
         too. Turn it on where people ask several questions about the same documents.
         """,
     )

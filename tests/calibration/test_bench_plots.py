@@ -183,6 +183,37 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "a model: 3 prompts of squad",
         },
     ),
+    "three_models": (
+        {
+            "options": {**HERE["options"], "against": "context/query@0.15"},
+            "models": {
+                "a small one": {
+                    "prompts": 2,
+                    "methods": {
+                        name: {
+                            "divergence": {"mean": 0.02, "low": 0.01, "high": 0.03},
+                            "median": 0.02,
+                            "each": [0.01, 0.03],
+                            "work": 0.2,
+                        }
+                        for name in ("context/query@0.15", "sink/hkvd@0.15")
+                    },
+                }
+            },
+        },
+        {"a small one: 2 prompts", "the default", "alone, the paper's rule 15%"},
+    ),
+    "verified": (
+        {
+            "summary": {
+                "ways": {
+                    way: {"first_s": 1.0, "last_s": 2.0, "seconds": 3.0} for way in ("blended", "verified", "full")
+                }
+            },
+            "rows": [],
+        },
+        {"blended and verified", "full prefill, same engine"},
+    ),
 }
 
 

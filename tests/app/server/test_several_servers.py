@@ -231,7 +231,7 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
 def test_silent_database_keeps_nobody_for_long(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres._Connection.seconds", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres._TimedConnection.seconds", 1.0)
     monkeypatch.setattr("cacheblend_rag.app.server.storage.postgres.SECONDS", 1.0)
     with (
         Proxy(postgres.port) as proxy,
