@@ -52,7 +52,7 @@ class ServedChat(ChatCacheBlend):
     images: ImageLimits | None = Field(default=None, exclude=True, repr=False)
     track: bool = False
 
-    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
+    def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         return [RetrievedDocument((text,)) for text in dict.fromkeys(self.given)]
 
     def _image_limits(self) -> ImageLimits | None:
