@@ -95,6 +95,14 @@ def smollm2_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def default_folder() -> Path:
+    """Folder of the starter that commands use unless another model is named."""
+    from cacheblend_rag.config import DEFAULT_MODEL
+
+    return _starter(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
 def smollm2_gguf(smollm2_folder: Path) -> Path:
     """The GGUF file that the starter language model was converted from."""
     from cacheblend_rag.models.starters import STARTERS

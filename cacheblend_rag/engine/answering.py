@@ -18,6 +18,7 @@ import torch
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
+from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -266,6 +267,9 @@ class Answering:
             return Verification(reason="verify_share leaves it out")
         choice, segments, split = blend.choice, self.pipeline.segments, blend.lookup.fit.split
         ratio, fingerprint = 0.0 if choice is None else choice.ratio, segments.model.fingerprint
+        # Log-probabilities are those of the answer that was given; they are read meanwhile.
+        others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
+        options = options.model_copy(update={"logits_processor": others})
 
         def verify(cancelled: Callable[[], bool]) -> Verification:
             turns = self.turns

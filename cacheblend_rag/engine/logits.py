@@ -170,6 +170,10 @@ class LogProbs:
         """
         return self._last.rest(token_ids, text, self._first.handed_out)
 
+    def whole(self, token_ids: Sequence[int], text: str) -> list[TokenLogProb]:
+        """All tokens of a finished answer, handed out or not; see `rest`."""
+        return self._last.rest(token_ids, text, 0)
+
 
 class _NotedAnswer:
     """The tokens of an answer that is decoded once; see `LogProbs`."""

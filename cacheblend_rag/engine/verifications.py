@@ -75,7 +75,7 @@ class Verifications:
         self._results: OrderedDict[str, Future[Verification]] = OrderedDict()
         self._waiting: deque[tuple[str, Callable[[Cancelled], Verification]]] = deque()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
 
     @property
     def status(self) -> VerificationStatus:
@@ -161,7 +161,7 @@ class Verifications:
             return
         with self._lock:
             self._add(**{found.status: 1})
-            if found.reason:  # full prefill gave it
+            if found.reason or config.verify_bound >= 1:  # full prefill gave it, or it is to teach nothing
                 return
             self._corrections.append(found.status == "corrected")
             count, share = len(self._corrections), sum(self._corrections) / len(self._corrections)
@@ -183,6 +183,23 @@ class Verifications:
             raised,
         )
 
+    def give_up(self, id: str, reason: str) -> None:
+        """Give up the check of an answer that waits; when this returns it has ended, and stores nothing any more."""
+        with self._lock:
+            if (future := self._results.get(id)) is None or future.done():
+                return
+            left = deque(one for one in self._waiting if one[0] != id)
+            begun = len(left) == len(self._waiting)
+            if begun:
+                self._unwanted[id] = reason
+            else:
+                self._waiting = left
+                self._add(waiting=-1, given_up=1)
+        if begun:
+            future.result()
+        else:
+            future.set_result(Verification("given up", reason=reason, id=id))
+
     def wait(self) -> None:
         """Wait until no answer waits any more."""
         for future in list(self._results.values()):
@@ -202,28 +219,29 @@ class Verifications:
                     self._thread = None
                     return
                 id, check = self._waiting.popleft()
-            found = dataclasses.replace(self._checked(check), id=id)
+            found = dataclasses.replace(self._checked(id, check), id=id)
             with self._lock:
+                self._unwanted.pop(id, None)
                 self._add(waiting=-1, given_up=int(found.status == "given up"))
                 future = self._results.get(id)
             if future is not None:
                 future.set_result(found)
 
-    def _checked(self, check: Callable[[Cancelled], Verification]) -> Verification:
+    def _checked(self, id: str, check: Callable[[Cancelled], Verification]) -> Verification:
+        def ends() -> bool:
+            return self._closed or id in self._unwanted or interpreter_ends()
+
         try:
-            if not self._ends():
-                return check(self._ends)
+            if not ends():
+                return check(ends)
         except CacheBlendError as error:
-            if not self._ends():
+            if not ends():
                 _log.warning("an answer could not be verified: %s", error)
                 return Verification("given up", reason=str(error))
         except Exception:
             _log.exception("an answer could not be verified")
             return Verification("given up", reason="the check failed; the log has its error")
-        return Verification("given up", reason="the engine was closed")
-
-    def _ends(self) -> bool:
-        return self._closed or interpreter_ends()
+        return Verification("given up", reason=self._unwanted.get(id, "the engine was closed"))
 
     def _add(self, **counts: int) -> None:
         status = self._status

@@ -26,7 +26,7 @@ from cacheblend_rag.models.identity import files_identity, fingerprint, known_fi
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
-from cacheblend_rag.models.starters import starter_folder, starter_named
+from cacheblend_rag.models.starters import starter_folder, starter_named, starters_of
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
@@ -359,9 +359,10 @@ def _load(
         remedy = f"leave it out; transformers' from_pretrained does not take it for this model ({error})"
         raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
+        starters = starters_of("language model")
         raise ModelLoadError(
             f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
-            "an id that is in the local cache or can be downloaded, or the starter model 'smollm2'"
+            f"an id that is in the local cache or can be downloaded, or a starter model ({', '.join(starters)})"
         ) from error
     # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from cacheblend_rag.models.adapter import ModelAdapter
 
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
@@ -49,6 +49,9 @@ def free_memory_on(device: torch.device) -> int | None:
         return free_memory()
     if device.type != "cuda":
         return None
+
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -99,6 +102,8 @@ def _text(path: Path) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, of a GPU or of the machine."""
+    import torch
+
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

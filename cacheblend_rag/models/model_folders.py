@@ -81,6 +81,11 @@ def part_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def fetched_folder(folder: Path) -> Path:
+    """Where files are kept that were fetched for a folder, until it is complete."""
+    return folder.parent / f".{folder.name}.fetched"
+
+
 def is_whole(folder: Path, about: Mapping[str, str] | None = None) -> bool:
     """Whether a folder is complete, and made from what is said."""
     try:
@@ -92,8 +97,8 @@ def is_whole(folder: Path, about: Mapping[str, str] | None = None) -> bool:
         return False
 
 
-def delete_folder(folder: Path) -> None:
-    """Delete a folder and what unfinished work left of it.
+def delete_folder(folder: Path) -> bool:
+    """Delete a folder, what unfinished work left of it, and what was fetched for it; whether anything was there.
 
     Raises
     ------
@@ -102,8 +107,10 @@ def delete_folder(folder: Path) -> None:
     """
     try:
         with _locked(folder):
-            if folder.exists():
-                shutil.rmtree(folder)
+            there = [one for one in (folder, fetched_folder(folder)) if one.exists()]
+            for one in there:
+                shutil.rmtree(one)
+            return bool(there)
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be deleted: {error}") from error
 

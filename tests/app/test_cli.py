@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from cacheblend_rag import __version__
+from cacheblend_rag.app import options
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.models import starters
 from tests import tiny
 from tests.integrations.retrieval.office import make_docx
 from tests.programs import run_program
 from tests.toy import EMBEDDER_PATH
+
+STRONGER = "qwen2.5-coder-1.5b"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,8 @@ def test_bad_values_are_named(
         (["--data-dir", "FILE"], "data_dir='FILE' is not usable: File exists; name a folder that can be written"),
         (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
         (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),
-        (["--model", "minilm"], "use 'smollm2' here"),
+        (["--model", "qwen2.5-coder-1.5"], "did you mean the starter model 'qwen2.5-coder-1.5b'?"),
+        (["--model", "minilm"], "use 'smollm2' or 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b' here"),
         (["--model", "./nowhere"], "model='./nowhere' is not usable: there is no such file or folder; name a folder"),
         (["--model", "nowhere.gguf"], "there is no such file or folder"),
         (["--model", "PICTURES"], "the folder holds no config.json"),
@@ -194,6 +199,53 @@ def test_passages_are_marked_and_hints_say_what_comes_of_it(
     second = capsys.readouterr()
     assert second.out.count("[disk]") == 2
     assert "were new" not in second.err
+
+
+def test_stronger_starter_is_named_below_an_answer_of_the_default(
+    model_path: Path,
+    docs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "DEFAULT_MODEL", str(model_path))
+    monkeypatch.setattr(starters, "stronger_starter", lambda model: STRONGER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    assert capsys.readouterr().err.count(f"add --model {STRONGER} (1.1 GB to fetch)") == 1
+    monkeypatch.setattr(options, "DEFAULT_MODEL", "another")
+    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    assert STRONGER not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "memory", "named"),
+    [
+        ([], 16 * 2**30, True),
+        (["--also-model", STRONGER], 16 * 2**30, False),
+        (["--model", STRONGER], 16 * 2**30, False),
+        ([], 8 * 2**30, False),
+        ([], None, False),
+    ],
+)
+def test_server_names_a_stronger_starter_where_it_finds_the_memory(
+    more: list[str],
+    memory: int | None,
+    named: bool,
+    docs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cacheblend_rag.app.server import app
+
+    monkeypatch.setattr(starters, "total_memory", lambda: memory)
+    monkeypatch.setattr(app, "serve", lambda settings: 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["serve", "--docs", str(docs), "--data-dir", str(tmp_path / "data"), *more]) == 0
+    said = capsys.readouterr().err
+    assert (f"--model {STRONGER} (1.1 GB to fetch)" in said) is named
+    assert ("answers more questions rightly" in said) is named
 
 
 @pytest.mark.parametrize(("variable", "coloured"), [("NO_COLOR", False), ("FORCE_COLOR", True), ("", False)])

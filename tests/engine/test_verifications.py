@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.ratio_policy import MinimumRatio
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.engine.turns import Turns
@@ -304,3 +305,42 @@ def test_values_of_the_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ConfigError, match=remedy):
             BlendConfig()
         monkeypatch.delenv("CACHEBLEND_RAG_" + name.upper())
+
+
+# Given up before its time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("under_way", [True, False], ids=["under way", "waiting"])
+def test_check_is_given_up_by_its_id(under_way: bool, begun: threading.Event) -> None:
+    with reused(verify="idle", session_cache=True) as engine:
+        answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(2)]
+        assert begun.wait(20)
+        ids = [one.verification.id for one in answers]
+        engine.verifications.give_up(ids[0 if under_way else 1], "it is not wanted")
+        found = engine.verifications.result(ids[0 if under_way else 1])
+        assert found is not None
+        assert (found.status, found.reason) == ("given up", "it is not wanted")
+        engine.verifications.give_up("nothing", "unknown")
+        engine.verifications.give_up(found.id, "again")
+        if not under_way:
+            engine.verifications.give_up(ids[0], "so that the test ends")
+    assert engine.verifications.status == VerificationStatus(given_up=2)
+
+
+def test_probabilities_of_an_answer_stay_as_they_are_while_it_is_checked() -> None:
+    with reused() as engine:
+        noted = {mode: LogProbs(engine.tokenizer, 0) for mode in ("off", "idle")}
+        for mode, one in noted.items():
+            answer = engine.generate(PROMPT, max_new_tokens=9, logits_processor=[one], verify=mode)
+            engine.flush()
+        ours, theirs = (one.rest(answer.token_ids, answer.text) for one in noted.values())
+    assert len(ours) >= 8
+    assert ours == theirs
+
+
+def test_answer_that_is_to_teach_nothing_does_not() -> None:
+    verifications, minimum = Verifications(), MinimumRatio()
+    for bound in [1.0] * 20 + [0.5] * 7:
+        verifications.note(CORRECTED, 0.1, minimum, BlendConfig(verify_bound=bound))
+    assert minimum.value == 0.0
+    assert verifications.status.corrected == 27

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.documents import by_suffix
 
@@ -179,6 +180,8 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
             yield f"{new}, and their KV is not kept: the store is read-only, or write_back is off."
     if info["finish_reason"] == "length":
         yield f"The answer was cut at {rag.options.max_new_tokens} tokens; --max-new-tokens allows more."
+    if (stronger := stronger_model([rag.options.model])) is not None:
+        yield stronger
 
 
 def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:

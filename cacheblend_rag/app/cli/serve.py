@@ -13,6 +13,7 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
+from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
 
@@ -47,6 +48,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         return 0
     with origins_named(given):
         settings.check_paths()
+        if (stronger := stronger_model(list(settings.models.values()))) is not None:
+            print(f"cacheblend-rag: {stronger}", file=sys.stderr)
         if parsed.ray:
             try:
                 from cacheblend_rag.app.fleet.application import serve_fleet

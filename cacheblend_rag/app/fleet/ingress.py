@@ -22,6 +22,7 @@ from cacheblend_rag.app.server.settings import Limits
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUESTION = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
+_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+/verification")
 _READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0
@@ -112,7 +113,9 @@ class Ingress:
         return weighed_pieces(one["text"] for one in json.loads(b"".join(parts)))
 
     def _sent(self, call: Call, chunks: dict[int, int]) -> DeploymentResponseGenerator[Any]:
-        return cast("DeploymentResponseGenerator[Any]", self._replicas.answer.remote(call, chunks=chunks))
+        answer = _ANSWER.fullmatch(call.path)  # the replica that gave the id has the answer
+        ids = answer[1] if answer else ""
+        return cast("DeploymentResponseGenerator[Any]", self._replicas.answer.remote(call, chunks=chunks, ids=ids))
 
     async def _answered(self, call: Call, chunks: dict[int, int]) -> Response:
         reads = call.method in ("GET", "HEAD") or bool(_READS.fullmatch(call.path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
@@ -119,14 +120,16 @@ class Replica:
         arguments = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
         threading.Thread(target=self._store.read, args=arguments, daemon=True).start()
 
-    async def answer(self, call: Call, *, chunks: Mapping[int, int]) -> AsyncIterator[Head | bytes]:
+    async def answer(self, call: Call, *, chunks: Mapping[int, int], ids: str = "") -> AsyncIterator[Head | bytes]:
         """Answer a request.
 
         Parameters
         ----------
         call : Call
         chunks : mapping of int to int
-            Its pieces; the router has looked at them.
+            Its pieces; the router has looked at them, and at the next.
+        ids : str
+            How the ids of the only replica that can answer it begin, if there is but one.
         """
         async for one in call_app(self._app, call):
             yield replace(one, headers=(*one.headers, self._header)) if isinstance(one, Head) else one
@@ -136,8 +139,8 @@ class Replica:
         return b"x-replica", str(self._place).encode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """The number of the replica's folder, which the router gets at once."""
-        return {"place": self._place}
+        """The number of the replica's folder, and how ids of its answers begin; the router gets both at once."""
+        return {"place": self._place, "ids": self._service.ids}
 
     def record_routing_stats(self) -> dict[str, Any]:
         """A summary of the chunks held here, which the router gets every second."""
@@ -174,7 +177,7 @@ def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
     while True:
         rag = replace(settings.rag, data_dir=folder / str(place))
         try:
-            return place, Service(replace(settings, rag=rag), wrapped), stores[-1]
+            return place, Service(replace(settings, rag=rag), wrapped, f"{secrets.token_hex(4)}-"), stores[-1]
         except FolderInUseError:
             place += 1
 

@@ -20,7 +20,8 @@ class ChunkRouter(RequestRouter):
     """Ranks replicas for each request by `rank_replicas`.
 
     A call has its pieces as the keyword ``chunks``. A replica says by its statistics what it holds. It is known by its
-    place: one that is started again has the place of the one before it, and so the same chunks.
+    place: one that is started again has the place of the one before it, and so the same chunks. A call about an answer
+    goes to the replica whose ids begin as the keyword ``ids`` says.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -35,6 +36,9 @@ class ChunkRouter(RequestRouter):
         """All replicas, each as a rank of its own, the best first."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # before all are asked again
+        ids = "" if pending_request is None else pending_request.kwargs.get("ids")
+        if ids and (those := [one for one in candidate_replicas if one.replica_metadata.get("ids") == ids]):
+            return [those]
         # Without chunks, any of those that are equally busy.
         chunks = _chunks_of(pending_request) or {random.getrandbits(64): 0}
         by_name = {_name(one): one for one in candidate_replicas}

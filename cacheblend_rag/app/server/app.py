@@ -28,6 +28,7 @@ from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
+from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
 from cacheblend_rag.app.server.services.service import Service
@@ -204,6 +205,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     )
     add_handlers(app)
     app.include_router(rag_router)
+    app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)
     mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse

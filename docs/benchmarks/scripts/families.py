@@ -7,6 +7,7 @@ model, as the tests do, and writes the table. It writes nothing if one of them i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.gpu.plain import plain_layers
+from docs.benchmarks.scripts.common import script_parser
 from tests import tiny
 
 __all__ = ["PAGE", "described_of", "main"]
@@ -87,8 +89,9 @@ def _row(architecture: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table into the page."""
+    script_parser("families", __doc__).parse_args(arguments)
     rows = [_row(architecture) for architecture in tqdm(tiny.ARCHITECTURES)]
     text = PAGE.read_text(encoding="utf-8")
     start = text.index(_HEAD)

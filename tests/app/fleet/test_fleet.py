@@ -90,6 +90,26 @@ def test_request_goes_to_the_replica_that_holds_its_chunks(fleet: Fleet) -> None
             assert answer["cacheblend"][0]["misses"] == 0
 
 
+def test_check_is_asked_of_the_replica_that_has_it(fleet: Fleet) -> None:
+    fleet.complete(group(40))
+    time.sleep(2.5)  # until it is stored, and the router was told
+    found = {}
+    for number in range(4):
+        documents = group(40) if number % 2 else [*group(40)[:1], *group(50 + number)]
+        place, answer = fleet.complete(documents, verify="idle", selection="none")
+        waiting = answer["cacheblend"][0]["verification"]
+        if waiting["status"] == "waiting":
+            found[waiting["id"]] = place
+    assert found
+    for id, place in found.items():
+        for _ in range(3):
+            told = fleet.client.get(f"/api/answers/{id}/verification", params={"wait": 30})
+            assert (told.status_code, told.headers["x-replica"]) == (200, place)
+            assert told.json()["status"] in ("verified", "corrected")
+    unknown = fleet.client.get(f"/api/answers/00000000-{id.split('-')[1]}/verification")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_verification")
+
+
 def test_changes_are_refused_by_name(fleet: Fleet) -> None:
     answer = fleet.client.post("/api/collections", json={"name": "Mine"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_database")

@@ -90,7 +90,7 @@ def test_answer_is_verified(client: Any) -> None:
     assert found["answer"] == full["answer"]
     assert found["report"]["verification"]["status"] in ("verified", "corrected")
     assert full["report"]["verification"]["status"] == "off"
-    assert client.post("/api/collections/archive/ask", json={**asked, "verify": "idle"}).status_code == 422
+    assert client.post("/api/collections/archive/ask", json={**asked, "verify": "sometimes"}).status_code == 422
 
 
 def test_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:

@@ -452,3 +452,29 @@ def test_langchains_structured_output(chatty: Running) -> None:
     schema = {"title": "Leaf", "description": "One.", **Leaf.model_json_schema()}
     told = list(llm.with_structured_output(schema).stream("Which?"))
     assert jsonschema_rs.is_valid(Leaf.model_json_schema(), told[-1])
+
+
+def test_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, chatty: Running) -> None:
+    """By reuse alone a tiny random model says other words than by full prefill."""
+    asked: dict[str, Any] = {"model": chatty.service.model_name, "input": "Which leaf fell?", "max_output_tokens": 12}
+    asked["include"] = ["message.output_text.logprobs"]
+    body: dict[str, Any] = {"documents": [passage(152), passage(153)], "selection": "none"}
+    client.responses.create(**asked, extra_body=body)
+    chatty.service.engine.flush()
+    draft = client.responses.create(**asked, extra_body=body)
+    full = client.responses.create(**asked, extra_body={**body, "selection": "all"})
+    assert draft.output_text != full.output_text
+    always = {**body, "verify": "always"}
+    found = client.responses.create(**asked, extra_body=always)
+    events = streamed(chatty.url, {**asked, **always})
+    last = Response.model_validate(events[-1]["response"])
+    for one in (found, last):
+        assert one.output_text == full.output_text
+        assert one.model_extra is not None
+        assert one.model_extra["cacheblend"][0]["verification"]["status"] == "corrected"
+        tokens, expected = (each.output[0].content[0].logprobs for each in (one, full))  # type: ignore[union-attr]
+        assert [token.token for token in tokens] == [token.token for token in expected]
+    said = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+    assert "".join(said) == draft.output_text, "a stream cannot take its words back"
+    (done,) = [one for one in events if one["type"] == "response.output_text.done"]
+    assert done["text"] == full.output_text

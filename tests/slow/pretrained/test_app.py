@@ -35,11 +35,26 @@ def full(smollm2_folder: Path, minilm_folder: Path, tmp_path_factory: pytest.Tem
         yield rag
 
 
+def is_right(asked: dict[str, Any], answer: str) -> bool:
+    return any(one.lower() in answer.lower() for one in (asked["answer"], *asked["aliases"]))
+
+
 @pytest.mark.parametrize("asked", SUGGESTED, ids=lambda one: one["question"])
 def test_full_prefill_answers_the_suggested_questions(asked: dict[str, Any], full: FolderRAG) -> None:
     answer = full.ask(asked["question"])
     assert answer.info["plain"]
-    assert any(one.lower() in answer.text.lower() for one in (asked["answer"], *asked["aliases"])), answer.text
+    assert is_right(asked, answer.text), answer.text
+
+
+def test_the_default_answers_the_suggested_questions_blended(
+    default_folder: Path, minilm_folder: Path, tmp_path: Path
+) -> None:
+    # All in one test: what a passage is computed behind follows from the questions before.
+    with FolderRAG(options_for(default_folder, minilm_folder, tmp_path)) as rag:
+        rag.update()
+        answers = [(one, rag.ask(one["question"])) for one in SUGGESTED]
+    assert not any(answer.info["plain"] for _, answer in answers)
+    assert [answer.text for one, answer in answers if not is_right(one, answer.text)] == []
 
 
 def test_the_server_answers_an_openai_client(smollm2_folder: Path, minilm_folder: Path, tmp_path: Path) -> None:

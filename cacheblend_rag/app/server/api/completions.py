@@ -115,8 +115,7 @@ class AnswerRequest:
 
     def count(self, answer: Generation) -> None:
         """Take note of a finished answer."""
-        self._reports.append(answer.report)
-        self.here.service.answered(answer.report)
+        self._reports.append(self.here.answered(self.model, self.engine, answer.report))
 
     def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """An answer, or a piece of one, around its choices."""
@@ -151,6 +150,8 @@ class AnswerRequest:
                         yield event(None, {**self.frame([], chunk=True), "correction": correction})
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(None, {**self.frame([], chunk=True), **self.closing()})
+            elif any(one.verification.status == "waiting" for one in self._reports):  # their ids are asked for later
+                yield event(None, {**self.frame([], chunk=True), **self.made()})
         except Exception as error:
             yield event(None, noted_problem(error).body())
         yield _DONE
@@ -199,6 +200,10 @@ class Choice:
     def rest(self, answer: Generation | None) -> Sequence[TokenLogProb] | None:
         """Those of what is left."""
         return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
+
+    def all_of(self, answer: Generation) -> Sequence[TokenLogProb] | None:
+        """Those of a whole answer, whatever was handed out before."""
+        return None if self.noted is None else self.noted.whole(answer.token_ids, answer.text)
 
 
 class Completion(AnswerRequest):

@@ -83,6 +83,7 @@ async def state(here: Here) -> PageState:
             rules=list(RULES),
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
+            verify=config.verify,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -352,7 +353,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
         question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
         here.charge([question.tokens + most])
     arguments = DecodeArguments(max_new_tokens=most, temperature=0.0, verify=body.verify)
-    answering = _Answering(here, question, engine, slot, arguments, body.show_prompt)
+    answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
     if body.stream:
         return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
     async with slot:
@@ -366,12 +367,13 @@ class _Answering:
         self,
         here: Session,
         question: _Question,
+        model: ServedModel,
         engine: BlendEngine,
         slot: Slot,
         arguments: DecodeArguments,
         show_prompt: bool,
     ) -> None:
-        self._here, self._question, self._engine, self._slot = here, question, engine, slot
+        self._here, self._question, self._model, self._engine, self._slot = here, question, model, engine, slot
         self._arguments, self._show_prompt = arguments, show_prompt
 
     def _begin(self) -> TextStream:
@@ -379,7 +381,7 @@ class _Answering:
         return self._slot.holds(self._engine.stream(prompt, timeout=timeout, **self._arguments))
 
     async def _report(self, answer: Generation) -> dict[str, Any]:
-        self._here.service.answered(answer.report)
+        answer = replace(answer, report=self._here.answered(self._model, self._engine, answer.report))
         await self._slot.leave()  # the model is not needed for what follows
         question = self._question
         answered = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt

@@ -107,6 +107,7 @@ class SettingsInfo(BaseModel):
     rules: list[str]
     passages: int
     answer_tokens: int
+    verify: str
 
 
 class Suggestion(BaseModel):

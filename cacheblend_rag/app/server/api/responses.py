@@ -124,6 +124,9 @@ class Response(Chat):
         self.count(answer)
         found = choice.conversation.message()
         rest = None if found.tool_calls else choice.rest(answer)
+        if not str(found.content).startswith(message.text):  # corrected since
+            message.becomes(str(found.content), choice.all_of(answer))
+            rest = None
         for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
             yield one
 
@@ -205,6 +208,10 @@ class _Message:
             self.text += piece
             self._logprobs += logprobs
             yield self._event("output_text.delta", delta=piece, logprobs=logprobs)
+
+    def becomes(self, text: str, tokens: Sequence[TokenLogProb] | None) -> None:
+        """Another text from its beginning on: what was handed out cannot be taken back, but its end has this one."""
+        self.text, self._logprobs = text, logprob_dicts(tokens or ())
 
     def ends(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Events of the end, with the whole message."""

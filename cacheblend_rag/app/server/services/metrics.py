@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cacheblend_rag.app.server.services.logs import STAGES, ServedRequest
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import BlendReport, Verification
 from cacheblend_rag.store.base import StoreStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -87,10 +87,14 @@ class Metrics:
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
-        if report.verification.status != "off":
-            self.verified.labels(report.verification.status).inc()
+        self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
+
+    def verification(self, found: Verification) -> None:
+        """Count how an answer was verified, once that is known."""
+        if found.status not in ("off", "waiting"):
+            self.verified.labels(found.status).inc()
 
     def text(self, tenant: str | None = None) -> bytes:
         """Everything, as it is scraped; of tenants, only this one if one is named."""

@@ -62,6 +62,8 @@ class ServedModel:
         changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
         if sessions:
             changes["session_cache"] = True
+        if rule is not None or ratio is not None:
+            changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
         with self._making:
             key = (salt, ratio, rule, sessions)
             if key not in self._engines:

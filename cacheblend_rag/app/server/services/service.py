@@ -26,6 +26,7 @@ from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -57,6 +58,8 @@ class Service:
     settings : ServerSettings
     wrapped : callable, optional
         Puts a store of its own around the KV store.
+    ids : str
+        Beginning of the ids of answers, by which one of several replicas is found.
 
     Raises
     ------
@@ -64,7 +67,10 @@ class Service:
         If a model, the embedder, the documents or the store cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
+    def __init__(
+        self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None, ids: str = ""
+    ) -> None:
+        self.ids = ids
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
         self._stopping = False
         self._wrapped = wrapped
@@ -225,11 +231,6 @@ class Service:
         encoded = [tokenizer.encode(text) for text in texts]
         return sum(len(getattr(one, "ids", one)) for one in encoded)
 
-    def answered(self, report: BlendReport) -> None:
-        """Count an answer, and note it of the request that is served here."""
-        self.metrics.answered(report)
-        served.get().answered(report)
-
     def ended(self, one: ServedRequest) -> None:
         """Count a request, and give back what it was charged too much."""
         self.metrics.request(one)
@@ -248,6 +249,11 @@ class Service:
             return self.engine.store.stats()
         except CacheBlendError:
             return None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server is about to end."""
+        return self._stopping
 
     async def check_ready(self) -> None:
         """Whether requests are answered.
@@ -307,7 +313,18 @@ class Session:
     def __init__(self, service: Service, tenant: Tenant, peers: Peers | None = None) -> None:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
-        self.library = Library(tenant, service.embeddings, self.engines, service.tombstones, shared, peers)
+        self.verifications = AnswerVerifications(
+            service.ids, lambda found: service.metrics.verification(found), lambda: service.stopping
+        )
+        self.library = Library(
+            tenant,
+            service.embeddings,
+            self.engines,
+            service.tombstones,
+            shared,
+            peers,
+            self.verifications.give_up,
+        )
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 
@@ -346,6 +363,12 @@ class Session:
         one = served.get()
         one.charged += sum(answers)
         one.unfinished += len(answers)
+
+    def answered(self, model: ServedModel, engine: BlendEngine, report: BlendReport) -> BlendReport:
+        """Count an answer, and note it of the request that is served here; its report as clients see it."""
+        self.service.metrics.answered(report)
+        served.get().answered(report)
+        return self.verifications.note(model.name, engine, report)
 
     def engine(self, model: ServedModel, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """A model's engine with this tenant's salt."""

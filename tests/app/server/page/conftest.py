@@ -61,9 +61,9 @@ def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[str]:
+def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
     """Address of a server in a process of its own, with more options."""
-    port = _free_port()
+    port = port or _free_port()
     found, log = f"http://127.0.0.1:{port}/", folder / "log"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     arguments = ["--docs", str(DOCUMENTS_PATH), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]

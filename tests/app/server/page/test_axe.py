@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, watch
 from tests.app.server.page.driving import File, ask, compare_off, drop, easy_questions, events, probe, refuse, stream
+from tests.app.server.page.test_verification import FIELDS, VERIFICATION, answer_with
 
 AXE = Axe()
 SIZES = {"desktop": {"width": 1280, "height": 860}, "phone": {"width": 375, "height": 720}}
@@ -168,6 +169,27 @@ def test_documents_and_history(opened: Page, check: Callable[[Page], None]) -> N
     opened.get_by_role("button", name="Delete collection My documents").click()
     opened.get_by_role("button", name="Delete", exact=True).click()
     expect(opened.get_by_role("radio", name="My documents")).to_have_count(0)
+
+
+def test_checked_and_corrected_answers(opened: Page, check: Callable[[Page], None]) -> None:
+    opened.route(VERIFICATION, lambda route: route.fulfill(json=FIELDS))
+    show(opened, "What happened")
+    compare_off(opened)
+    show(opened, "Conversation")
+    corrected = {"status": "corrected", "position": 8, "before": "in 1862.", "after": "in 1963."}
+    for text, verification in (
+        ("It rose in 1963.", {"status": "verified"}),
+        ("It rose in 1862.", corrected),
+        ("It rose.", {"status": "given up", "reason": "memory ran out"}),
+        ("It sank.", {}),
+    ):
+        answer_with(opened, text, verification)
+        ask(opened, "When?")
+    expect(opened.locator("ins")).to_have_text("1963.")
+    expect(opened.locator(".verification").last).to_contain_text("Being checked")
+    check(opened)
+    opened.get_by_role("button", name="Show the first text").click()
+    check(opened)
 
 
 def test_axe_finds_nothing_in_a_failed_answer(opened: Page, check: Callable[[Page], None]) -> None:

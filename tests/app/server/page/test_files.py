@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.fusor.selection import RULES
+
 PAGE = Path(__file__).parents[4] / "cacheblend_rag" / "app" / "server" / "page"
 VENDOR = PAGE / "vendor"
 FILES = sorted(path for path in PAGE.rglob("*") if path.is_file() and path.parent != VENDOR)
@@ -104,3 +106,9 @@ def test_every_name_that_is_imported_is_exported_and_used() -> None:
                 assert known, f"{path.name}: {source} exports no {name}"
                 uses = len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", text))
                 assert uses >= 2, f"{path.name} does not use {name}"
+
+
+def test_settings_explain_every_rule() -> None:
+    script = (PAGE / "js" / "settings.js").read_text(encoding="utf-8")
+    (texts,) = re.findall(r"^const RULES = \{\n(.*?)^\};", script, re.MULTILINE | re.DOTALL)
+    assert sorted(re.findall(r"^  (\w+): \".+\.\",$", texts, re.MULTILINE)) == sorted(RULES)

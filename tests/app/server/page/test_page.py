@@ -253,6 +253,7 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
         "rule": "hkvd",
         "stream": True,
         "show_prompt": True,
+        "verify": "idle",
     }
     expect(page.locator(".turn")).to_have_count(3)
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")

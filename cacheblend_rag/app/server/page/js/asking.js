@@ -4,6 +4,7 @@ import { ApiError, stream } from "./api.js";
 import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
+import { takeVerification, verifyOf } from "./verifying.js";
 import { addPoint, changed, comparing, conversationFor, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
@@ -75,13 +76,15 @@ async function answer(turn) {
   changed("asking", true);
   say("Looking for passages.");
   try {
-    const body = { ...request(turn), stream: true, show_prompt: true };
+    const verify = verifyOf(state);
+    const body = { ...request(turn), stream: true, show_prompt: true, ...(verify && { verify }) };
     for await (const { event, data } of stream("POST", path(turn.collection, "ask"), body, running.signal)) {
       take(turn, event, data);
     }
     if (turn.status !== "done") throw new ApiError("The connection was lost before the answer ended.");
     turn.seconds = (performance.now() - began) / 1000;
     say(summary(turn));
+    changed("verifying", turn);
   } catch (error) {
     fail(turn, error);
   } finally {
@@ -98,6 +101,7 @@ function take(turn, event, data) {
     turn.answer += data.text;
   } else if (event === "report") {
     turn.report = data;
+    if (data.verification) takeVerification(turn, data.verification);
     addPoint(data);
   } else if (event === "error") throw new ApiError(data.message, { code: data.code });
   else if (event === "done") turn.status = "done";

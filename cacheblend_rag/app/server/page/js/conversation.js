@@ -3,11 +3,13 @@
 import { ask, askAgain, isAsking, longerAnswer } from "./asking.js";
 import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
+import { markChanges } from "./changes.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
 import { collection, on, state, turns } from "./store.js";
+import { showVerification } from "./verification.js";
 
 const QUOTED = 120; // characters of another method's answer
 const views = new Map(); // turn id: {root, update}
@@ -16,25 +18,36 @@ function turnView(turn) {
   const words = el("div", { class: "words", dir: "auto" });
   const answer = el("div", { class: "answer", "aria-live": "polite", "aria-busy": "true" }, words);
   const status = el("p", { class: "status" });
+  const verification = el("p", { class: "verification", role: "status" });
   const sources = el("div", { class: "sources" });
   const verdict = el("p", { class: "verdict" });
   const foot = el("div", { class: "foot" });
   const question = el("h2", { class: "question", text: turn.question, dir: "auto" });
   const root = el("article", { class: "turn", data: { turn: turn.id }, "aria-label": turn.question }, question);
-  root.append(answer, status, sources, verdict, foot);
+  root.append(answer, status, verification, sources, verdict, foot);
+  const shown = { text: null, first: false, marked: false }; // the finished text on show, which has its citations
+  const turnOver = () => {
+    shown.first = !shown.first;
+    update();
+    verification.querySelector("button").focus();
+  };
   const update = () => {
     const waiting = turn.status === "asking" || turn.status === "streaming";
-    const text = turn.answer.trimStart();
+    const text = (shown.first ? turn.first : turn.answer).trimStart();
+    if (shown.text !== null && shown.text !== text) {
+      showMarkdown(words, ""); // what stands there holds citations of another text
+      answer.setAttribute("aria-live", "off"); // the line below says what became of it
+    }
     showMarkdown(words, text);
-    if (turn.status === "done" && !words.dataset.cited) {
-      words.dataset.cited = "yes";
-      colourCode(words);
-      cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+    if (turn.status === "done" && shown.text !== text) {
+      shown.text = text;
+      finish(words, turn, shown);
     }
     words.hidden = !text;
     root.dataset.status = turn.status;
     answer.setAttribute("aria-busy", String(waiting));
     showStatus(status, turn);
+    showVerification(verification, turn, shown, turnOver);
     showSources(sources, turn);
     showFoot(foot, turn);
     showVerdict(verdict, turn);
@@ -42,6 +55,18 @@ function turnView(turn) {
   };
   update();
   return { root, update };
+}
+
+/** Add to the words of an answer that has ended: citations, colours of code, and marks where it was corrected. */
+function finish(words, turn, shown) {
+  cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+  shown.marked = false;
+  if (turn.first !== undefined) {
+    const other = el("div");
+    showMarkdown(other, (shown.first ? turn.answer : turn.first).trimStart());
+    shown.marked = markChanges(words, other, shown.first ? "del" : "ins");
+  }
+  colourCode(words);
 }
 
 /** What is to be said of an answer that has ended, if anything. */

@@ -11,6 +11,7 @@ import { chooseModel, refreshServer } from "./server.js";
 import { startSettings } from "./settings.js";
 import { changed, model, on, restore, state, turns } from "./store.js";
 import { startTheme } from "./theme.js";
+import { startVerifying } from "./verifying.js";
 
 function showModel() {
   const { models, embedder } = state.server;
@@ -48,6 +49,7 @@ startSettings();
 startPanel();
 startDocuments();
 startHistory();
+startVerifying();
 on("server", showModel);
 $("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));
 load();

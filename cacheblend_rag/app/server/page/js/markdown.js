@@ -121,7 +121,7 @@ export function showMarkdown(node, text) {
 
 /** Colour the code of an answer that has ended; what does so is loaded when it is needed first. */
 export async function colourCode(node) {
-  const blocks = [...node.querySelectorAll("code[data-language]")];
+  const blocks = [...node.querySelectorAll("code[data-language]:not(:has(ins, del))")];
   if (!blocks.length) return;
   const { coloured } = await import("./colouring.js");
   for (const code of blocks) {

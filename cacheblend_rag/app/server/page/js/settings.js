@@ -1,9 +1,11 @@
-// Of the next answer: recompute ratio, selection rule, how many passages it reads, its length, what the model is told.
+// Of the next answer: recompute ratio, selection rule, how many passages it reads, its length, what the model is told, and
+// whether it is checked.
 
 import { askAgain, isAsking } from "./asking.js";
 import { $, button, el } from "./dom.js";
 import { share } from "./format.js";
 import { changed, model, on, selectedTurn, state } from "./store.js";
+import { latestVerified } from "./verifying.js";
 
 const RULES = {
   hkvd: "Recomputes the tokens whose KV deviates most at the check layer.",
@@ -26,10 +28,12 @@ function build() {
   const help = el("p", { class: "hint", id: "rule-help" });
   const passages = numberField("passages", "Passages", "How many passages an answer is made from.");
   const tokens = numberField("tokens", "Longest answer", "In tokens; about four letters each.");
-  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null }), { class: "link" });
+  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null, verify: null }), { class: "link" });
   const told = el("textarea", { id: "instructions", rows: 3, "aria-describedby": "instructions-help" });
   told.addEventListener("change", () => set({ instructions: told.value.trim() || null }));
   const again = button("Ask again with these", () => askAgain(selectedTurn()), { id: "ask-with" });
+  const verify = el("input", { type: "checkbox", role: "switch", id: "verify-switch", "aria-describedby": "verify-help" });
+  verify.addEventListener("change", () => set({ verify: verify.checked ? null : false }));
   slider.addEventListener("input", () => set({ ratio: Number(slider.value) / 100 }));
   rule.addEventListener("change", () => set({ rule: rule.value }));
   $("settings").querySelector(".body").append(
@@ -41,9 +45,12 @@ function build() {
     ...tokens.nodes,
     el("div", { class: "field" }, el("label", { for: "instructions", text: "Instructions" }), told),
     el("p", { class: "hint", id: "instructions-help", text: "What the model is told before the passages. Empty: as shown." }),
+    el("label", { class: "switch field" }, el("span", { text: "Check answers" }), verify, el("span", { class: "track", "aria-hidden": "true" })),
+    el("p", { class: "hint", id: "verify-help", text: "Holds each answer against the full model when nothing else is asked, and corrects it." }),
+    el("p", { class: "hint", id: "verified" }),
     el("div", { class: "row" }, again, reset),
   );
-  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, reset, again };
+  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, verify, reset, again };
 }
 
 /** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
@@ -66,7 +73,7 @@ function refresh() {
   const settings = state.server?.settings;
   if (!settings) return;
   const { limits } = state.server;
-  const { slider, shown, rule, help, passages, tokens, told, reset, again } = parts;
+  const { slider, shown, rule, help, passages, tokens, told, verify, reset, again } = parts;
   passages.max = limits.passages;
   passages.value = state.passages ?? settings.passages;
   tokens.max = limits.answer_tokens;
@@ -74,6 +81,7 @@ function refresh() {
   told.maxLength = limits.question_chars;
   told.placeholder = model().instructions;
   told.value = state.instructions ?? "";
+  verify.checked = state.verify !== false;
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);
   slider.value = Math.round(ratio * 100);
@@ -88,11 +96,16 @@ function refresh() {
   rule.value = state.rule ?? settings.rule;
   const found = settings.rules.find((one) => named(one) === rule.value);
   help.textContent = found?.description ?? RULES[rule.value] ?? "";
-  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions].every((one) => one === null);
+  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions, state.verify].every((one) => one === null);
   again.disabled = !selectedTurn() || isAsking();
+}
+
+async function showVerified() {
+  $("verified").textContent = await latestVerified().catch(() => ""); // the answer itself says what went wrong
 }
 
 export function startSettings() {
   parts = build();
+  for (const name of ["server", "verified", "verifying"]) on(name, showVerified);
   for (const name of ["server", "settings", "conversation", "asking", "selected"]) on(name, refresh);
 }

@@ -19,6 +19,7 @@ export const state = {
   passages: null, // for each answer
   tokens: null, // of the longest answer
   instructions: null, // what the model is told before the passages
+  verify: null, // whether answers are checked; null: yes
   compare: null, // null: on for the small starter model
   pace: null, // seconds that the latest comparison took, for each token of the prompt
   points: [], // {ttft, hits, misses}

@@ -1,0 +1,181 @@
+"""Answers that are checked when nothing else waits: asked for by id, by their tenant, before and after a restart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from cacheblend_rag.engine.turns import Turns
+from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+
+KEYS = {"ada": "a" * 24, "ben": "b" * 24}
+QUESTION = "Which leaf fell?"
+
+
+@pytest.fixture(scope="module")
+def guarded(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with two tenants."""
+    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("guarded"), keys=KEYS)) as made:
+        yield made
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Checks begin once it is set."""
+    event, pauses = threading.Event(), Turns.pauses_in_background
+
+    def paused(self: Turns, cancelled: Any) -> Any:
+        while not event.wait(0.01) and not cancelled():
+            pass
+        return pauses(self, cancelled)
+
+    monkeypatch.setattr(Turns, "pauses_in_background", paused)
+    yield event
+    event.set()
+
+
+def stored(client: httpx.Client, service: Any, seed: int) -> list[str]:
+    """Documents whose KV is stored for a tenant."""
+    documents = [passage(seed), passage(seed + 1)]
+    said(client, documents, max_tokens=1)
+    settle(service)
+    return documents
+
+
+def said(client: httpx.Client, documents: list[str], **more: Any) -> dict[str, Any]:
+    """An answer by reuse alone, which a tiny random model does not give by full prefill."""
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "messages": [{"role": "user", "content": QUESTION}], "documents": documents}
+    answer = client.post("/v1/chat/completions", json={**body, "max_tokens": 12, "selection": "none", **more})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def words(answer: dict[str, Any]) -> str:
+    """The text of an answer."""
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) -> None:
+    with client_of(guarded, KEYS["ada"]) as ada, client_of(guarded, KEYS["ben"]) as ben:
+        documents = stored(ada, guarded.service, 300)
+        full, first = said(ada, documents, selection="all"), said(ada, documents, verify="idle")
+        waiting = first["cacheblend"][0]["verification"]
+        assert waiting["status"] == "waiting"
+        path = f"/api/answers/{waiting['id']}/verification"
+        assert ada.get(path).json() == waiting
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(ada.get, path, params={"wait": 30})
+            held.set()
+            found = asked.result().json()
+        assert (found["id"], found["status"]) == (waiting["id"], "corrected")
+        assert words(first)[: found["position"]] + found["after"] == words(full)
+        assert ada.get(path).json() == found
+        theirs, unknown = ben.get(path), ben.get("/api/answers/nothing/verification")
+        assert (theirs.status_code, theirs.json()) == (unknown.status_code, unknown.json())
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_verification")
+        assert httpx.get(guarded.url + path).status_code == 401
+        for wait in ("-1", "31", "soon", "nan", "inf"):
+            refused = ada.get(path, params={"wait": wait})
+            assert refused.status_code == 422
+            assert refused.json()["error"]["field"] == "query.wait"
+
+
+def test_the_latest_answers_are_counted_for_each_tenant(guarded: Running) -> None:
+    with client_of(guarded, KEYS["ada"]) as ada, client_of(guarded, KEYS["ben"]) as ben:
+        before = {one: one.get("/api/verifications").json() for one in (ada, ben)}
+        documents = stored(ada, guarded.service, 310)
+        said(ada, documents, verify="always")
+        waits = said(ada, documents, verify="idle")["cacheblend"][0]["verification"]
+        ada.get(f"/api/answers/{waits['id']}/verification", params={"wait": 30})
+        said(ada, documents, verify="off")
+        now = ada.get("/api/verifications").json()
+        assert now["answers"] == before[ada]["answers"] + 2
+        assert now["same"] == before[ada]["same"]
+        assert now["waiting"] == 0
+        assert ben.get("/api/verifications").json() == before[ben]
+        assert ada.get("/api/verifications", params={"model": "another"}).status_code == 404
+        counted = ada.get("/metrics").text
+        assert 'verifications_total{status="corrected"}' in counted
+        assert 'verifications_total{status="waiting"}' not in counted
+        assert guarded.service.engine.verifications.status.raised == 0, "requests chose the rule themselves"
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_stream_names_the_id_in_its_last_chunk(guarded: Running, usage: bool) -> None:
+    with client_of(guarded, KEYS["ada"]) as ada:
+        documents = stored(ada, guarded.service, 320)
+        name = guarded.service.model_name
+        with openai.OpenAI(base_url=guarded.url + "/v1", api_key=KEYS["ada"], max_retries=0) as client:
+            options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage else {}
+            chunks = list(
+                client.chat.completions.create(
+                    model=name,
+                    messages=[{"role": "user", "content": QUESTION}],
+                    max_tokens=12,
+                    stream=True,
+                    extra_body={"documents": documents, "selection": "none", "verify": "idle"},
+                    **options,
+                )
+            )
+        (made,) = [one.model_extra["cacheblend"] for one in chunks if "cacheblend" in (one.model_extra or {})]
+        assert "cacheblend" in (chunks[-1].model_extra or {})
+        path = f"/api/answers/{made[0]['verification']['id']}/verification"
+        found = ada.get(path, params={"wait": 30}).json()
+        text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+        assert text[: found["position"]] + found["after"] == words(said(ada, documents, selection="all"))
+    llm = ChatOpenAI(base_url=guarded.url + "/v1", api_key=KEYS["ada"], model=name, max_tokens=12)
+    pieces = list(llm.stream(QUESTION, extra_body={"documents": documents, "selection": "none", "verify": "idle"}))
+    assert "".join(one.text for one in pieces) == text
+
+
+def test_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
+    guarded: Running, held: threading.Event
+) -> None:
+    with client_of(guarded, KEYS["ada"]) as ada:
+        mine = new_collection(ada)
+        upload(ada, mine, {"one.txt": passage(331), "two.txt": passage(332)})
+        settle(guarded.service)
+        asked = {"question": QUESTION, "stream": False, "verify": "idle", "rule": "none"}
+        answer = ada.post(f"/api/collections/{mine}/ask", json=asked).json()
+        waiting = answer["report"]["verification"]
+        assert waiting["status"] == "waiting"
+        (one, *_) = ada.get(f"/api/collections/{mine}/documents").json()
+        assert ada.delete(f"/api/collections/{mine}/documents/{one['id']}").status_code == 204
+        found = ada.get(f"/api/answers/{waiting['id']}/verification").json()
+        assert (found["status"], found["reason"]) == ("given up", "a document was deleted meanwhile")
+
+
+def test_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
+    with client_of(guarded, KEYS["ben"]) as ben:
+        documents = stored(ben, guarded.service, 340)
+        before = guarded.service.engine.verifications.status
+        body = {"model": guarded.service.model_name, "prompt": "Who?", "documents": documents, "selection": "none"}
+        body |= {"max_tokens": 1_500, "stream": True, "verify": "idle"}
+        with ben.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_text())
+    with client_of(guarded, KEYS["ada"]) as ada:
+        said(ada, documents, max_tokens=1)  # the one before has left the model
+    assert guarded.service.engine.verifications.status == before
+
+
+def test_server_that_starts_knows_no_check(chat_model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(chat_model, docs, tmp_path)
+    with running(settings) as server, client_of(server) as client:
+        documents = stored(client, server.service, 350)
+        id = said(client, documents, verify="idle")["cacheblend"][0]["verification"]["id"]
+        assert client.get(f"/api/answers/{id}/verification", params={"wait": 30}).json()["status"] == "corrected"
+    with running(settings) as server, client_of(server) as client:
+        lost = client.get(f"/api/answers/{id}/verification")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "no_verification")
+        assert "restart" in lost.json()["error"]["message"]
+        assert client.get("/api/verifications").json()["answers"] == 0
