@@ -26,6 +26,7 @@ from tests.toy.cli import write_questions
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference" / "server-api.md").read_text(encoding="utf-8")
 CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHELL,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SAID = (
@@ -135,13 +136,13 @@ def test_suggestions_are_those_of_the_bundled_articles_alone(tmp_path: Path, mon
             suggestions_for(articles)
 
 
-def test_every_option_and_request_is_in_the_page(toy: Running) -> None:
+def test_every_option_and_request_is_in_the_pages(toy: Running) -> None:
     help_text = _parser()._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore[union-attr]
     for option in set(re.findall(r"--[a-z-]+", help_text)) - {"--help", "--device", "--dtype"}:
         assert f"`{option}`" in PAGE, option
     with client_of(toy) as client:
         paths = client.get("/openapi.json").json()["paths"]
-    shown = PAGE.replace("{document}", "{}").replace("{number}", "{}").replace("{id}", "{}").replace("{job}", "{}")
+    shown = re.sub(r"\{\w+\}", "{}", PAGE + REFERENCE)
     for path in paths:
         if not path.startswith("/v1/models/"):
             assert re.sub(r"\{\w+\}", "{}", path) in shown, path
