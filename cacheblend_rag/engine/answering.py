@@ -20,6 +20,7 @@ from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
+from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
@@ -28,9 +29,10 @@ from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
+from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.images import fitted_images
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
@@ -130,7 +132,7 @@ class Answering:
                 )
             seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
             verification = self._unchecked(decoded, options, sink)
-            self._note(verification, 0.0)
+            self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
             answer = Generation(decoded.text, decoded.token_ids, report)
             trace.answered(answer)
@@ -187,8 +189,8 @@ class Answering:
         options = self._repeatable(options)
         draft = self._draft(blend, options, sink)
         checked = self._verify(blend, draft, options, sink)
-        decoded, ratio = checked.decoded, 0.0 if blend.choice is None else blend.choice.ratio
-        self._note(checked.verification, ratio)
+        decoded = checked.decoded
+        self._note(checked.verification, blend.choice)
         report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
         return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation), checked.cache
 
@@ -265,30 +267,47 @@ class Answering:
         """Let an answer be verified when nothing else waits, if it is among the share that is."""
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
-        choice, segments, split = blend.choice, self.pipeline.segments, blend.lookup.fit.split
-        ratio, fingerprint = 0.0 if choice is None else choice.ratio, segments.model.fingerprint
+        model, split, choice = self.pipeline.segments.model, blend.lookup.fit.split, blend.choice
+        if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
+            return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
+        fingerprint = model.fingerprint
         # Log-probabilities are those of the answer that was given; they are read meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
-        options = options.model_copy(update={"logits_processor": others})
+        config = copy.deepcopy(options.generation_config or model.adapter.model.generation_config)
+        options = options.model_copy(update={"logits_processor": others, "generation_config": config})
 
         def verify(cancelled: Callable[[], bool]) -> Verification:
             turns = self.turns
             with turns.in_background():
-                if segments.model.fingerprint != fingerprint:
-                    return Verification("given up", reason="the model has changed since the answer")
+                changed = Verification("given up", reason="the model has changed since the answer")
+                if model.look() != fingerprint or model.adapter.model.training:
+                    return changed
                 pauses = turns.pauses_in_background(cancelled)
                 found = self._check(split.input_ids, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
-                if not self.pipeline.store.traits.read_only:
-                    for job in self.pipeline.keep_session(split, found.decoded.token_ids, found.cache).values():
-                        job.run()
-            self._note(found.verification, ratio)
+                if model.look() != fingerprint or model.adapter.model.training:
+                    return changed
+                self._note(found.verification, choice)
+                self._keep_checked(split, found, cancelled)
             return found.verification
 
-        return self.verifications.submit(verify)
+        return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
-    def _note(self, found: Verification, ratio: float) -> None:
+    def _keep_checked(self, split: TokenizedPrompt, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
+        """Keep the exact KV of a conversation, unless one of its chunks was forgotten meanwhile."""
+        if self.pipeline.store.traits.read_only:
+            return
+        jobs = self.pipeline.keep_session(split, found.decoded.token_ids, found.cache)
+        with self.verifications.storing:
+            if not cancelled():
+                for one_pass in in_passes(jobs.items()):
+                    run_pass(one_pass)
+
+    def _note(self, found: Verification, choice: RatioChoice | None) -> None:
+        """Count a verification; of a rule whose ratio can be raised, it may be raised."""
+        raisable = choice is not None and keep_at_least(choice.rule, 1.0) is not choice.rule
+        ratio = choice.ratio if choice is not None and raisable else None
         self.verifications.note(found, ratio, self.pipeline.policy.minimum, self.pipeline.config)
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:

@@ -10,6 +10,7 @@ from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.segments import OTHER_FORM, Segment
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
@@ -29,11 +30,14 @@ class Chunks:
         Lets requests have the model in turn.
     prefetcher : Prefetcher
         Brings records closer on a thread of its own.
+    verifications : Verifications
+        Checks of earlier answers, which may store their prompts.
     """
 
     pipeline: Pipeline
     turns: Turns
     prefetcher: Prefetcher
+    verifications: Verifications
 
     def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of chunks ahead of time, several in one pass.
@@ -117,7 +121,7 @@ class Chunks:
         return erased
 
     def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
-        """Let no record be stored that waits to be and that `forget` would erase.
+        """Let no record be stored that waits to be and that `forget` would erase, and no answer over them be checked.
 
         A record of them that is being stored at this moment is waited for. Other records are stored as they
         would have been.
@@ -130,7 +134,9 @@ class Chunks:
         self.turns.check_open()
         segments = self.pipeline.segments
         segments.model.look()
-        forms = self._forms(list_of_texts(chunks), prefix)
+        texts = list_of_texts(chunks)
+        self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, {*texts})
+        forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         begins, kept = finder(ids), keys_begin(segments.config.salt)

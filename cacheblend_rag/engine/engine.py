@@ -171,7 +171,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
         self.turns = parts.turns
         """Lets requests have the model in turn."""
-        self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher)
+        self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
         """The stored KV of chunks."""
         self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
 

@@ -143,11 +143,11 @@ class Turns:
         def between(seconds: float) -> None:
             _go_on(cancelled)
             self.scheduler.step_aside()
+            _go_on(cancelled)
 
         def each_layer() -> None:
-            _go_on(cancelled)
             if self._on_cpu:
-                self.scheduler.step_aside()
+                between(0.0)
 
         return Pauses(between, each_layer)
 

@@ -16,7 +16,7 @@ import random
 import threading
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.ratio_policy import MinimumRatio
 from cacheblend_rag.engine.streaming import AnswerThread, interpreter_ends
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import Verification
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,16 @@ class VerificationStatus:
     least_ratio: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A check that is still to be done; see `Verifications.submit`."""
+
+    id: str
+    check: Callable[[Cancelled], Verification]
+    salt: str
+    texts: frozenset[str]
+
+
 class Verifications:
     """Checks answers one by one in the background, and counts what all checks find.
 
@@ -73,9 +83,12 @@ class Verifications:
         self._status = VerificationStatus()
         self._corrections: deque[bool] = deque(maxlen=_WINDOW)
         self._results: OrderedDict[str, Future[Verification]] = OrderedDict()
-        self._waiting: deque[tuple[str, Callable[[Cancelled], Verification]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
+        self.storing = threading.Lock()
+        """Held while a check stores something; nothing is stored for a check that was given up before."""
 
     @property
     def status(self) -> VerificationStatus:
@@ -97,11 +110,18 @@ class Verifications:
         Verification or None
             Its status is ``"waiting"`` if it is not done yet. None for an id that is unknown, or of an answer before
             the last thousand that were checked so.
+
+        Raises
+        ------
+        ConfigError
+            If the seconds are no number, or below 0.
         """
+        if not wait >= 0:
+            raise ConfigError("wait", wait, "use a number of seconds, 0 or more")
         if (future := self._results.get(id)) is None:
             return None
         try:
-            return future.result(wait)
+            return future.result(min(wait, threading.TIMEOUT_MAX))
         except FutureTimeoutError:
             return Verification("waiting", id=id)
 
@@ -115,43 +135,52 @@ class Verifications:
         with self._lock:
             return self._chooser.random() < config.verify_share
 
-    def submit(self, check: Callable[[Cancelled], Verification]) -> Verification:
+    def submit(
+        self, check: Callable[[Cancelled], Verification], salt: str = "", texts: Iterable[str] = ()
+    ) -> Verification:
         """Let an answer be checked when nothing else waits.
 
         Parameters
         ----------
         check : callable
             Takes a function that says whether to give it up, and gives the result.
+        salt : str
+            Tenant of the answer.
+        texts : iterable of str
+            Chunks of its prompt; it is given up if one of them is forgotten.
 
         Returns
         -------
         Verification
             Its status is ``"waiting"``, or ``"given up"`` if too many wait.
         """
-        id, future = uuid.uuid4().hex, Future[Verification]()
+        one = _Waiting(uuid.uuid4().hex, check, salt, frozenset(texts))
         with self._lock:
             if self._closed or len(self._waiting) >= _WAITING:
                 self._add(given_up=1)
                 reason = "the engine was closed" if self._closed else f"{_WAITING} answers wait to be checked"
                 return Verification("given up", reason=reason)
-            self._results[id] = future
-            while len(self._results) > _REMEMBERED:
-                self._results.popitem(last=False)
-            self._waiting.append((id, check))
+            if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+                thread = AnswerThread(target=self._work, name="verification", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system lets no thread begin
+                    self._add(given_up=1)
+                    return Verification("given up", reason=str(error))
+                self._thread = thread
+            self._results[one.id] = Future()
+            self._waiting.append(one)
             self._add(waiting=1)
-            if self._thread is None:
-                self._thread = AnswerThread(target=self._work, name="verification", daemon=True)
-                self._thread.start()
-        return Verification("waiting", id=id)
+        return Verification("waiting", id=one.id)
 
-    def note(self, found: Verification, ratio: float, minimum: MinimumRatio, config: BlendConfig) -> None:
+    def note(self, found: Verification, ratio: float | None, minimum: MinimumRatio, config: BlendConfig) -> None:
         """Count a verification, and raise the ratio if too many of the latest answers were corrected.
 
         Parameters
         ----------
         found : Verification
-        ratio : float
-            Recompute ratio of the answer.
+        ratio : float or None
+            Recompute ratio of the answer; None if its rule has none that could be raised.
         minimum : MinimumRatio
             It is raised.
         config : BlendConfig
@@ -161,7 +190,7 @@ class Verifications:
             return
         with self._lock:
             self._add(**{found.status: 1})
-            if found.reason or config.verify_bound >= 1:  # full prefill gave it, or it is to teach nothing
+            if ratio is None or found.reason or config.verify_bound >= 1:  # nothing to be learned, or nothing wanted
                 return
             self._corrections.append(found.status == "corrected")
             count, share = len(self._corrections), sum(self._corrections) / len(self._corrections)
@@ -183,27 +212,35 @@ class Verifications:
             raised,
         )
 
-    def give_up(self, id: str, reason: str) -> None:
-        """Give up the check of an answer that waits; when this returns it has ended, and stores nothing any more."""
+    def give_up(self, reason: str, salt: str, texts: Container[str]) -> None:
+        """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
+
+        Parameters
+        ----------
+        reason : str
+        salt : str
+        texts : container of str
+        """
+
+        def holds(one: _Waiting) -> bool:
+            return one.salt == salt and any(text in texts for text in one.texts)
+
         with self._lock:
-            if (future := self._results.get(id)) is None or future.done():
-                return
-            left = deque(one for one in self._waiting if one[0] != id)
-            begun = len(left) == len(self._waiting)
-            if begun:
-                self._unwanted[id] = reason
-            else:
-                self._waiting = left
-                self._add(waiting=-1, given_up=1)
-        if begun:
-            future.result()
-        else:
-            future.set_result(Verification("given up", reason=reason, id=id))
+            given_up = [one for one in self._waiting if holds(one)]
+            self._waiting = deque(one for one in self._waiting if one not in given_up)
+            self._add(waiting=-len(given_up), given_up=len(given_up))
+            if self._under_way is not None and holds(self._under_way):
+                self._unwanted[self._under_way.id] = reason
+        for one in given_up:
+            self._tell(Verification("given up", reason=reason, id=one.id))
+        with self.storing:
+            pass
 
     def wait(self) -> None:
         """Wait until no answer waits any more."""
-        for future in list(self._results.values()):
-            future.result()
+        if threading.current_thread() is not self._thread:
+            for future in list(self._results.values()):
+                future.result()
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token."""
@@ -218,30 +255,41 @@ class Verifications:
                 if not self._waiting:
                     self._thread = None
                     return
-                id, check = self._waiting.popleft()
-            found = dataclasses.replace(self._checked(id, check), id=id)
+                self._under_way = one = self._waiting.popleft()
+            found = dataclasses.replace(self._checked(one), id=one.id)
             with self._lock:
-                self._unwanted.pop(id, None)
+                self._under_way = None
+                self._unwanted.pop(one.id, None)
                 self._add(waiting=-1, given_up=int(found.status == "given up"))
-                future = self._results.get(id)
-            if future is not None:
-                future.set_result(found)
+            self._tell(found)
+            with self._lock:
+                known = [id for id, future in self._results.items() if future.done()]
+                for id in known[: max(0, len(self._results) - _REMEMBERED)]:
+                    del self._results[id]
 
-    def _checked(self, id: str, check: Callable[[Cancelled], Verification]) -> Verification:
+    def _tell(self, found: Verification) -> None:
+        """Have a result; an error of a function that is called with it ends no further check."""
+        if (future := self._results.get(found.id)) is not None:
+            try:
+                future.set_result(found)
+            except BaseException:
+                _log.exception("a function that was to be called with a verification failed")
+
+    def _checked(self, one: _Waiting) -> Verification:
         def ends() -> bool:
-            return self._closed or id in self._unwanted or interpreter_ends()
+            return self._closed or one.id in self._unwanted or interpreter_ends()
 
         try:
             if not ends():
-                return check(ends)
+                return one.check(ends)
         except CacheBlendError as error:
             if not ends():
                 _log.warning("an answer could not be verified: %s", error)
                 return Verification("given up", reason=str(error))
-        except Exception:
+        except BaseException:  # whatever a function of the user's own raises, others are still to be checked
             _log.exception("an answer could not be verified")
             return Verification("given up", reason="the check failed; the log has its error")
-        return Verification("given up", reason=self._unwanted.get(id, "the engine was closed"))
+        return Verification("given up", reason=self._unwanted.get(one.id, "the engine was closed"))
 
     def _add(self, **counts: int) -> None:
         status = self._status

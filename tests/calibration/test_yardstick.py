@@ -12,11 +12,17 @@ import torch
 
 from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
-from docs.benchmarks.scripts import deviation, yardstick
+from docs.benchmarks.scripts import deviation, three_models, yardstick
+from docs.benchmarks.scripts.redraw import draw_file
+from docs.benchmarks.scripts.variants import fit
 from docs.benchmarks.scripts.yardstick import (
+    Conditions,
     Yardstick,
+    another_order,
     in_prompt,
     is_right,
     keys_cases,
@@ -120,6 +126,14 @@ def test_halves_share_no_text_and_are_all(tmp_path: Path) -> None:
     assert len(dev) + len(test) == len(of_half(made, "all")) == 40
 
 
+def test_another_order_is_another() -> None:
+    passages = [Passage("", text) for text in ("one", "two")]
+    for number in range(20):
+        assert another_order(passages, f"{number}") == (passages[1], passages[0])
+    assert another_order(passages[:1], "alone") == (passages[0],)
+    assert another_order([passages[0]] * 2, "twice the same") == (passages[0],) * 2
+
+
 def test_questions_about_countries_name_them_in_one_chunk_only(tmp_path: Path) -> None:
     path = tmp_path / "countries.jsonl"
     sections = [
@@ -166,6 +180,38 @@ def test_chunks_may_be_computed_behind_what_was_learned_as_well() -> None:
         engine = engine.with_learned(LearnedContext(SegmentKV(keys, values, rotated=False)))
         found = Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")["methods"]
         assert len({tuple(found[name]["kl"]) for name in methods}) == len(methods)
+
+
+def test_a_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
+    texts = [Passage("", tiny.text(20, number)) for number in range(5)]
+
+    def asked(name: str, *places: int) -> EvalCase:
+        return EvalCase(name, f"What is {name}?", ("it",), tuple(texts[place] for place in places), group=name)
+
+    case, poor, same = asked("own", 0, 1, 2), asked("poor", 4, 2, 1), asked("same", 0, 1, 2)
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        yard = Yardstick(engine, [case, asked("all", 0, 1, 2, 3, 4)], [], 3)
+        prompt = yard.prompt(case)
+        full = yard.full_answer(prompt)
+
+        def reuse(condition: str, *earlier: EvalCase) -> list[float]:
+            before = [yard.prompt(one) for one in earlier]
+            made = Conditions(yard.adapter, yard.tokenizer, [text.chunk for text in texts], earlier=before)
+            fusion = yard.prepared(condition, prompt, made.compute(condition, prompt)).fuse(SelectNone()).fusion
+            held = answer_log_probs(yard.adapter, yard.adapter.new_cache(fusion.layers), fusion.logits, full.answer)
+            found: list[float] = kl_divergence(full.rows, held).tolist()
+            return found
+
+        assert max(reuse("variant", poor, same)) < 1e-4, "the same chunks stood before: exact KV"
+        assert max(reuse("variant", poor)) > 1e-3
+        assert len({tuple(reuse(condition, poor)) for condition in ("variant", "both", "context")}) == 3
+        without = reuse("context")
+        assert reuse("fitting", same) == reuse("variant", same)
+        assert reuse("fitting", asked("far", 3, 4, 2)) == without != reuse("variant", asked("far", 3, 4, 2))
+        assert reuse("variant", case) == without, "the prompt itself was not asked before"
+        assert reuse("variant", asked("none", 3, 4)) == without
+    assert fit([], []) > fit([], ["a"])
+    assert fit(["a", "b"], ["a", "b"]) > fit(["a", "b"], ["b", "a"]) > fit(["a", "b"], ["b", "c"]) > fit(["a"], ["c"])
 
 
 def test_unknown_condition_is_refused() -> None:
@@ -225,3 +271,37 @@ def test_folder_of_another_model_or_element_type_is_refused_at_once(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"data_dir=.*--dtype float32"):
         yardstick.main(["run", "--data", "keys", "--count", "1", *given, "--out", str(tmp_path / "out.jsonl")])
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_models_are_set_side_by_side_with_the_tail_and_what_was_lost_and_gained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(number: int, default: float, other: float, right: bool, other_right: bool) -> dict[str, Any]:
+        methods = {
+            "context/query@0.15": {"work": 0.2, "kl": [default, default], "right": right, "same": True},
+            "sink/hkvd@0.15": {"work": 0.19, "kl": [other, 3 * other], "right": other_right, "same": number > 0},
+        }
+        noise = {"noise": {"order": [0.3]}, "noise_right": {"order": False}, "noise_same": {"order": False}}
+        return {"group": f"{number}", "tokens": 700, "right": right, "methods": methods, **noise}
+
+    rows = [row(0, 0.01, 0.02, True, False), row(1, 0.01, 0.5, False, True), row(2, 0.04, 0.02, True, True)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("small", "large")]
+    for file in files:
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    given = ["--model", "small", str(files[0]), "--model", "large", str(files[1])]
+    out, plot = tmp_path / "models.json", tmp_path / "models.svg"
+    assert three_models.main([*given, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "small: 3 prompts, 700 tokens, 2 right" in printed
+    assert "| alone, the paper's rule 15% | 19.0% | 0.360" in printed
+    found = json.loads(out.read_text(encoding="utf-8"))
+    paper = found["models"]["large"]["methods"]["sink/hkvd@0.15"]
+    assert (paper["median"], paper["worst"], paper["first_token"]) == (0.04, 1.0, 0.18)
+    assert (paper["lost"], paper["gained"]) == (1, 1)
+    assert paper["further"]["mean"] == pytest.approx(0.34)
+    assert paper["same"]["mean"] == pytest.approx(2 / 3, rel=1e-3)
+    order = found["models"]["small"]["methods"]["order"]
+    assert (order["lost"], order["gained"], order["same"]["mean"]) == (2, 0, 0.0)
+    again = tmp_path / "again.svg"
+    assert draw_file(out, again) == "three_models"
+    assert again.read_bytes() == plot.read_bytes()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.logits import LogProbs
@@ -20,7 +21,7 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.report import Generation, Verification
 from tests import tiny
 from tests.engine.test_verification import assert_corrected, plain, reused
-from tests.probes import PROMPT, answers_of, engine_of
+from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
 from tests.waiting import until
 
 CORRECTED = Verification("corrected", before="a", after="b")
@@ -55,7 +56,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 @pytest.mark.parametrize("concurrent", [1, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"max_new_tokens": 150}, {"max_new_tokens": 70, "temperature": 1.0, "seed": 3}, {"max_new_tokens": 1}],
+    [{"max_new_tokens": 150}, {"max_new_tokens": 40, "repetition_penalty": 1.3}, {"max_new_tokens": 1}],
     ids=str,
 )
 def test_answer_comes_at_once_and_is_corrected_later(options: dict[str, Any], concurrent: int) -> None:
@@ -311,20 +312,125 @@ def test_values_of_the_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("under_way", [True, False], ids=["under way", "waiting"])
-def test_check_is_given_up_by_its_id(under_way: bool, begun: threading.Event) -> None:
-    with reused(verify="idle", session_cache=True) as engine:
-        answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(2)]
-        assert begun.wait(20)
-        ids = [one.verification.id for one in answers]
-        engine.verifications.give_up(ids[0 if under_way else 1], "it is not wanted")
-        found = engine.verifications.result(ids[0 if under_way else 1])
-        assert found is not None
-        assert (found.status, found.reason) == ("given up", "it is not wanted")
-        engine.verifications.give_up("nothing", "unknown")
-        engine.verifications.give_up(found.id, "again")
+def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, begun: threading.Event) -> None:
+    with reused(verify="idle", session_cache=True, write_back="off") as engine:
+        other = engine.with_config(salt="another tenant")
+        other.warm(CHUNKS)
         if not under_way:
-            engine.verifications.give_up(ids[0], "so that the test ends")
-    assert engine.verifications.status == VerificationStatus(given_up=2)
+            first = other.generate(PROMPT, max_new_tokens=4)
+        answer = engine.generate(PROMPT, max_new_tokens=4)
+        if under_way:
+            first = other.generate(PROMPT, max_new_tokens=4)
+        assert begun.wait(20)
+        engine.forget(CHUNKS[1:2])
+        found = checked(engine, answer)
+        assert (found.status, found.reason) == ("given up", "a chunk of its prompt was forgotten")
+        with engine.turns.scheduler:  # the check of the other tenant waits for a request
+            pass
+        begun.set()
+        engine.generate("What fell?", max_new_tokens=1, verify="off")
+        left = engine.verifications.result(first.verification.id)
+        assert left is not None
+        assert left.reason == "", "nobody learns what another tenant forgets"
+
+
+def test_forgotten_text_is_not_stored_again_by_a_check(begun: threading.Event) -> None:
+    with reused(verify="idle", session_cache=True) as engine:
+        answer = engine.generate(PROMPT, max_new_tokens=40)
+        assert begun.wait(20)
+        engine.forget(CHUNKS)
+        checked(engine, answer)
+        engine.flush()
+        assert list(engine.store.infos(KEY_PREFIX)) == []
+
+
+def test_drawn_answer_is_not_checked_later() -> None:
+    with reused(verify="idle") as engine:
+        for _ in range(2):
+            torch.manual_seed(5)
+            found = engine.generate(PROMPT, max_new_tokens=4, temperature=1.0)
+            assert found.verification.status == "off"
+            assert "verify='always'" in found.verification.reason
+        assert engine.verifications.status.waiting == 0
+
+
+def test_generation_config_is_that_of_the_answer() -> None:
+    with reused(selection="hkvd", recompute_ratio=1.0, verify="idle") as engine:
+        config = GenerationConfig(max_new_tokens=8)
+        with engine.turns.scheduler:  # so that the check waits
+            answer = engine.generate(PROMPT, generation_config=config)
+            config.max_new_tokens = 3
+        assert checked(engine, answer).status == "verified"
+
+
+def test_adapter_switched_during_a_check_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reused(verify="idle", session_cache=True, write_back="inline") as engine:
+        identity, prefill = engine.turns.segments.model._identity, engine.adapter.prefill
+
+        def switching(*given: Any) -> Any:
+            monkeypatch.setattr(identity, "refresh", lambda: setattr(identity, "value", "another adapter"))
+            return prefill(*given)
+
+        monkeypatch.setattr(engine.adapter, "prefill", switching)
+        found = checked(engine, engine.generate(PROMPT, max_new_tokens=4))
+        assert (found.status, found.reason) == ("given up", "the model has changed since the answer")
+        assert engine.verifications.status == VerificationStatus(given_up=1)
+
+
+def test_model_that_is_trained_is_left_alone() -> None:
+    model = tiny.model()
+    with reused(model, verify="idle") as engine:
+        with engine.turns.scheduler:
+            answer = engine.generate(PROMPT, max_new_tokens=4)
+            model.train()
+        assert checked(engine, answer).status == "given up"
+        assert model.training
+
+
+def test_result_stays_where_the_conversation_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        raise StoreError("disk full")
+
+    with reused(verify="idle", session_cache=True) as engine:
+        answer = engine.generate(PROMPT, max_new_tokens=4)
+        monkeypatch.setattr(engine.store, "put", full)
+        assert checked(engine, answer).status == "corrected"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_error_of_a_callback_ends_no_other_check() -> None:
+    def exits(*given: Any) -> Any:
+        raise SystemExit
+
+    verifications = Verifications()
+    first, second = (verifications.submit(one) for one in (exits, lambda cancelled: CORRECTED))
+    verifications.call_when_done(second.id, exits)
+    third = verifications.submit(lambda cancelled: Verification("verified"))
+    found = [verifications.result(one.id, wait=20) for one in (first, second, third)]
+    assert [one.status for one in found if one] == ["given up", "corrected", "verified"]
+    verifications.wait()
+    verifications.close()
+
+
+def test_without_a_thread_the_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    verifications = Verifications()
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend_rag.engine.verifications.AnswerThread.start", refused)
+        assert verifications.submit(lambda cancelled: CORRECTED).status == "given up"
+    found = verifications.submit(lambda cancelled: CORRECTED)
+    again = verifications.result(found.id, wait=float("inf"))
+    assert again is not None
+    assert again.status == "corrected"
+    verifications.close()
+
+
+@pytest.mark.parametrize("wait", [-1, float("nan")])
+def test_seconds_to_wait_are_checked(wait: float) -> None:
+    with pytest.raises(ConfigError, match="wait"):
+        Verifications().result("any", wait)
 
 
 def test_probabilities_of_an_answer_stay_as_they_are_while_it_is_checked() -> None:
@@ -342,5 +448,7 @@ def test_answer_that_is_to_teach_nothing_does_not() -> None:
     verifications, minimum = Verifications(), MinimumRatio()
     for bound in [1.0] * 20 + [0.5] * 7:
         verifications.note(CORRECTED, 0.1, minimum, BlendConfig(verify_bound=bound))
+    for _ in range(20):  # of a rule that has no ratio
+        verifications.note(CORRECTED, None, minimum, BlendConfig())
     assert minimum.value == 0.0
-    assert verifications.status.corrected == 27
+    assert verifications.status.corrected == 47

@@ -23,6 +23,7 @@ from docs.benchmarks.scripts import (
     shared,
     simulator,
     store,
+    three_models,
     throughput,
     verified,
     warm,
@@ -64,6 +65,7 @@ KINDS = {
     "simulator": Kind(("rule", "runs", "large"), simulator.draw),
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
     "deviation": Kind(("deviation",), deviation.draw),
+    "three_models": Kind(("models",), three_models.draw),
     "verified": Kind(("options", "summary", "rows"), verified.draw),
     "yardstick": Kind(("sets", "together", "drawn"), yardstick.draw),
 }

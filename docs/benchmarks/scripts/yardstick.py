@@ -10,7 +10,9 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``plain``: behind passages about nothing in particular;
 - ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
 - ``learned``, ``learned1``, ``learned0``: behind two of these, one or none, and what ``cacheblend-rag adapt`` learned;
-- ``together``: behind two stretches of the chunks of its own prompt, in another order.
+- ``together``: behind two stretches of the chunks of its own prompt, in another order;
+- ``variant``: behind what stood before it in the prompt of another question, the best-fitting one of the same half;
+- ``fitting``: the same, where it has half of what stands before the chunk; ``both``: the mean over it and ``context``.
 
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
@@ -62,6 +64,7 @@ from docs.benchmarks.evaluation.answers import GreedyAnswers
 from docs.benchmarks.evaluation.methods import rule_of
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.plots import pyplot_for, save_figure
+from docs.benchmarks.scripts.variants import Variants
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
@@ -142,6 +145,15 @@ def in_prompt(case: EvalCase, chunks: int, order: str = "0") -> EvalCase:
     return replace(case, passages=tuple(needed))
 
 
+def another_order(passages: Sequence[Passage], seed: str) -> tuple[Passage, ...]:
+    """The same passages in a random order that is not the given one, if there is another."""
+    chooser, found = random.Random(seed), list(passages)
+    chooser.shuffle(found)
+    while found == list(passages) and any(one != found[0] for one in found):
+        chooser.shuffle(found)
+    return tuple(found)
+
+
 class Conditions:
     """The corpus that computes the chunks of a prompt, by the name of a condition.
 
@@ -153,6 +165,8 @@ class Conditions:
         All chunks; those of a document one after another.
     learned : LearnedContext, optional
         What the model was adapted to.
+    earlier : sequence of Prompt
+        Prompts that left variants of their chunks.
     """
 
     def __init__(
@@ -161,8 +175,10 @@ class Conditions:
         tokenizer: PromptTokenizer,
         corpus: Sequence[str],
         learned: LearnedContext | None = None,
+        earlier: Sequence[Prompt] = (),
     ) -> None:
         self._adapter, self._tokenizer, self._learned = adapter, tokenizer, learned
+        self._variants = Variants(adapter, tokenizer, earlier)
         self._texts = corpus
         self._kept: dict[str, ComputeKV] = {}
 
@@ -182,6 +198,13 @@ class Conditions:
             return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
             return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
+        if condition in ("variant", "fitting", "both"):
+            least = 0.5 if condition == "fitting" else 0.0
+            return self._variants.compute(prompt, self._of("context"), condition == "both", least)
+        return self._of(condition)
+
+    def _of(self, condition: str) -> ComputeKV:
+        """What does not depend on the prompt."""
         if condition not in self._kept:
             self._kept[condition] = lru_cache(_KEPT_CHUNKS)(self._of_corpus(condition))
         return self._kept[condition]
@@ -195,6 +218,7 @@ class Conditions:
         match = re.fullmatch("(context|learned)([0-2]?)", condition)
         if match is None or condition == "context0":
             names = "'sink', 'prefix', 'plain', 'context', 'context1', 'learned', 'learned1', 'learned0', 'together'"
+            names += ", 'variant', 'fitting', 'both'"
             raise ConfigError("condition", condition, f"use {names}")
         learned = self._learned if match[1] == "learned" else None
         if learned is None and match[1] == "learned":
@@ -280,6 +304,8 @@ class Yardstick:
         Whether only prompts are measured that full prefill answers rightly.
     corpus : sequence of str, optional
         All chunks, those of a document one after another; by default the passages of the questions.
+    earlier : sequence of EvalCase
+        Questions that were asked before, for the conditions that take KV from their prompts.
     """
 
     def __init__(
@@ -292,6 +318,7 @@ class Yardstick:
         noise: Sequence[str] = (),
         only_right: bool = False,
         corpus: Sequence[str] | None = None,
+        earlier: Sequence[EvalCase] = (),
     ) -> None:
         self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
@@ -299,7 +326,8 @@ class Yardstick:
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
         texts = corpus or [passage.chunk for case in cases for passage in case.passages]
-        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned)
+        before = [self.prompt(in_prompt(case, chunks)) for case in earlier]
+        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
         self.end_ids = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
@@ -357,12 +385,14 @@ class Yardstick:
                         "gold": round(gold_here - gold_full, 5),
                     }
                     if method.name in self._answers:
-                        said = greedy.text(cache, logits, full.answer, held.argmax(dim=-1).tolist())
-                        same = said.strip() == full.text.strip()
-                        found[method.name] |= {"right": is_right(said, case.answers), "same": same}
+                        text = greedy.text(cache, logits, full.answer, held.argmax(dim=-1).tolist())
+                        same = text.strip() == full.text.strip()
+                        found[method.name] |= {"right": is_right(text, case.answers), "same": same}
         noises = list(self._noises(asked, full))
-        right = {name: is_right(text, case.answers) for name, _, text in noises if text is not None}
-        return {**row, "methods": found, "noise": {name: kl for name, kl, _ in noises}, "noise_right": right}
+        said = {name: text for name, _, text in noises if text is not None}
+        row |= {"methods": found, "noise": {name: kl for name, kl, _ in noises}}
+        row["noise_right"] = {name: is_right(text, case.answers) for name, text in said.items()}
+        return {**row, "noise_same": {name: text.strip() == full.text.strip() for name, text in said.items()}}
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
@@ -385,6 +415,8 @@ class Yardstick:
         moved = _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
         if not self._answers:
             return moved, None
+        if logits.argmax(dim=-1).tolist() == full.answer:  # greedy decoding writes the same
+            return moved, full.text
         options = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False, "eos_token_id": self.end_ids or None}
         options |= {"past_key_values": cache, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         said = model.generate(ids, **options)[0, ids.shape[1] :]
@@ -393,11 +425,9 @@ class Yardstick:
     def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
         left_out = replace(case, passages=tuple(p for p in case.passages if p is not others[0])) if others else case
-        shuffled = list(case.passages)
-        random.Random(f"noise/{case.id}").shuffle(shuffled)
         return {
             "separator": self.prompt(case, "\n # # \n"),
-            "order": self.prompt(replace(case, passages=tuple(shuffled))),
+            "order": self.prompt(replace(case, passages=another_order(case.passages, f"noise/{case.id}"))),
             "one passage less": self.prompt(left_out),
         }
 
@@ -447,12 +477,12 @@ def run(options: argparse.Namespace) -> None:
     corpus = None
     if options.corpus:
         corpus = [json.loads(line) for line in Path(options.corpus).read_text(encoding="utf-8").splitlines()]
-    yardstick = Yardstick(
-        engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right, corpus
-    )
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
     random.Random(options.seed).shuffle(chosen)
+    earlier = chosen[::-1][: options.earlier]  # from the end: the others are asked from the beginning
+    answers, noise, right = options.answers, options.noise, options.only_right
+    yardstick = Yardstick(engine, cases, options.methods, options.chunks, answers, noise, right, corpus, earlier)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {json.loads(line)["id"] for line in out.open(encoding="utf-8")} if out.exists() else set()
@@ -690,6 +720,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
     add.add_argument("--only-right", action="store_true", help="pass over prompts that full prefill answers wrongly")
+    add.add_argument("--earlier", type=int, metavar="COUNT", help="most questions asked before")
     add.add_argument("--out", required=True, metavar="FILE")
     add.set_defaults(action=run)
     join = actions.add_parser("show", help="join results: a table, its JSON and a plot")

@@ -150,7 +150,7 @@ class AnswerRequest:
                         yield event(None, {**self.frame([], chunk=True), "correction": correction})
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(None, {**self.frame([], chunk=True), **self.closing()})
-            elif any(one.verification.status == "waiting" for one in self._reports):  # their ids are asked for later
+            elif any(one.verification.status != "off" for one in self._reports):
                 yield event(None, {**self.frame([], chunk=True), **self.made()})
         except Exception as error:
             yield event(None, noted_problem(error).body())

@@ -30,8 +30,6 @@ class Erasing:
         Where the KV of its texts is.
     shared : container of str
         Texts whose KV stays whatever the tenant deletes.
-    give_up : callable
-        Ends, for the reason given, the tenant's checks of earlier answers, which would store KV of their prompts.
     """
 
     def __init__(
@@ -41,10 +39,9 @@ class Erasing:
         engines: Callable[[], Sequence[BlendEngine]],
         store: TombstonedStore,
         shared: Container[str],
-        give_up: Callable[[str], object],
     ) -> None:
         self.store, self._tenant, self._catalogue = store, tenant, catalogue
-        self._engines, self._shared, self._give_up = engines, shared, give_up
+        self._engines, self._shared = engines, shared
         self.unfinished = False
         """Whether something that was deleted is still to be erased."""
 
@@ -76,8 +73,6 @@ class Erasing:
             return [], set()
         held = {*staying, *self._catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        if alone:
-            self._give_up("a document was deleted meanwhile")
         written, keys = [*alone, *self._tenant.forms.find(alone)], set[str]()
         for engine in self._engines():
             engine.chunks.drop_waiting(written)  # the records of others are stored as they would have been

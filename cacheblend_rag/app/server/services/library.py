@@ -171,8 +171,6 @@ class Library:
         Texts whose KV stays whatever the tenant deletes.
     peers : Peers, optional
         Where servers share the catalogue; by default the tenant has one of its own, in its folder.
-    give_up : callable, optional
-        See `Erasing`.
 
     Raises
     ------
@@ -188,14 +186,13 @@ class Library:
         store: TombstonedStore,
         shared: Container[str] = (),
         peers: Peers | None = None,
-        give_up: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self.tenant, self._embeddings = tenant, embeddings
         self._lock = threading.RLock()
         folder = tenant.folder / "documents"
         self.catalogue = _open(folder) if peers is None else Catalogue(peers.backend)
         self.incoming = Incoming(folder / "incoming", self.catalogue, peers)
-        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared, give_up)
+        self.erasing = Erasing(tenant, self.catalogue, engines, store, shared)
         self._collections = OwnCollections(self.catalogue, embeddings)
         tenant.remembers(self._latest_texts)
         self.following: Following | None = None

@@ -323,7 +323,6 @@ class Session:
             service.tombstones,
             shared,
             peers,
-            self.verifications.give_up,
         )
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()

@@ -9,7 +9,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.engine import BlendEngine
@@ -57,7 +56,7 @@ class AnswerVerifications:
     def __init__(self, ids: str, count: Callable[[Verification], object], stops: Callable[[], bool]) -> None:
         self._ids, self._count, self._stops = ids, count, stops
         self._results = OrderedDict[str, Future[Verification]]()
-        self._waiting: dict[str, Callable[[str], None]] = {}  # what gives each of them up
+        self._waiting = set[str]()
         self._latest: dict[str, deque[bool]] = {}
         self._lock = threading.Lock()
 
@@ -80,7 +79,7 @@ class AnswerVerifications:
         result.set_running_or_notify_cancel()  # requests that wait for it cannot cancel it
         with self._lock:
             self._results[shown.id] = result
-            self._waiting[shown.id] = partial(engine.verifications.give_up, found.id)
+            self._waiting.add(shown.id)
             while len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
 
@@ -88,7 +87,7 @@ class AnswerVerifications:
             self._add(model, found)
             self._count(found)
             with self._lock:
-                self._waiting.pop(shown.id, None)
+                self._waiting.discard(shown.id)
             result.set_result(replace(found, id=shown.id))
 
         engine.verifications.call_when_done(found.id, done)
@@ -105,17 +104,12 @@ class AnswerVerifications:
         if (result := self._results.get(id)) is None:
             why = "no answer of this id waited here; after a restart, or on another server, it is not known any more"
             raise Problem(404, "no_verification", why)
+        if not wait:
+            return result.result() if result.done() else Verification("waiting", id=id)
         done, ends = asyncio.wrap_future(result), time.monotonic() + wait
         while not result.done() and (left := ends - time.monotonic()) > 0 and not self._stops():
             await asyncio.wait({done}, timeout=min(left, _LOOKING))
         return result.result() if result.done() else Verification("waiting", id=id)
-
-    def give_up(self, reason: str) -> None:
-        """Let no check of an earlier answer go on; when this returns, none stores anything any more."""
-        with self._lock:
-            waiting = list(self._waiting.values())
-        for give_up in waiting:
-            give_up(reason)
 
     def latest(self, model: str) -> LatestAnswers:
         """Counts of a model."""
@@ -124,6 +118,6 @@ class AnswerVerifications:
             return LatestAnswers(len(answers), sum(answers), len(self._waiting))
 
     def _add(self, model: str, found: Verification) -> None:
-        if found.status in ("verified", "corrected"):
+        if found.status in ("verified", "corrected") and not found.reason:  # full prefill's own answers say nothing
             with self._lock:
                 self._latest.setdefault(model, deque(maxlen=LATEST)).append(found.status == "verified")
