@@ -182,7 +182,7 @@ def test_chunks_may_be_computed_behind_what_was_learned_as_well() -> None:
         assert len({tuple(found[name]["kl"]) for name in methods}) == len(methods)
 
 
-def test_a_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
+def test_variant_is_what_the_best_fitting_earlier_prompt_left() -> None:
     texts = [Passage("", tiny.text(20, number)) for number in range(5)]
 
     def asked(name: str, *places: int) -> EvalCase:
