@@ -597,8 +597,8 @@ class BlendConfig:
         FLAG,
         """
         Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
-        again, continues from it. It is that of a blended pass, and so approximate unless the answer was verified; questions and answers are stored
-        too. Turn it on where people ask several questions about the same documents.
+        again, continues from it. It is that of a blended pass, and so approximate, unless the answer was verified.
+        Questions and answers are stored, too. Turn it on where people ask several questions about the same documents.
         """,
     )
     size_limit: int | str = _engine_option(

@@ -152,7 +152,7 @@ def test_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
         (one, *_) = ada.get(f"/api/collections/{mine}/documents").json()
         assert ada.delete(f"/api/collections/{mine}/documents/{one['id']}").status_code == 204
         found = ada.get(f"/api/answers/{waiting['id']}/verification").json()
-        assert (found["status"], found["reason"]) == ("given up", "a document was deleted meanwhile")
+        assert (found["status"], found["reason"]) == ("given up", "a chunk of its prompt was forgotten")
 
 
 def test_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
