@@ -274,7 +274,8 @@ class Answering:
         # Log-probabilities are those of the answer that was given; they are read meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
         config = copy.deepcopy(options.generation_config or model.adapter.model.generation_config)
-        options = options.model_copy(update={"logits_processor": others, "generation_config": config})
+        kept = {"logits_processor": others, "generation_config": config, "do_sample": False}
+        options = options.model_copy(update=kept)
 
         def verify(cancelled: Callable[[], bool]) -> Verification:
             turns = self.turns

@@ -363,6 +363,13 @@ def test_generation_config_is_that_of_the_answer() -> None:
         assert checked(engine, answer).status == "verified"
 
 
+def test_greedy_answer_of_a_model_that_would_sample_is_checked_greedily() -> None:
+    model = tiny.model()
+    model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+    with reused(model, selection="hkvd", recompute_ratio=1.0, verify="idle") as engine:
+        assert checked(engine, engine.generate(PROMPT, max_new_tokens=20)).status == "verified"
+
+
 def test_adapter_switched_during_a_check_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused(verify="idle", session_cache=True, write_back="inline") as engine:
         identity, prefill = engine.turns.segments.model._identity, engine.adapter.prefill
