@@ -84,7 +84,10 @@ def test_slow_request_head_is_cut_off(careful: Running, first: bytes) -> None:
     """The first of a connection, and a further one."""
     with connected(careful, first) as one:
         if first:
-            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+            said = b""
+            while not said.endswith(b"}"):  # head and body may come apart
+                said += one.recv(65536)
+            assert said.startswith(b"HTTP/1.1 200")
         for sent in range(9):
             one.sendall(HALF[sent : sent + 1])
             careful.later(1)
