@@ -20,6 +20,7 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from numbers import Real
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.ratio_policy import MinimumRatio
@@ -116,7 +117,7 @@ class Verifications:
         ConfigError
             If the seconds are no number, or below 0.
         """
-        if not wait >= 0:
+        if not (isinstance(wait, Real) and wait >= 0):
             raise ConfigError("wait", wait, "use a number of seconds, 0 or more")
         if (future := self._results.get(id)) is None:
             return None

@@ -434,8 +434,8 @@ def test_without_a_thread_the_answer_stays(monkeypatch: pytest.MonkeyPatch) -> N
     verifications.close()
 
 
-@pytest.mark.parametrize("wait", [-1, float("nan")])
-def test_seconds_to_wait_are_checked(wait: float) -> None:
+@pytest.mark.parametrize("wait", [-1, float("nan"), "a", None])
+def test_seconds_to_wait_are_checked(wait: Any) -> None:
     with pytest.raises(ConfigError, match="wait"):
         Verifications().result("any", wait)
 
