@@ -27,7 +27,7 @@ from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
-from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
+from cacheblend_rag.engine.write_back import Job, run_all
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
@@ -38,6 +38,7 @@ from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
 _log = logging.getLogger(__name__)
 _NO_MEMORY = Verification("given up", reason="memory ran out")
+_CHANGED = Verification("given up", reason="the model has changed since the answer")
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,9 @@ class Answering:
     def _repeatable(self, options: DecodeOptions) -> DecodeOptions:
         """The options, with a seed where an answer that is drawn will be drawn again."""
         model = self.pipeline.segments.model.adapter.model
-        if self._verifies(options) == "off" or options.seed is not None or not options.samples(model, self.tokenizer):
+        if self._verifies(options) != "always" or options.seed is not None:
+            return options
+        if not options.samples(model, self.tokenizer):
             return options
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
@@ -277,18 +280,20 @@ class Answering:
         kept = {"logits_processor": others, "generation_config": config, "do_sample": False}
         options = options.model_copy(update=kept)
 
+        def has_changed() -> bool:
+            return model.look() != fingerprint or model.adapter.model.training
+
         def verify(cancelled: Callable[[], bool]) -> Verification:
             turns = self.turns
             with turns.in_background():
-                changed = Verification("given up", reason="the model has changed since the answer")
-                if model.look() != fingerprint or model.adapter.model.training:
-                    return changed
+                if has_changed():
+                    return _CHANGED
                 pauses = turns.pauses_in_background(cancelled)
                 found = self._check(split.input_ids, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
-                if model.look() != fingerprint or model.adapter.model.training:
-                    return changed
+                if has_changed():
+                    return _CHANGED
                 self._note(found.verification, choice)
                 self._keep_checked(split, found, cancelled)
             return found.verification
@@ -302,11 +307,12 @@ class Answering:
         jobs = self.pipeline.keep_session(split, found.decoded.token_ids, found.cache)
         with self.verifications.storing:
             if not cancelled():
-                for one_pass in in_passes(jobs.items()):
-                    run_pass(one_pass)
+                run_all(jobs)
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:
         """Count a verification; of a rule whose ratio can be raised, it may be raised."""
+        if found.status not in ("verified", "corrected"):
+            return
         raisable = choice is not None and keep_at_least(choice.rule, 1.0) is not choice.rule
         ratio = choice.ratio if choice is not None and raisable else None
         self.verifications.note(found, ratio, self.pipeline.policy.minimum, self.pipeline.config)
@@ -319,8 +325,7 @@ class Answering:
             for key, job in jobs.items():
                 self.turns.write_back.submit(key, job)
             return
-        for one_pass in in_passes(jobs.items()):
-            run_pass(one_pass)
+        run_all(jobs)
 
 
 def answer_room(options: DecodeOptions) -> tuple[int, int]:

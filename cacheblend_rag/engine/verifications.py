@@ -180,6 +180,7 @@ class Verifications:
         Parameters
         ----------
         found : Verification
+            Verified or corrected.
         ratio : float or None
             Recompute ratio of the answer; None if its rule has none that could be raised.
         minimum : MinimumRatio
@@ -187,8 +188,6 @@ class Verifications:
         config : BlendConfig
             Options of the answer.
         """
-        if found.status not in ("verified", "corrected"):
-            return
         with self._lock:
             self._add(**{found.status: 1})
             if ratio is None or found.reason or config.verify_bound >= 1:  # nothing to be learned, or nothing wanted

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.config import BlendConfig
@@ -105,6 +105,12 @@ def run_pass(jobs: NamedJobs) -> None:
             first.run()
     except CacheBlendError as error:
         _log.warning("could not store %s: %s", name, error)
+
+
+def run_all(jobs: Mapping[str, Job]) -> None:
+    """Do jobs at once, pass by pass; see `run_pass`."""
+    for one_pass in in_passes(jobs.items()):
+        run_pass(one_pass)
 
 
 class WriteBack:

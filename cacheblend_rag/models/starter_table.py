@@ -146,7 +146,7 @@ _QWEN_ONE_AND_A_HALF = _parts(
 )
 
 STRONGEST = "qwen2.5-coder-1.5b"
-"""The one that is named to those who use the default. The 0.5B answers no more questions rightly than that."""
+"""The one that is named to those who use the default; see docs/decisions/0021-starter-models.md."""
 
 STARTERS: dict[str, Starter] = {
     "smollm2": Starter(

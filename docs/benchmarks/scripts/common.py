@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ __all__ = [
     "run_bench",
     "script_parser",
     "table_of_ways",
+    "write_json",
 ]
 
 _Options = TypeVar("_Options")
@@ -128,6 +131,11 @@ def reported(parser: argparse.ArgumentParser, work: Callable[[], object]) -> int
         print(f"{parser.prog.rpartition('.')[2]}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Write the JSON that stands beside a table."""
+    Path(path).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 class TokenClock(LogitsProcessor):  # type: ignore[misc]

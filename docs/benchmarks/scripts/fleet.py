@@ -44,7 +44,7 @@ from cacheblend_rag.app.fleet.application import fleet
 from cacheblend_rag.app.fleet.routing import chunk_digest
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.models.loading import load_geometry
-from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.common import reported, script_parser, write_json
 from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.servers import valkey_server
 from docs.benchmarks.scripts.service_times import ServiceTimes
@@ -466,7 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run_all(options)
         print(f"took {time.perf_counter() - began:.0f} s\n\n{tell(results)}")
         if options.out:
-            Path(options.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_json(options.out, results)
 
     return reported(parser, work)
 

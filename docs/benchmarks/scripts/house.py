@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HALVES", "ClassSize", "SourceFile", "count", "large_classes", "main", "read_sources"]
+__all__ = ["HALVES", "ClassSize", "SourceFile", "commit_of", "count", "large_classes", "main", "read_sources"]
 
 PACKAGE = "cacheblend_rag"
 HALVES = ("all", "library", "app")
@@ -347,7 +347,7 @@ def house_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def _commit(root: Path) -> str:
+def commit_of(root: Path) -> str:
     """The commit of a checkout, or the name of its folder."""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -359,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.benchmarks.scripts.house", description=__doc__)
     parser.add_argument("--root", nargs="+", default=["."], metavar="FOLDER", help="checkouts (default: this one)")
     roots = [Path(root) for root in parser.parse_args(arguments).root]
-    found = {_commit(root): count_checkout(root) for root in roots}
+    found = {commit_of(root): count_checkout(root) for root in roots}
     print(house_table(found))
     print(json.dumps(found))
     return 0

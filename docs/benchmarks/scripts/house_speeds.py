@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.common import reported, script_parser, write_json
+from docs.benchmarks.scripts.house import commit_of
 from docs.benchmarks.scripts.measuring import machine, table
 
 # Run in a process of the checkout, with the threads as its argument; prints its seconds as JSON.
@@ -107,16 +108,11 @@ def run(parsed: argparse.Namespace) -> None:
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rows.append((one, f"{medians[0]:.3f}", f"{medians[1]:.3f}", spread))
     print(table(("seconds", "before", "now", "now / before, of the rounds"), rows))
-    commits = {
-        name: subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for name, root in roots.items()
-    }
+    commits = {name: commit_of(root) for name, root in roots.items()}
     options = {"rounds": parsed.rounds, "threads": parsed.threads, "model": "smollm2"}
     result = {"commits": commits, "options": options, "machine": machine(), "summary": summary, "rounds": found}
     if parsed.out:
-        Path(parsed.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(parsed.out, result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

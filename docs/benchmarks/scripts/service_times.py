@@ -33,7 +33,7 @@ from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.valkey import ValkeyStore
-from docs.benchmarks.scripts.common import TokenClock, greedy, reported, script_parser
+from docs.benchmarks.scripts.common import TokenClock, greedy, reported, script_parser, write_json
 from docs.benchmarks.scripts.measuring import machine
 from docs.benchmarks.scripts.servers import valkey_server
 
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:<9} {value:.3g}")
         print(f"cores     {result['cores']:.2f}")
         if parsed.out:
-            parsed.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(parsed.out, result)
 
     return reported(parser, work)
 

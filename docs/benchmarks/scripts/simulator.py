@@ -42,7 +42,7 @@ from typing import Any
 
 from cacheblend_rag.app.fleet.routing import RoutingRule, chunk_digest
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.common import reported, script_parser, write_json
 from docs.benchmarks.scripts.fleet_model import (
     CHUNK_TOKENS,
     ROUTERS,
@@ -456,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = study(times, parsed.sizes, parsed.replicas, parsed.requests, parsed.seeds, parsed.processes)
         print(tell(result))
         if parsed.out:
-            parsed.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(parsed.out, result)
         if parsed.plot:
             draw(pyplot, result, Path(parsed.plot))
 

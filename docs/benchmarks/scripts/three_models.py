@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from cacheblend_rag.calibration.statistics import interval
-from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.common import script_parser, write_json
 from docs.benchmarks.scripts.plots import pyplot_for, save_figure, unboxed
 
 __all__ = ["draw", "main", "summary"]
@@ -137,8 +137,8 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     """A panel for each model: every prompt's divergence a dot, the mean with its interval above, the median a line."""
     models = result["models"]
     names = list(next(iter(models.values()))["methods"])
-    size = (9.5, 1.6 + 0.42 * len(names))
-    figure, panels = pyplot.subplots(1, len(models), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    form: dict[str, Any] = {"figsize": (2.2 + 3.2 * len(models), 1.6 + 0.42 * len(names)), "layout": "constrained"}
+    figure, panels = pyplot.subplots(1, len(models), sharex=True, sharey=True, squeeze=False, **form)
     for axis, (model, found) in zip(panels[0], models.items(), strict=True):
         for place, name in enumerate(names):
             one = found["methods"][name]
@@ -150,7 +150,7 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
             bars = [[mean["mean"] - mean["low"]], [mean["high"] - mean["mean"]]]
             axis.errorbar([mean["mean"]], [place - 0.2], xerr=bars, fmt="D", markersize=4, capsize=3, color=colour)
         axis.set_xscale("log")
-        axis.set_title(f"{model}: {found['prompts']} prompts", fontsize="medium")
+        axis.set_title(f"{model}: {found['prompts']} prompts", fontsize="small")
         axis.set_xlabel("KL divergence, nats a token")
         axis.grid(axis="x", alpha=0.3)
         unboxed(axis)
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
         print(table(found))
     if options.out:
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
     if options.plot:
         draw(pyplot_for(options.plot), result, Path(options.plot))
     return 0

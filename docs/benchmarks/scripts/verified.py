@@ -29,7 +29,7 @@ from cacheblend_rag.config import DTYPES, BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.tokenizer import common_length
-from docs.benchmarks.scripts.common import TokenClock, reported, script_parser
+from docs.benchmarks.scripts.common import TokenClock, reported, script_parser, write_json
 from docs.benchmarks.scripts.measuring import machine, table
 from docs.benchmarks.scripts.plots import save_figure, unboxed
 from docs.benchmarks.scripts.yardstick import in_prompt, is_right, of_half, open_cases
@@ -194,8 +194,8 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     """The time line of each way: until the first word, while words come, until the answer is certain."""
     ways = {name: result["summary"]["ways"][name] for name in _SHOWN if name in result["summary"]["ways"]}
     figure, axis = pyplot.subplots(figsize=(7.5, 0.6 * len(ways) + 1.4), layout="constrained")
-    for at, one in enumerate(ways.values()):
-        certain = one["seconds"] if at == list(ways).index("verified") else one["last_s"]
+    for at, (name, one) in enumerate(ways.items()):
+        certain = one["seconds"] if name == "verified" else one["last_s"]
         parts = ((0, one["first_s"], "0.88"), (one["first_s"], one["last_s"], "tab:blue"))
         for begin, end, colour in (*parts, (one["last_s"], certain, "tab:green")):
             axis.barh(at, end - begin, left=begin, color=colour, height=0.55)
@@ -232,7 +232,7 @@ def _write(parsed: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     options = {name: getattr(parsed, name) for name in ("dtype", "half", "chunks", "ways", "threads", "limit")}
     options |= {"model": Path(parsed.model).name, "data": Path(parsed.data).name}
     result = {"options": options, "machine": machine(), "summary": summary(rows), "rows": rows}
-    Path(parsed.out).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_json(parsed.out, result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

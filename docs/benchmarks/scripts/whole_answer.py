@@ -37,7 +37,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns
-from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits
+from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits, write_json
 from docs.benchmarks.scripts.gguf_file import write_gguf
 from docs.benchmarks.scripts.llama_cpp import LlamaCpp, LlamaSettings
 from docs.benchmarks.scripts.measuring import bench_prompt, bench_tokenizer, machine
@@ -340,7 +340,7 @@ def main() -> None:
     for result in measure(given.model, given.dtype, given.counts, given.rounds, ways):
         print(markdown(result), flush=True)
         if given.out:
-            given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(given.out, result)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.record import RecordFormat, as_written
 from docs.benchmarks.evaluation.answers import GreedyAnswers
 from docs.benchmarks.evaluation.methods import rule_of
-from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.common import script_parser, write_json
 from docs.benchmarks.scripts.plots import pyplot_for, save_figure
 from docs.benchmarks.scripts.variants import Variants
 
@@ -693,7 +693,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
         print(table(found))
     if options.out:
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
     if options.plot:
         draw(pyplot_for(options.plot), result, Path(options.plot))
 
