@@ -168,7 +168,8 @@ def test_check_goes_on_where_requests_never_cease(begun: threading.Event) -> Non
 def test_closing_gives_up_what_waits(begun: threading.Event) -> None:
     engine = reused(verify="idle")
     with engine:
-        answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(3)]
+        with engine.turns.scheduler:  # a request would let the first check go on
+            answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(3)]
         assert begun.wait(20)
     found = [engine.verifications.result(one.verification.id) for one in answers]
     assert {(one.status, one.reason) for one in found if one} == {("given up", "the engine was closed")}
@@ -316,11 +317,10 @@ def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, 
     with reused(verify="idle", session_cache=True, write_back="off") as engine:
         other = engine.with_config(salt="another tenant")
         other.warm(CHUNKS)
-        if not under_way:
-            first = other.generate(PROMPT, max_new_tokens=4)
-        answer = engine.generate(PROMPT, max_new_tokens=4)
-        if under_way:
-            first = other.generate(PROMPT, max_new_tokens=4)
+        with engine.turns.scheduler:  # a request would let the first check go on
+            asked = (engine, other) if under_way else (other, engine)
+            answers = {one: one.generate(PROMPT, max_new_tokens=4) for one in asked}
+        answer, first = answers[engine], answers[other]
         assert begun.wait(20)
         engine.forget(CHUNKS[1:2])
         found = checked(engine, answer)
