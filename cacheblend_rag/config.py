@@ -694,6 +694,16 @@ class BlendConfig:
         docs/explanation/verification.md#what-corrections-teach.
         """,
     )
+    try_blending: bool = _engine_option(
+        True,
+        FLAG,
+        """
+        Once for a model that was not calibrated, compare blending with full prefill in idle time, on a dozen prompts
+        made of chunks that were asked about. Where it is clearly further away than another order of the same chunks,
+        more is recomputed from then on. Turn it off where idle time costs money, or where the ratio must stay as it is.
+        See docs/explanation/verification.md#a-model-that-nothing-is-known-of.
+        """,
+    )
     prepack_weights: bool | str = _engine_option(
         "auto",
         or_auto(FLAG),

@@ -166,7 +166,8 @@ class BlendReport:
     plain : bool
         Whether plain prefill answered.
     plain_reason : str
-        Why it did, where no prompt of this kind is blended: ``"the prompt holds an image"``. Else empty.
+        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``, or ``"blending was found
+        poor on this model"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
@@ -336,6 +337,9 @@ class AnswerStats:
         Those of the hit and the missed ones that a chain had rewritten.
     verified, corrected : int
         Answers that were held against full prefill and stayed, and those that were corrected.
+    least_ratio : float
+        The recompute ratio below which no prompt goes, since blending was found poor on this model; 1 for full prefill,
+        0 if it was not.
     """
 
     requests: int = 0
@@ -350,6 +354,7 @@ class AnswerStats:
     documents_changed: int = 0
     verified: int = 0
     corrected: int = 0
+    least_ratio: float = 0.0
 
     @property
     def unmatched_share(self) -> float:

@@ -110,6 +110,8 @@ class Answering:
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
+            if blend.choice is not None:
+                self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
     def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:

@@ -507,3 +507,12 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
 
     def _plain(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def end_ids_of(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer; none where nothing says so."""
+    end = getattr(model.generation_config, "eos_token_id", None)
+    end = tokenizer.eos_token_id if end is None else end
+    if end is None:
+        return []
+    return list(end) if isinstance(end, Iterable) else [int(end)]

@@ -145,7 +145,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             processor=lambda: processor,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
-            verifications=Verifications(),
+            verifications=Verifications(pipeline),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
