@@ -292,11 +292,11 @@ def with_chunks(prompt: Prompt, chunks: Sequence[str]) -> Prompt:
 
 
 def another_order(prompt: Prompt) -> Prompt:
-    """The same prompt with its chunks in another order."""
+    """The same prompt with its chunks, of which two differ at least, in another order."""
     chunks, chooser = list(prompt.chunks), random.Random(0)
     while tuple(chunks) == prompt.chunks:
         chooser.shuffle(chunks)
-    return with_chunks(prompt, chunks)
+    return Prompt(prompt.prefix, chunks, prompt.suffix, prompt.between, preamble=prompt.preamble)
 
 
 @dataclass(frozen=True)
