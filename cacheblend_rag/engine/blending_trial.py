@@ -44,7 +44,7 @@ _CHUNKS, _REMEMBERED, _PROMPTS = 8, 32, 12
 # With fewer prompts whose chunks are all stored, nothing is said.
 _LEAST = 6
 # Most chunks and tokens of a prompt that is made, and tokens of its answer.
-_CHUNKS_EACH, _TOKENS, _ANSWER_TOKENS = 6, 2048, 8
+_CHUNKS_EACH, _TOKENS, _ANSWER_TOKENS = 6, 1024, 8
 
 
 @dataclass(frozen=True)
