@@ -29,7 +29,7 @@ _TEMPERATURE = number("of 0, which decodes greedily, or of 0.000001 or more", la
 _SHARE = number("from 0 to 1", lambda p: 0 <= p <= 1)
 _TAKEN_OFF = number("from -2 to 2", lambda penalty: -2 <= penalty <= 2)
 _BIAS = number("from -100 to 100", lambda bias: -100 <= bias <= 100)
-# What chooses among the likeliest tokens, with the values that leave all of them.
+# Options that choose among the likeliest tokens, with the values that leave all of them.
 _NARROWING = {"top_k": (None, 0, 1), "top_p": (None, 1), "min_p": (None, 0)}
 _SAMPLING = {"typical_p", "epsilon_cutoff", "eta_cutoff"}
 MORE_OPTIONS = (
@@ -261,7 +261,7 @@ class DecodeOptions(DecodeFields):
         return config
 
     def noted(self, tokenizer: Any) -> LogProbs | None:
-        """What takes down the log-probabilities of one answer, if they are asked for."""
+        """The processor that takes down the log-probabilities of one answer, if they are asked for."""
         return LogProbs(tokenizer, self.top_logprobs or 0) if self.logprobs else None
 
     def processors(self, noted: LogProbs | None, end_ids: Collection[int], vocabulary: int) -> list[Any]:

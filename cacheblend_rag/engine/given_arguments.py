@@ -129,7 +129,7 @@ _LENGTHS = ("max_tokens", "max_new_tokens")
 def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
     """The options that were given, those in nested dicts beside the others, without those that say nothing new.
 
-    What of nested dicts is an option of transformers' generation and no field is kept in ``additional_kwargs``.
+    Options of transformers' generation that are no fields are kept in ``additional_kwargs``.
 
     Raises
     ------
@@ -148,6 +148,8 @@ def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "")
                 twice, more[name] = name if name in more else None, value
             if twice is not None:
                 raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
+            if name not in _HARMLESS:
+                check_names([(name, value)], (*known, *MORE_OPTIONS))
             if name not in MORE_OPTIONS:
                 settled[name] = value
     if more:
