@@ -207,7 +207,7 @@ class DecodeOptions(DecodeFields):
                 raise ConfigError(
                     name, value, "use it with do_sample=True or a temperature; greedy decoding ignores it"
                 )
-        for name in self.additional_kwargs.keys() & _SAMPLING if self._greedy else ():
+        for name in sorted(self.additional_kwargs.keys() & _SAMPLING) if self._greedy else ():
             remedy = f"use {name} with do_sample=True or a temperature; greedy decoding ignores it"
             raise ConfigError("additional_kwargs", {name: self.additional_kwargs[name]}, remedy)
 
@@ -282,7 +282,7 @@ class DecodeOptions(DecodeFields):
             If a bias is for a token that the model does not have.
         """
         given = list(self.logits_processor)
-        first = [one for one in (noted, *given) if isinstance(one, LogProbs)]
+        first: list[Any] = [one for one in (noted, *given) if isinstance(one, LogProbs)]
         if self.logit_bias:
             first.append(logit_bias(self.logit_bias, vocabulary))
         if self.presence_penalty or self.frequency_penalty:

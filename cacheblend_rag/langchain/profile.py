@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from langchain_core.language_models import ModelProfile
 
 from cacheblend_rag.engine.engine import BlendEngine
@@ -44,4 +46,4 @@ def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None)
         profile["max_input_tokens"] = max(1, window - (max_new_tokens or 0))
         profile["max_output_tokens"] = max_new_tokens or window
     declared = ModelProfile.__annotations__  # earlier versions of langchain-core lack some
-    return ModelProfile(**{name: value for name, value in profile.items() if name in declared})  # type: ignore[typeddict-item]
+    return cast(ModelProfile, {name: value for name, value in profile.items() if name in declared})
