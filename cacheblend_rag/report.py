@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -260,6 +262,31 @@ class FusedKV:
 
 
 @dataclass(frozen=True)
+class TokenLogProb:
+    """A token of an answer with its log-probability.
+
+    Parameters
+    ----------
+    token : str
+        Its text, special tokens and incomplete characters included.
+    text : str
+        Its text in the answer. A character of several tokens is added by the last of them.
+    offset : int
+        Where in the answer that begins.
+    logprob : float
+        Of the token.
+    top : sequence of (str, float)
+        Text and log-probability of the likeliest tokens in its place.
+    """
+
+    token: str
+    text: str
+    offset: int
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
 class Generation:
     """An answer.
 
@@ -271,6 +298,8 @@ class Generation:
         The generated ids.
     report : BlendReport
         How it was made.
+    logprobs : tuple of TokenLogProb or None
+        Of each token of the text, if they were asked for.
     recomputed : tuple of Tensor, each [rows] long
         As in `FusedKV`.
     deviation : Tensor or None, [tokens] float32
@@ -280,6 +309,7 @@ class Generation:
     text: str
     token_ids: list[int]
     report: BlendReport
+    logprobs: tuple[TokenLogProb, ...] | None = field(default=None, repr=False)
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
 

@@ -365,9 +365,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         prompt : Prompt or str
             A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
-            ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``grammar``;
-            `DecodeOptions` explains each.
+            The fields of `DecodeOptions`, such as ``max_new_tokens``, ``stop``, ``temperature`` or ``logprobs``.
 
         Raises
         ------
