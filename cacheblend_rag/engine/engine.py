@@ -169,6 +169,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """The context learned by ``cacheblend-rag adapt``, or given to `with_learned`; None without one."""
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
+        self.prompts = pipeline.prompts
+        """The last prompts and their answers, whose KV is in memory; see ``prompt_cache``."""
         self.turns = parts.turns
         """Lets requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
@@ -494,6 +496,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             return
         self._parts.prefetcher.close()
         self.verifications.close()
+        self.prompts.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
             self.turns.segments.model.release()

@@ -519,6 +519,7 @@ class ModelAdapter:
         ids: Sequence[int],
         between: Callable[[float], object] | None = None,
         each_layer: Callable[[], object] | None = None,
+        begun: Cache | None = None,
     ) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
 
@@ -530,11 +531,15 @@ class ModelAdapter:
             may use the model then.
         each_layer : callable, optional
             Called within each layer.
+        begun : transformers Cache, optional
+            KV that such a pass gives to the first ids, but for the last one at least; it grows by the others.
         """
+        first = 0 if begun is None else begun.get_seq_length()
         with self._plain():
-            cache = preallocate(DynamicCache(config=self.config))
+            cache = preallocate(DynamicCache(config=self.config)) if begun is None else begun
         whole = between is None or self.mixes_rows
-        slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
+        slices: Iterable[range] = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
+        slices = [range(max(first, rows.start), rows.stop) for rows in slices if rows.stop > first]
         for rows in slices:
             began = time.perf_counter()
             with self._plain(), called_at_each_layer(cache, each_layer):
