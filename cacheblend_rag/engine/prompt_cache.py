@@ -41,7 +41,7 @@ Holds = Callable[[Collection[str], Sequence[int]], bool]
 
 @dataclass(frozen=True)
 class PromptKind:
-    """What a prompt must have in common with a kept one, ids apart.
+    """All that a prompt must have in common with a kept one, ids apart.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Ticket:
     def __init__(self, kind: PromptKind) -> None:
         self.kind = kind
         self.forgotten: list[Holds] = []
-        """What was forgotten since the prompt came."""
+        """Say what was forgotten since the prompt came."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ def test_answers_with_tokens_tried_in_vain_are_kept_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("chunks_at", ["behind", "within"])
-def test_what_full_prefill_gave_serves_blended_prompts(chunks_at: str) -> None:
+def test_kv_of_a_full_prefill_serves_blended_prompts(chunks_at: str) -> None:
     model, prefix = tiny.model(), TEXT if chunks_at == "behind" else "Read this:"
     prompt = Prompt(prefix, CHUNKS, "What fell in the end?")
     text = prompt.written("\n\n").text
