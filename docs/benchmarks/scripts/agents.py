@@ -52,9 +52,9 @@ def system_prompt() -> str:
     """The instructions of an agent, with the schemas of its tools."""
     fields = "site, owner, state (one of open, waiting, done), since (a date), limit (a number from 1 to 50)"
     schemas = (
-        f"## {name}\n{about}\nArguments, as a JSON object: {fields}. It gives a list of objects, at most as many as the "
-        f"limit says, each with an id, a title and a state. An empty list means that nothing was found: say so, and do "
-        f"not call {name} again with the same arguments."
+        f"## {name}\n{about}\nArguments, as a JSON object: {fields}. It gives a list of objects, at most as many as "
+        f"the limit says, each with an id, a title and a state. An empty list means that nothing was found: say so, "
+        f"and do not call {name} again with the same arguments."
         for name, about in _TOOLS
     )
     return "You help the service desk of a firm that repairs printers. Use these tools:\n\n" + "\n\n".join(schemas)
