@@ -120,7 +120,7 @@ class KeptPrompt:
 
 
 class PromptCache:
-    """The last prompts of an engine and its views, those used least recently dropped first."""
+    """The last prompts of an engine and its views: ``engine.prompts``. Those used least recently are dropped first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
