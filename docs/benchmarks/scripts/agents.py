@@ -3,8 +3,9 @@
 An agent has a system prompt and the schemas of some tools, and calls its model five times: each prompt is the one
 before, with an answer and a tool's result behind it. A chat of a thousand tokens is asked twice, the second time for
 another answer. Both go through LangChain's ``invoke``; beside them stands a loop of one's own over transformers, which
-keeps one `DynamicCache` and cuts it to the ids that two prompts have in common, and a plain one that keeps nothing.
-Measured is the whole call.
+keeps one `DynamicCache` and cuts it to the ids that two prompts have in common; with ``--plain`` also one that keeps
+nothing. Measured is the whole call: seconds of the processor, which other work on the machine does not lengthen, and
+those of the clock.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Options:
     dtype: str
     rounds: int
     new_tokens: int
+    plain: bool
 
 
 def system_prompt() -> str:
@@ -145,30 +147,33 @@ def measure(options: _Options) -> dict[str, Any]:
                 ways = {
                     "ours": _through_langchain(engine.with_config(salt=f"{name} {turn}"), options.new_tokens),
                     "transformers, common beginning": _Transformers(model, tokenizer, options.new_tokens, True),
-                    "transformers": _Transformers(model, tokenizer, options.new_tokens, False),
                 }
+                if options.plain:
+                    ways["transformers"] = _Transformers(model, tokenizer, options.new_tokens, False)
                 order = list(ways.items())
                 for number, call in enumerate(calls):
-                    for way, answer in order[turn % 3 :] + order[: turn % 3]:
-                        began = time.perf_counter()
+                    first = (turn + number) % len(order)
+                    for way, answer in order[first:] + order[:first]:
+                        began, worked = time.perf_counter(), time.process_time()
                         reused = answer(call)
-                        took = time.perf_counter() - began
+                        worked, took = time.process_time() - worked, time.perf_counter() - began
+                        of_way = found[name]["ways"].setdefault(way, [])
+                        if len(of_way) <= number:
+                            of_way.append({"reused": reused, "seconds": [], "processor": []})
                         if turn:
-                            of_way = found[name]["ways"].setdefault(way, [])
-                            while len(of_way) <= number:
-                                of_way.append({"reused": reused, "seconds": []})
                             of_way[number]["seconds"].append(took)
+                            of_way[number]["processor"].append(worked)
     return found
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """Median seconds of each call."""
+    """Median seconds of the processor in each call."""
     rows = []
     for name, case in found.items():
         for way, calls in case["ways"].items():
-            times = " / ".join(f"{statistics.median(call['seconds']):.2f}" for call in calls)
+            times = " / ".join(f"{statistics.median(call['processor']):.2f}" for call in calls)
             reused = " / ".join(str(call["reused"]) for call in calls)
-            whole = sum(statistics.median(call["seconds"]) for call in calls)
+            whole = sum(statistics.median(call["processor"]) for call in calls)
             rows.append([name, way, times, f"{whole:.1f}", reused])
     return table(["case", "way", "seconds of each call", "all", "tokens reused"], rows)
 
@@ -181,12 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--plain", action="store_true", help="also transformers without a kept cache")
     parser.add_argument("--out", metavar="FILE")
     parsed = parser.parse_args(argv)
 
     def run() -> None:
         torch.set_num_threads(parsed.threads)
-        found = measure(_Options(parsed.model, parsed.dtype, parsed.rounds, parsed.new_tokens))
+        found = measure(_Options(parsed.model, parsed.dtype, parsed.rounds, parsed.new_tokens, parsed.plain))
         print(table_of(found))
         if parsed.out:
             settings = {name: value for name, value in vars(parsed).items() if name not in ("model", "out")}
