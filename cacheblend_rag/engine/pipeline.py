@@ -537,6 +537,7 @@ class Pipeline:
     def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
         """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted."""
         lookup = blend.lookup
+        self.segments.model.look()  # adapters may have been switched meanwhile
         exact = None if blend.exact else lookup.exact_tokens
         self.recent_prompts.keep(lookup.ticket, lookup.fit.split, answer_ids, blend.cache, exact)
         if blend.choice is None:

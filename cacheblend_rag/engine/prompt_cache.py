@@ -106,12 +106,19 @@ class KeptPrompt:
         asked_again = not exact and kind.rule == self.kind.rule and tokens >= self.prompt_tokens - 1
         tokens = tokens if asked_again else min(tokens, self.exact_tokens)
         tokens = min([tokens, *(span.start for span in chunks if span.start < tokens < span.stop)])
-        whole = all(layer.keys.shape[2] == len(self.token_ids) for layer in self.cache.layers)
-        # A layer that has lost its first rows cannot be cut, and is no use to a blended pass.
-        return tokens if tokens >= _LEAST and (whole or (exact and tokens == len(self.token_ids))) else 0
+        # A layer that has lost its first rows is no use to a blended pass.
+        uncut = self.whole or (exact and tokens == len(self.token_ids))
+        return tokens if tokens >= _LEAST and uncut else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer has all rows, so that they can be cut anywhere."""
+        return all(layer.keys.shape[2] == len(self.token_ids) for layer in self.cache.layers)
 
     def stands_for(self, other: KeptPrompt) -> bool:
-        """Whether it serves every prompt that another one does."""
+        """Whether it serves every prompt that another one does, or goes on where only the whole other one could."""
+        if other.whole and not self.whole:
+            return False
         if (self.kind.salt, self.kind.fingerprint) != (other.kind.salt, other.kind.fingerprint):
             return False
         alike = self.kind.rule == other.kind.rule or self.exact_tokens >= len(other.token_ids)
@@ -185,7 +192,7 @@ class PromptCache:
         with self._lock:
             if self._closed or any(holds(prompt.texts, prompt.token_ids) for holds in ticket.forgotten):
                 return
-            if any(one.stands_for(prompt) for one in self._kept):
+            if any(one.whole and one.stands_for(prompt) for one in self._kept):
                 return
             kept = [one for one in self._kept if not prompt.stands_for(one)] + [prompt]
             sizes = [held_bytes(one.cache) for one in kept]

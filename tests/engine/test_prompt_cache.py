@@ -170,6 +170,19 @@ def test_window_that_forgets_is_gone_on_from_whole_and_never_cut() -> None:
             )
 
 
+def test_window_that_forgets_does_not_take_the_place_of_what_it_cannot_serve() -> None:
+    begun, longer = " ".join(TEXT.split()[:40]), TEXT
+    with remembering(tiny.model("mistral", sliding_window=64)) as engine:
+        assert 32 < len(engine.tokenize(begun).input_ids) < 64 < len(engine.tokenize(longer).input_ids)
+        engine.generate(begun, max_new_tokens=1)
+        engine.generate(longer, max_new_tokens=1)
+        assert len(engine.prompts) == 2
+        assert engine.fuse(" ".join(TEXT.split()[:39])).report.resumed_tokens > 30
+        engine.generate(longer + " And more?", max_new_tokens=1)
+        engine.generate(longer, max_new_tokens=1)
+        assert engine.fuse(longer + " Why?").report.resumed_tokens == len(engine.tokenize(longer).input_ids)
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_kv_of_one_frequency_regime_serves_no_other(rope: str) -> None:
     """Positions beyond a length change the frequencies of all."""
