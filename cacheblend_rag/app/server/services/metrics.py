@@ -55,7 +55,7 @@ class Metrics:
             name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
         )
         self.tokens = Counter(
-            name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
+            name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
         self.ratio = Histogram(name + "recompute_ratio", "Recompute ratio of answers.", buckets=_SHARES, registry=one)
         self.verified = Counter(
@@ -90,6 +90,7 @@ class Metrics:
         self.chunks.labels("miss").inc(report.misses)
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
+        self.tokens.labels("resumed").inc(report.resumed_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
         self.verification(report.verification)
         if not report.plain:
