@@ -495,7 +495,7 @@ class Pipeline:
         begun = lookup.kept.new_cache() if isinstance(lookup.kept, RecentPrompt) else None
         first = 0 if begun is None else begun.get_seq_length()
         with self.segments.model.products():
-            result = adapter.prefill(ids, *(pauses or (None, None)), begun)
+            result = adapter.prefill(ids, *(pauses or ()), begun=begun)
         rows = (torch.arange(first, len(ids), device=adapter.device),) * adapter.num_layers
         ready_at = time.perf_counter()
         seconds, work = Seconds(fuse=ready_at - started), 1.0
