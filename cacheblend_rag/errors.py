@@ -101,7 +101,21 @@ class ImageError(PromptError):
 
 
 class UnsupportedModelError(CacheBlendError):
-    """The blended pass does not know this kind of model."""
+    """The blended pass does not know this kind of model, or transformers cannot go on from a prompt with it.
+
+    Parameters
+    ----------
+    message : str
+    reason : str
+        The reason alone; by default the message.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        self.message, self.reason = message, reason or message
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.reason)
 
 
 class ModelLoadError(CacheBlendError):

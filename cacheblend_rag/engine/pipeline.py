@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt, keep_turn
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
@@ -164,8 +165,8 @@ class Blend:
     ----------
     lookup : Lookup
         With the records that were read in the end.
-    cache : transformers Cache
-        KV of all positions.
+    cache : transformers Cache or None
+        KV of all positions; None if the model's own generation has yet to make it.
     logits : Tensor, [vocab]
         Logits of the last position.
     computed : tuple of Tensor, each [rows] long
@@ -186,6 +187,10 @@ class Blend:
         Records that failed on the way.
     exact : bool
         Whether the KV is that of a full prefill: nothing was read from the store, which may hold it in eight bits.
+    resumed : int
+        Tokens at the beginning that were not computed, since a checkpoint was behind them.
+    plain_reason : str
+        Why no prompt of this kind is blended; empty if they are.
     ready_at : float
         When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
@@ -204,6 +209,8 @@ class Blend:
     work: float = 1.0
     lost: int = 0
     exact: bool = False
+    resumed: int = 0
+    plain_reason: str = ""
     ready_at: float = 0.0
     jobs: Mapping[str, Job] = field(default_factory=dict)
 
@@ -222,11 +229,14 @@ class Pipeline:
     segments : Segments
     policy : RatioPolicy
     store : KVStore
+    checkpoints : Checkpoints
+        For a model that is answered plainly.
     """
 
     segments: Segments
     policy: RatioPolicy
     store: KVStore
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def config(self) -> BlendConfig:
@@ -245,9 +255,10 @@ class Pipeline:
         model = self.segments.model.with_prepacking(config.prepack_weights)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         policy, latest = self.policy, self.segments.latest
-        return _pipeline(
+        made = _pipeline(
             model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, latest=latest
         )
+        return dataclasses.replace(made, checkpoints=self.checkpoints)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -378,7 +389,7 @@ class Pipeline:
 
     def reader_of(self, lookup: Lookup, clock: ReadClock, shared: SharedKV | None = None) -> LayerReader:
         """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
-        adapter, split, placements = self.segments.model.adapter, lookup.split, []
+        adapter, split, placements = self.segments.model.blended, lookup.split, []
         located = [(split.prefix, lookup.fit.prompt.prefix), *((chunk.span, chunk.text) for chunk in split.located)]
         for (span, text), segment in zip(located, (lookup.prefix, *lookup.chunks), strict=True):
             if segment is not None and segment.key in lookup.records:
@@ -406,7 +417,7 @@ class Pipeline:
         """
         if loading is None:
             return self._prefilled(lookup, pauses)
-        adapter, each_layer, lost = self.segments.model.adapter, pauses.each_layer if pauses else None, 0
+        adapter, each_layer, lost = self.segments.model.blended, pauses.each_layer if pauses else None, 0
         while True:
             try:
                 with contextlib.closing(loading), self.segments.model.products():
@@ -441,14 +452,29 @@ class Pipeline:
         )
 
     def _prefilled(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
-        """By the model's own prefill."""
+        """By the model's own prefill, behind a checkpoint where there is one."""
         started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
         with self.segments.model.products():
-            result = adapter.prefill(ids, *(pauses or ()))
-        rows = (torch.arange(len(ids), device=adapter.device),) * adapter.num_layers
+            given = self._owner, adapter, lookup.split, self.config.session_cache
+            resumed, result = begin_prompt(self.checkpoints, *given, *(pauses or ()))
+        rows = (torch.arange(resumed, len(ids), device=adapter.device),) * adapter.num_layers
         ready_at = time.perf_counter()
-        seconds = Seconds(fuse=ready_at - started)
-        return Blend(lookup, result.cache, result.logits, rows, seconds, exact=True, ready_at=ready_at)
+        return Blend(
+            lookup,
+            result.cache,
+            result.logits,
+            rows,
+            Seconds(fuse=ready_at - started),
+            work=1.0 - resumed / len(ids),
+            exact=True,
+            resumed=resumed,
+            plain_reason=adapter.plain_reason,
+            ready_at=ready_at,
+        )
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(self.segments.model.fingerprint, self.config.salt)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -488,6 +514,15 @@ class Pipeline:
     def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
         """Jobs that store what is missing of a prompt, and the whole prompt with its answer if that is wanted."""
         if blend.choice is None:
+            if blend.plain_reason and self.config.session_cache:
+                keep_turn(
+                    self.checkpoints,
+                    self._owner,
+                    self.segments.model.adapter,
+                    blend.lookup.split,
+                    answer_ids,
+                    blend.cache,
+                )
             return blend.jobs
         return {**blend.jobs, **self.keep_session(blend.lookup.fit.split, answer_ids, blend.cache)}
 
@@ -503,7 +538,7 @@ class Pipeline:
         """
         if not self._keeps_sessions or self.config.write_back == "off":
             return {}
-        layers = self.segments.model.adapter.layers_of(cache.layers)
+        layers = self.segments.model.blended.layers_of(cache.layers)
         found = self._session_cache(split).job(split, answer_ids, layers)
         return {} if found is None else {found[0]: found[1]}
 
@@ -546,8 +581,10 @@ def _pipeline(
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
     """The learned context beside this store; one that cannot be used is logged, and counts as none."""
+    if model.adapter.plain_reason:
+        return None
     try:
-        return kept_context(store.traits.folder, model.fingerprint, model.adapter)
+        return kept_context(store.traits.folder, model.fingerprint, model.blended)
     except StoreError as error:
         _log.warning("%s", error)
         return None
