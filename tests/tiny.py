@@ -207,6 +207,21 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("slices", {}),
     "falcon_h1": ("slices", _MAMBA | {"mamba_d_ssm": 64}),
     "falcon_mamba": ("steps", {"state_size": 8, "time_step_rank": 4}),
+    "gemma3n_text": (
+        "slices",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 24}
+        | {
+            "vocab_size_per_layer_input": 400,
+            "hidden_size_per_layer_input": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+        }
+        | {"laurel_rank": 4, "altup_num_inputs": 2},
+    ),
+    "gemma4_text": (
+        "slices",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 24}
+        | {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    ),
     "gpt2": ("slices", {"n_embd": 32, "n_head": 4, "n_layer": 4}),
     "granitemoehybrid": (
         "slices",

@@ -117,7 +117,7 @@ class Checkpoints:
                 self._held.popitem(last=False)
 
     def repeated(self, owner: Owner, ids: Sequence[int]) -> int:
-        """Tokens at its beginning that a prompt has in common with one of the last ones; from now on it is one of them."""
+        """Tokens at its beginning that a prompt shares with one of the last ones; from now on it is one of them."""
         with self._lock:
             found = max((common_length(ids, known) for of, known in self._prompts if of == owner), default=0)
             self._prompts.append((owner, tuple(ids)))

@@ -294,16 +294,16 @@ def _why_not(config: Any) -> str | None:
     if getattr(config, "clip_qkv", None) is not None:
         return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); blended are OLMo 2 and OLMo 3"
     if model_type in _ALIBI or getattr(config, "alibi", False):
-        return "its positions are ALiBi biases; only rotary ones (RoPE) are supported"
+        return "its positions are ALiBi biases; only rotary ones (RoPE) are blended"
     if model_type in _LEARNED:
-        return "its positions are learned and mixed into the values; only rotary ones (RoPE) are supported"
+        return "its positions are learned and mixed into the values; only rotary ones (RoPE) are blended"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead, so the KV of a token depends on what follows it"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_BLENDED_LAYERS))
     if others:
-        return f"it has layers of type {', '.join(others)}; only full and sliding attention are supported"
+        return f"it has layers of type {', '.join(others)}; only full and sliding attention are blended"
     if not getattr(config, "rope_parameters", None):
-        return "its config has no rope_parameters; only rotary positions (RoPE) are supported"
+        return "its config has no rope_parameters; only rotary positions (RoPE) are blended"
     return None
 
 

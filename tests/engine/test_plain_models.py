@@ -7,18 +7,23 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.generation import LogitsProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models.plain import PlainAdapter
+from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
+from docs.benchmarks.scripts.families import OF_THE_DAY, PAGE, treatment_rows
 from tests import tiny
 from tests.probes import engine_of
 
@@ -253,3 +258,36 @@ def test_models_on_whose_passes_transformers_fails_are_refused() -> None:
     model.lm_head = torch.nn.Linear(3, 3)
     with pytest.raises(UnsupportedModelError, match=r"'lfm2' model cannot be run by this transformers.*RuntimeError"):
         engine_of(model)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.PLAIN))
+def test_config_alone_says_what_loading_finds(family: str) -> None:
+    model = tiny.plain_model(family)
+    found, adapter = treatment_of(model.config), PlainAdapter(model, "it is tried")
+    assert found.how == ("plain, beginnings reused" if adapter.goes_on == "slices" else "plain")
+    assert found.reason
+
+
+def test_command_says_what_models_get_before_they_are_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"phi": "plain, beginnings reused: no entry", "t5": "refused: it is an encoder–decoder", "qwen3": "blended"}
+    for kind in saved:
+        CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
+    folders = [str(tmp_path / kind) for kind in saved]
+    assert main(["models", "check", *folders, "smollm2"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[3] == "smollm2: blended"
+    for line, folder, kind in zip(told, folders, saved, strict=False):
+        assert line.startswith(f"{folder}: {saved[kind]}")
+    assert main(["models", "check", folders[0]]) == 0
+    assert main(["models", "check", str(tmp_path / "none")]) != 0
+    assert main(["models", "list"]) == 0
+    assert "SmolLM2-135M-Instruct, language model, blended," in capsys.readouterr().out
+
+
+def test_table_of_the_families_of_the_day_is_current() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for row in treatment_rows():
+        assert row in text
+    assert len(OF_THE_DAY) >= 20
