@@ -597,7 +597,8 @@ class BlendConfig:
         FLAG,
         """
         Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
-        again, continues from it. It is that of a blended pass, and so approximate, unless the answer was verified.
+        again, continues from it. It is that of a blended pass, and so approximate, unless the answer was verified. Of
+        a model that is not blended it is exact, and in memory alone.
         Questions and answers are stored, too. Turn it on where people ask several questions about the same documents.
         """,
     )
@@ -644,8 +645,8 @@ class BlendConfig:
         "",
         text("; a family's name"),
         """
-        Family as which a model of an unknown family is treated. Set it where a model is refused and its layers are
-        those of a family that is known. See docs/reference/model-families.md.
+        Family as which a model of an unknown family is treated. Set it where a model is answered plainly and its layers
+        are those of a family that is known. See docs/reference/model-families.md.
         """,
         shown="empty",
     )
@@ -709,9 +710,9 @@ class BlendConfig:
         True,
         FLAG,
         """
-        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that a transformers version
-        that has moved is refused instead of answering wrongly. Turn it off where starts must be quick and this model
-        has passed with this version.
+        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that under a transformers
+        version that has moved the model is answered plainly, not wrongly. Turn it off where starts must be quick and
+        this model has passed with this version.
         """,
     )
 

@@ -7,7 +7,7 @@
     ├── PromptError (ValueError)            a prompt cannot be used as given
     │   ├── ContextLengthError              it is longer than the model's context window
     │   └── ImageError                      an image in it cannot be used
-    ├── UnsupportedModelError               the blended pass does not know this model
+    ├── UnsupportedModelError               this model cannot be answered, or not in this way
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
     │   ├── ForgetError                     documents have left a vector store, but their KV is still there
