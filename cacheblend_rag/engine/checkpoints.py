@@ -7,6 +7,7 @@ use to prompts that begin with all the ids that it is behind. Checkpoints lie in
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,10 +19,12 @@ import torch
 from cacheblend_rag.engine.session_cache import holds_ids
 from cacheblend_rag.models.cache import held_bytes, tokens_read
 from cacheblend_rag.models.kv import Prefill
+from cacheblend_rag.models.memory import is_out_of_memory
 from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.prompt import TokenizedPrompt
 from cacheblend_rag.prompt.tokenizer import common_length
 
+_log = logging.getLogger(__name__)
 MEMORY_BYTES = 2**30
 """Most bytes that the checkpoints of an engine and of its views take."""
 # A beginning of fewer tokens is sooner read than copied.
@@ -108,7 +111,13 @@ class Checkpoints:
         """
         if len(ids) < LEAST_TOKENS or held_bytes(cache) > self._most_bytes:
             return
-        copied = copy.deepcopy(cache)
+        try:
+            copied = copy.deepcopy(cache)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("%d tokens are not kept, since memory ran out: %s", len(ids), error)
+            return
         kept = _Checkpoint(copied, held_bytes(copied), frozenset(texts))
         with self._lock:
             self._held[owner, tuple(ids)] = kept
@@ -147,11 +156,11 @@ class Checkpoints:
 
 
 def begin_prompt(
-    checkpoints: Checkpoints,
+    checkpoints: Checkpoints | None,
     owner: Owner,
     adapter: PlainAdapter,
     split: TokenizedPrompt,
-    sessions: bool,
+    sessions: bool = False,
     between: Callable[[float], object] | None = None,
     each_layer: Callable[[], object] | None = None,
 ) -> tuple[int, Prefill]:
@@ -161,7 +170,9 @@ def begin_prompt(
 
     Parameters
     ----------
-    checkpoints, owner, adapter
+    checkpoints : Checkpoints or None
+        None if nothing is to be reused.
+    owner, adapter
     split : TokenizedPrompt
     sessions : bool
         Whether one is kept, too, behind what an earlier prompt began with: instructions that nobody marked as a prefix,
@@ -177,7 +188,7 @@ def begin_prompt(
     ids = split.input_ids
     if adapter.goes_on == "whole":
         return 0, Prefill(None, torch.empty(0))
-    if adapter.goes_on == "steps" or not adapter.plain_reason:
+    if checkpoints is None or adapter.goes_on == "steps":
         return 0, adapter.prefill(ids, between, each_layer)
     cache, resumed = checkpoints.find(owner, ids) or (adapter.empty_cache(), 0)
     start, stops = resumed, {split.prefix.stop}

@@ -455,8 +455,9 @@ class Pipeline:
         """By the model's own prefill, behind a checkpoint where there is one."""
         started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
         with self.segments.model.products():
-            given = self._owner, adapter, lookup.split, self.config.session_cache
-            resumed, result = begin_prompt(self.checkpoints, *given, *(pauses or ()))
+            given = self._owner, adapter, lookup.split, self._keeps_sessions
+            reused = self.checkpoints if adapter.plain_reason and self.policy.rule.reads_store else None
+            resumed, result = begin_prompt(reused, *given, *(pauses or ()))
         rows = (torch.arange(resumed, len(ids), device=adapter.device),) * adapter.num_layers
         ready_at = time.perf_counter()
         return Blend(
@@ -514,7 +515,7 @@ class Pipeline:
     def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
         """Jobs that store what is missing of a prompt, and the whole prompt with its answer if that is wanted."""
         if blend.choice is None:
-            if blend.plain_reason and self.config.session_cache:
+            if blend.plain_reason and self._keeps_sessions and self.config.write_back != "off":
                 keep_turn(
                     self.checkpoints,
                     self._owner,

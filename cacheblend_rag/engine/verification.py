@@ -21,8 +21,8 @@ from transformers import LogitsProcessor
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode
 from cacheblend_rag.engine.pipeline import Pauses
 from cacheblend_rag.errors import GenerationError
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import CacheMark
+from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.report import Verification
 
@@ -52,7 +52,7 @@ class CheckedAnswer:
 
 
 def check(
-    adapter: ModelAdapter,
+    adapter: PlainAdapter,
     tokenizer: Any,
     input_ids: Sequence[int],
     draft: DecodedAnswer,
@@ -66,7 +66,7 @@ def check(
 
     Parameters
     ----------
-    adapter : ModelAdapter
+    adapter : PlainAdapter
     tokenizer : transformers tokenizer
     input_ids : sequence of int
         Ids of the prompt.
@@ -178,7 +178,7 @@ class _DraftSteps:
 
     Parameters
     ----------
-    adapter : ModelAdapter
+    adapter : PlainAdapter
     cache : transformers Cache
         Exact KV of the prompt; it grows.
     draft : sequence of int
@@ -190,7 +190,7 @@ class _DraftSteps:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, cache: Any, draft: Sequence[int], step: Step, pauses: Pauses | None
+        self, adapter: PlainAdapter, cache: Any, draft: Sequence[int], step: Step, pauses: Pauses | None
     ) -> None:
         self._adapter, self._cache, self._step, self._pauses = adapter, cache, step, pauses
         self._left = deque(draft[:-1])  # behind the last one nothing is chosen

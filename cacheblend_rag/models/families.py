@@ -203,7 +203,7 @@ def family_of(model: Any, like: str | None = None) -> Family:
     config = getattr(model, "config", None)
     if (reason := why_plain(config, like)) is not None:
         raise _unsupported_error(config or model, reason, f"supported families: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[like or config.get_text_config().model_type]
+    return FAMILIES[like or str(model.config.get_text_config().model_type)]
 
 
 def check_runs(config: Any) -> None:

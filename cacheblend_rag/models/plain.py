@@ -66,9 +66,9 @@ class PlainAdapter:
     def __init__(self, model: Any, reason: str) -> None:
         self.model, self.plain_reason = model, reason
         self.config = model.config.get_text_config()
-        weights = model.get_input_embeddings().weight
-        self.device: torch.device = weights.device
-        self.dtype: torch.dtype = weights.dtype
+        first = next(model.parameters())  # of a model on several devices, where its input goes
+        self.device: torch.device = first.device
+        self.dtype: torch.dtype = first.dtype
         self.mixes_rows = mixes_rows(model)
         self.goes_on = self._try_going_on()
 
@@ -177,7 +177,7 @@ class PlainAdapter:
     def _try_going_on(self) -> Going:
         """Read a dozen tokens at once and in pieces, from a copied cache too; where both agree, pieces are exact."""
         try:
-            return next((way for way in ("slices", "steps") if self._goes_on_by(way)), "whole")  # type: ignore[return-value]
+            return next((way for way in ("slices", "steps") if self._goes_on_by(way)), "whole")
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, ImportError) as error:
             said = f"its own forward pass fails with {type(error).__name__} ({error})"
             kind = getattr(self.model.config, "model_type", type(self.model).__name__)

@@ -74,6 +74,25 @@ def test_behind_a_checkpoint_logits_are_those_without_it_bit_by_bit(family: str)
         assert float((first.logits - plain).norm() / plain.norm()) < 1e-3
 
 
+def test_full_recompute_reuses_nothing() -> None:
+    with engine_of(tiny.plain_model("lfm2"), session_cache=True) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert engine.with_config(selection="all").generate(PROMPT, max_new_tokens=2).report.resumed_tokens == 0
+
+
+def test_memory_that_runs_out_costs_a_checkpoint_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(cache: Any) -> Any:
+        raise torch.OutOfMemoryError("it is full")
+
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        monkeypatch.setattr("cacheblend_rag.engine.checkpoints.copy.deepcopy", fails)
+        assert engine.fuse(PROMPT).report.plain
+        assert len(checkpoints_of(engine)) == 0
+    assert "memory ran out: it is full" in caplog.text
+
+
 def test_decoding_never_writes_into_a_checkpoint() -> None:
     with engine_of(tiny.plain_model("qwen3_5_text")) as engine:
         first = engine.fuse(PROMPT).logits
