@@ -362,7 +362,7 @@ class _Trial:
 
     def answered(self, prompt: Prompt) -> _Answered:
         """The first tokens of full prefill's own answer."""
-        adapter = self._model.adapter
+        adapter = self._model.blended
         with self._held():
             full = adapter.prefill(self._ids(prompt), *self._pauses)
             ids, log_probs = greedy_answer(adapter, full.cache, full.logits, _ANSWER_TOKENS, self._end_ids, self._pause)
@@ -387,4 +387,4 @@ class _Trial:
             return self._moved(one.log_probs, one.ids, blend.cache, blend.logits), loading.choice.ratio
 
     def _moved(self, full: torch.Tensor, ids: Sequence[int], cache: Any, logits: torch.Tensor) -> Moved:
-        return Moved.between(full, answer_log_probs(self._model.adapter, cache, logits, ids).cpu())
+        return Moved.between(full, answer_log_probs(self._model.blended, cache, logits, ids).cpu())
