@@ -610,7 +610,7 @@ class BlendConfig:
         Keep the KV of finished prompts that held chunks, and of their answers, in the store too, so that the next turn
         of a conversation goes on from it after a restart, in another process, or when memory has dropped it. It is that
         of a blended pass, and so approximate, unless the answer was verified. Nothing of a plain prefill is kept in the
-        store: `prompt_cache` keeps that, in memory, as it does all of a model that is not blended. Questions and answers
+        store: `prompt_cache` keeps that, in memory, as it does all of a model not blended. Questions and answers
         are stored, too. Turn it on where people come back to long conversations, or ask several questions about the
         same documents.
         """,

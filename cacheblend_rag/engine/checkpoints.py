@@ -168,8 +168,6 @@ def begin_prompt(
     One is kept, too, behind what an earlier prompt began with: instructions that nobody marked as a prefix, or a
     conversation whose last answer stands there in other tokens, such as without its thoughts.
 
-    The prefix is a pass of its own whether or not it was kept, so both give the same answer, bit by bit.
-
     Parameters
     ----------
     checkpoints : Checkpoints or None

@@ -321,11 +321,13 @@ class RecentPrompts:
         exact_tokens : int, optional
             How many of the first tokens have the KV of a full prefill; by default all.
         """
+        if ticket is None:
+            return
         prompt, ids = split.input_ids, (*split.input_ids, *answer_ids)
         ids = ids[: cache.get_seq_length()]
         regime = self.adapter.regime
-        changed = ticket is None or self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
-        if ticket is None or changed or len(ids) < max(_LEAST, len(prompt)):
+        changed = self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
+        if changed or len(ids) < max(_LEAST, len(prompt)):
             return
         if (rows := first_rows(cache, len(ids))) is None:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))

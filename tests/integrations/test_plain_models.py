@@ -50,7 +50,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
-    with engine_of(model(), tokenizer(), verify="always") as made:
+    with engine_of(model(), tokenizer(), verify="always", prompt_cache="auto") as made:
         yield made
 
 
