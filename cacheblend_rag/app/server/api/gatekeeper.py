@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -167,7 +167,7 @@ class Gatekeeper:
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
         origin = headers.get("origin")
-        if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
+        if origin is not None and scope["method"] not in _SAFE and _split(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
         return None
 
@@ -205,9 +205,17 @@ def _is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and str(scope["path"]).endswith("/documents")
 
 
+def _split(address: str) -> SplitResult:
+    """The parts of an address that a client wrote; all are empty where it is none."""
+    try:
+        return urlsplit(address)
+    except ValueError:  # such as a bracket that is not closed
+        return urlsplit("")
+
+
 def _local(host: str) -> bool:
     """Whether a Host header names this machine: another name that leads here is an attack from a page."""
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _split(f"//{host}").hostname or ""
     if name == "localhost":
         return True
     try:

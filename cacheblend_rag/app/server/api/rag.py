@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Request, Response, UploadFile
+from fastapi import File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app import collection as articles
+from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.rag_bodies import (
     AskBody,
     ChunkText,
@@ -60,7 +61,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
-router = APIRouter(prefix="/api", tags=["RAG"])
+router = bounded_router("/api", "RAG")
 _COPIED_AT_ONCE = 2**20
 _SAMPLED = 64  # passages by which the KV of a collection is estimated
 _COMPARED = 4  # answers that a comparison counts as, one of each method
