@@ -1,7 +1,8 @@
 """Uploads read, split, embedded, saved and warmed in the background, tenants in turns.
 
 Pending work stands in the catalogue of each tenant, so a server that is started again goes on with it. A turn
-takes a batch of files of one tenant. KV is stored when no tenant has files to be read.
+takes a batch of files of one tenant, for a few seconds. KV is stored when no tenant has files to be read, and after
+each turn that slow files made long.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _EMBEDDED = 32
 _WARMED, _WARMED_CHARS = 4, 8_000
 # Documents whose texts are read ahead for that.
 _AHEAD = 32
+# Seconds after which a turn ends, once the file in hand is read.
+_TURN_SECONDS = 5.0
 # Events of one stage of one file, about; all are kept for later readers.
 _TOLD = 100
 # Seconds until what failed for want of disk space is tried again.
@@ -333,6 +336,7 @@ class Ingestion:
         self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before: dict[str, float] = {}
+        self._slow = False  # whether a turn was ended by time
         self._passed_over = False  # whether somebody's time to be tried again had not come
         self._jobs = Jobs()
         self._warming_up = Warming(base, engine, self._jobs)
@@ -407,6 +411,9 @@ class Ingestion:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
+                    if self._slow:  # they may go on for hours
+                        self._slow = False
+                        self._warm()
                 for library in self._libraries.values():
                     self._jobs.end_all_done(library)
             except Problem as problem:
@@ -483,8 +490,12 @@ class Ingestion:
         """Make documents of some files; gives way after each turn's share of the work."""
         read: list[tuple[PendingFile, list[Document]]] = []
         lacking: Exception | None = None
-        for file in files:
+        ends = time.monotonic() + _TURN_SECONDS
+        for number, file in enumerate(files):
             if self._stopping.is_set() or sum(len(chunks) for _, chunks in read) >= _CHUNKS:
+                break
+            if number and time.monotonic() >= ends:  # slow files of one tenant keep nobody waiting
+                self._slow = True
                 break
             try:
                 read.append((file, self._read(name, library, file)))
