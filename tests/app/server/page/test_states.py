@@ -212,6 +212,78 @@ def test_deleted_text_is_not_kept_by_the_browser(page: Page) -> None:
     assert "heron Ottilie" not in kept_texts(page)
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_name_of_a_file_that_failed_can_be_read(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    failed = {"id": "f1", "name": "contract of 1893.pdf", "chunks": 0, "bytes": 5, "state": "failed"}
+    failed["error"] = "the file cannot be read as PDF: " + "it is damaged in a way that takes long to tell; " * 4
+    page.route(re.compile("/documents$"), lambda route: route.fulfill(json=[failed]))
+    page.get_by_role("button", name="Documents").click()
+    box = page.locator("#files-list li.failed .name").bounding_box()
+    assert box is not None
+    assert box["width"] > 140
+
+
+def test_verdict_does_not_quote_the_answer_above_it(page: Page) -> None:
+    rows = [
+        {"method": one, "answer": "Yes.", "ttft_s": 0.5, "same_as_full": one == "full"} for one in ("full", "blend")
+    ]
+    page.route(ASK, lambda route: stream(route, ("token", {"text": " Yes."}), ("done", {})))
+    body = [*(("row", row) for row in rows), ("done", {})]
+    page.route(re.compile("/compare$"), lambda route: stream(route, *body))
+    page.locator("#question").fill("Anything?")
+    page.locator("#question").press("Enter")
+    expect(page.locator(".verdict")).to_contain_text("The answer above is that of full recompute.")
+    expect(page.locator(".verdict q")).to_have_count(0)
+
+
+def test_address_of_a_link_cannot_be_turned_around(page: Page) -> None:
+    text = "See [moc.knab\u202e//:sptth](https://evil.example/) and [https://evil.example/\u202emoc.knab](https://evil.example/)."
+    page.route(ASK, lambda route: stream(route, ("token", {"text": text}), ("done", {})))
+    type_and_send(page, "Where?")
+    expect(page.locator(".words bdi[dir=ltr]")).to_have_text([" (evil.example)"] * 2)
+    for one in page.locator(".words bdi a").all():
+        assert "(evil.example)" not in one.inner_text()
+
+
+def test_saved_conversation_loads_nothing(page: Page) -> None:
+    text = "A ![picture](https://evil.example/p.png) and <img src='https://evil.example/q.png'>."
+    page.route(ASK, lambda route: stream(route, ("token", {"text": text}), ("done", {})))
+    type_and_send(page, "What is in <b>it</b>?")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "done")
+    page.get_by_role("button", name="History").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save conversation").click()
+    written = saved.value.path().read_text(encoding="utf-8")
+    assert "\\![picture](https://evil.example/p.png) and &lt;img" in written
+    assert not re.search(r"(?<!\\)!\[|<[a-z/]", written)
+
+
+def test_deleting_says_that_it_waits(page: Page) -> None:
+    upload_to_new_collection(page, "Birds", [File("owl.md", "The owl lives in the barn.")])
+    held: list[Route] = []
+    page.route(re.compile("/documents/[0-9a-f]+$"), lambda route: held.append(route))
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_role("button", name="Delete owl.md").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_role("status").filter(has_text="Deleting, once no answer is under way")).to_be_visible()
+    held[0].continue_()
+    expect(page.locator("#files-list li")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_says_why_nothing_can_be_asked(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_label("New collection").fill("Empty")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("radio", name="Empty")).to_be_checked()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator("#hint")).to_be_visible()
+    expect(page.locator("#hint")).to_have_text("“Empty” holds no documents yet: add some to ask about.")
+
+
 def test_failed_comparison_leaves_the_answer(page: Page) -> None:
     row = {"method": "full", "answer": "Some.", "ttft_s": 0.5, "same_as_full": True}
     body = [("row", row), ("error", {"code": "failed", "message": "No room."}), ("done", {})]
