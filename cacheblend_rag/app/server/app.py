@@ -297,8 +297,10 @@ def _add_plain_routes(app: FastAPI) -> None:
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
     async def metrics(request: Request) -> Response:
-        """Counts in Prometheus' form; of tenants, those of the key's own, or all for a key that is for metrics."""
-        text = await asyncio.to_thread(service_of(request).metrics.text, request.scope["caller"].tenant)
+        """Counts in Prometheus' form: those of the key's own tenant, or all for a key that is for metrics."""
+        service = service_of(request)
+        alone = len(service.sessions) == 1
+        text = await asyncio.to_thread(service.metrics.text, request.scope["caller"].tenant, alone=alone)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/docs", include_in_schema=False)

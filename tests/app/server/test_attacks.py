@@ -223,6 +223,18 @@ def test_without_the_key_nothing_is_told(guarded: Running, authorization: str | 
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_metrics_tell_no_tenant_what_another_does(ada: httpx.Client, ben: httpx.Client) -> None:
+    ada.get("/metrics")  # so that her own request is counted before
+    before = {line for line in ada.get("/metrics").text.splitlines() if 'tenant="ada"' not in line}
+    for _ in range(3):
+        assert ben.post("/api/collections/archive/ask", json={"question": "Which?", "stream": False}).status_code == 200
+    ben.get("/metrics")
+    after = ada.get("/metrics").text
+    assert 'tenant="ada"' in after
+    assert "ben" not in after
+    assert {line for line in after.splitlines() if 'tenant="ada"' not in line} == before
+
+
 def test_health_page_and_its_files_need_no_key(guarded: Running) -> None:
     with client_of(guarded) as client:
         assert client.get("/healthz").json() == {"status": "ok"}
