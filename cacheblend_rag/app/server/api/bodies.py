@@ -39,7 +39,7 @@ class _BoundedRequest(Request):
         found = await super().json()
         problem = _fault_of(found, _ESCAPED_HALF.search(await self.body()) is not None)
         if problem is not None:
-            raise HTTPException(problem.status, problem)  # type: ignore[arg-type]  # FastAPI lets no other error through
+            raise HTTPException(problem.status, problem)  # FastAPI lets no other error through
         return found
 
 
