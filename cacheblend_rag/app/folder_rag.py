@@ -107,7 +107,7 @@ class FolderRAG:
 
     def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
         """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
-        name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(Path(docs).resolve())).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
         return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self._forget)
 

@@ -6,10 +6,12 @@ A folder that cannot be written is read without diskcache, which writes at every
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import re
+import shutil
 import sqlite3
 import stat
 import threading
@@ -34,6 +36,10 @@ _COUNTED = ("hits", "misses", "evictions")
 # Files that belong to no record are left alone this long: another process may just be writing them.
 _GRACE_SECONDS = 3600.0
 _SWEEP_SECONDS = 86_400.0
+# Bytes that are made free to open the store of a full disk, and for what is written beside it.
+_ROOM = 4 * 2**20
+# Bytes with less of which SQLite cannot open a file.
+_LEAST_FREE = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -293,6 +299,36 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         return (folder / filename).resolve().is_relative_to(folder)
 
 
+def _is_full(folder: Path, error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is that of a disk or a quota that is full."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < _LEAST_FREE:  # SQLite may call it an I/O error
+            return True
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+            return True
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _drop_oldest(folder: Path) -> int:
+    """Erase files of records, those first that were stored first, until there is some room; the bytes they had.
+
+    The index need not open for that. A record without its file is a miss.
+    """
+    known = [(path.lstat(), path) for path in folder.glob("??/??/*.val")]
+    freed = 0
+    for status, path in sorted(known, key=lambda one: one[0].st_mtime):
+        if freed >= _ROOM:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+            freed += status.st_blocks * 512
+    return freed
+
+
 class DiskStore(KVStore):
     """A KV store in a folder that processes may share.
 
@@ -334,13 +370,22 @@ class DiskStore(KVStore):
                 self._cache: Any = _ReadOnlyCache(self.folder)
                 _log.warning("the KV store in %r cannot be written: it is read, and nothing is added", str(self.folder))
             else:
-                self._make_folder()
-                self._cache = _Cache(self.folder, size_limit)
-                self._sweep_now_and_then()
+                self._open_index(size_limit)
         except Exception as error:  # what a data base made by someone else can raise has no end
-            raise StoreError(
-                f"cannot open the KV store in {str(self.folder)!r}: {error}; name a folder that can be written"
-            ) from error
+            remedy = "make room on its disk" if _is_full(self.folder, error) else "name a folder that can be written"
+            raise StoreError(f"cannot open the KV store in {str(self.folder)!r}: {error}; {remedy}") from error
+
+    def _open_index(self, size_limit: int, *, again: bool = False) -> None:
+        """Open the folder to be written. Where its disk is full, records give way: nothing else is lost with them."""
+        try:
+            self._make_folder()
+            self._cache = _Cache(self.folder, size_limit)
+            self._sweep_now_and_then()
+        except Exception as error:
+            if again or not _is_full(self.folder, error) or not (freed := _drop_oldest(self.folder)):
+                raise
+            _log.warning("the disk of the KV store in %r is full: %d bytes of KV gave way", str(self.folder), freed)
+            self._open_index(size_limit, again=True)
 
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import json
@@ -158,6 +159,41 @@ def test_full_disk_costs_only_storing(
             record = store.read(entry)
             record.verify()
             record.close()
+
+
+def test_full_disk_keeps_no_store_from_opening(
+    tmp_path: Path, mount: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records give way. Without any, the error says that there is no room."""
+    mount("tmpfs", options="size=40m")
+    store, keys = DiskStore(tmp_path / "kv"), [f"key {number}" for number in range(120)]
+    for number, key in enumerate(keys):
+        store.put(key, record_of(number))
+    store.close()
+    fill(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        store = DiskStore(tmp_path / "kv")
+    assert "gave way" in caplog.text
+    there = store.open_all(keys)
+    for record in there.values():
+        record.close()
+    assert 0 < len(there) < len(keys), "the oldest are gone, and no more than need be"
+    assert keys[-1] in there
+    store.put(keys[0], record_of(0))
+    assert store.contains(keys[0])
+    store.close()
+    shutil.rmtree(tmp_path / "kv")
+    fill(tmp_path)
+    with pytest.raises(StoreError, match="make room on its disk"):
+        DiskStore(tmp_path / "kv")
+
+
+def fill(folder: Path) -> None:
+    """Leave not a byte on the disk of a folder."""
+    path = folder / f"ballast {len(list(folder.iterdir()))}"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\0" * 4096):
+            pass
 
 
 def test_file_size_limit_costs_only_storing(tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import mimetypes
 import os
+import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from html import escape
@@ -46,6 +47,10 @@ _PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
 # Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
 _GRACE, _LAST = 20, 35
+# Bytes of an answer that are waiting in the system, and the least that a client must take of the others in its time.
+_UNSENT, _LEAST_TAKEN = 64 * 1024, 4 * 1024
+# Bits of an IPv6 address that tell one client from others.
+_CLIENT_BITS = 64
 SWITCH_INTERVAL = 0.0005
 """Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
 have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times as
@@ -55,8 +60,9 @@ long."""
 class _CarefulProtocol(H11Protocol):
     """uvicorn's protocol with an end to waiting.
 
-    The head of a request must come whole within a time, and its body without long gaps. Where there are too many
-    connections, one that waits for a request gives way to a new one.
+    The head of a request must come whole within a time, its body without long gaps, and its answer must be taken
+    without long gaps. Where there are too many connections, the one whose client has kept us waiting longest gives way
+    to a new one. Requests are not sent ahead: where more than one has come, the first is answered and no other.
     """
 
     limits: Limits
@@ -64,16 +70,21 @@ class _CarefulProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.BaseProtocol.connection_made`."""
         super().connection_made(transport)
-        self._since = time.monotonic()
+        self._since = self.loop.time()
+        """When its client did something last, or began the head that has not come whole."""
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        transport.set_write_buffer_limits(high=0)  # whatever is not taken at once is waited for
+        if (lowat := getattr(socket, "TCP_NOTSENT_LOWAT", None)) is not None and self.client is not None:
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, lowat, _UNSENT)
         others: list[Any] = [one for one in self.connections if one is not self]
         if self.client is not None:
-            mine = sum(one.client is not None and one.client[0] == self.client[0] for one in others)
+            mine = sum(one.client is not None and _same_network(one.client[0], self.client[0]) for one in others)
             if mine >= self.limits.address_connections:
                 self._refuse(b"429 Too Many Requests", b"Retry-After: 10\r\n")
                 return
         if len(others) >= self.limits.connections:
-            idle = [one for one in others if not one.under_way]
+            idle = [one for one in others if one.waits_for_client]
             if not idle:
                 self._refuse(b"503 Service Unavailable", b"Retry-After: 10\r\n")
                 return
@@ -84,6 +95,11 @@ class _CarefulProtocol(H11Protocol):
     def under_way(self) -> bool:
         """Whether a request is being answered, its body perhaps not here yet."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing goes on before the client sends or takes something."""
+        return not self.under_way or self.flow.write_paused or (self.cycle.more_body and not self.flow.read_paused)
 
     def give_way(self) -> None:
         """Close the connection for another."""
@@ -97,24 +113,57 @@ class _CarefulProtocol(H11Protocol):
             return
         if not self.under_way:
             if self._timer is None:  # the head of a further request has begun
-                self._since = time.monotonic()
+                self._since = self.loop.time()
                 self._arm(self.limits.head_seconds)
         elif self.cycle.more_body:
+            self._since = self.loop.time()
             self._disarm()
             self._arm(self.limits.body_seconds)
         else:
             self._disarm()
+            if self.conn.trailing_data[0]:  # a further request before this one is answered
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """See `H11Protocol`: until the next request begins, keep-alive has a time of its own."""
-        self._since = time.monotonic()
+        self._since = self.loop.time()
         self._disarm()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.BaseProtocol.pause_writing`: the client does not take what was written."""
+        super().pause_writing()
+        self._since = self.loop.time()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.BaseProtocol.resume_writing`."""
+        super().resume_writing()
+        self._stop_waiting_for_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol.connection_lost`."""
         self._disarm()
         super().connection_lost(exc)
+        self._stop_waiting_for_reader()
+
+    def _wait_for_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self.limits.unread_seconds, self._look_at_reader, left)
+
+    def _look_at_reader(self, left: int) -> None:
+        """Close the connection unless its client has taken something of what was left."""
+        self._unread = None
+        if self.transport.get_write_buffer_size() > left - _LEAST_TAKEN:
+            self.give_way()  # also if it is closing: that waits for the reader, too
+        else:
+            self._since = self.loop.time()
+            self._wait_for_reader()
+
+    def _stop_waiting_for_reader(self) -> None:
+        timer, self._unread = self._unread, None
+        if timer is not None:
+            timer.cancel()
 
     def _arm(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._late, seconds)
@@ -139,6 +188,14 @@ class _CarefulProtocol(H11Protocol):
         self.connections.discard(self)
         self.transport.write(_ANSWER % (status, headers))
         self.transport.close()
+
+
+def _same_network(one: str, other: str) -> bool:
+    """Whether two addresses are of one client: of IPv6 each client has a network of them."""
+    if one == other or ":" not in one or ":" not in other:
+        return one == other
+    own = ipaddress.ip_network((one.partition("%")[0], _CLIENT_BITS), strict=False)
+    return ipaddress.ip_address(other.partition("%")[0]) in own
 
 
 def _protocol_for(limits: Limits) -> type[H11Protocol]:
@@ -240,8 +297,10 @@ def _add_plain_routes(app: FastAPI) -> None:
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
     async def metrics(request: Request) -> Response:
-        """Counts in Prometheus' form; of tenants, those of the key's own, or all for a key that is for metrics."""
-        text = await asyncio.to_thread(service_of(request).metrics.text, request.scope["caller"].tenant)
+        """Counts in Prometheus' form: those of the key's own tenant, or all for a key that is for metrics."""
+        service = service_of(request)
+        alone = len(service.sessions) == 1
+        text = await asyncio.to_thread(service.metrics.text, request.scope["caller"].tenant, alone=alone)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/docs", include_in_schema=False)

@@ -112,10 +112,16 @@ class Limits:
     queue_seconds: float = _limit(120.0, _SECONDS, "Time a request may wait.")
     connections: int = _limit(1_000, _COUNT, "Connections open at once, of all addresses.")
     address_connections: int = _limit(
-        250, _COUNT, "Open at once from one address, a proxy too.", flag="connections", metavar="N"
+        250,
+        _COUNT,
+        "Open at once from one address, a proxy too; of IPv6 from one network of 64 bits.",
+        flag="connections",
+        metavar="N",
     )
     head_seconds: float = _limit(10.0, _SECONDS, "Time in which the head of a request must come.")
     body_seconds: float = _limit(30.0, _SECONDS, "Longest gap in a request's body.")
+    unread_seconds: float = _limit(30.0, _SECONDS, "Longest time in which a client takes nothing of its answer.")
+    at_once: int = _limit(250, _COUNT, "Requests of one tenant under way at once, events that are followed too.")
     jobs: int = _limit(32, _COUNT, "Uploads of one tenant that may wait.")
     disk_bytes: int = _limit(
         5_000_000_000,

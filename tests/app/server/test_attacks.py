@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -91,6 +93,33 @@ def test_name_is_shown_without_invisible_characters(ada: httpx.Client) -> None:
     id = new_collection(ada, "a\x00b\u202e\nc")
     (shown,) = [one["name"] for one in ada.get("/api/state").json()["collections"] if one["id"] == id]
     assert shown == "a b c"
+
+
+@pytest.mark.parametrize("name", ["\u200b", "\u202e\u2066", "\u3164 \u2800", "\x00"])
+def test_name_of_which_nothing_can_be_seen_is_refused(ada: httpx.Client, name: str) -> None:
+    answer = ada.post("/api/collections", json={"name": name})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "name")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_files_of_the_served_folder_have_any_names(model: Path, tmp_path: Path) -> None:
+    """Bytes that are no text, and characters that would turn around or move what stands beside them."""
+    docs = os.fsencode(tmp_path / "docs\udcff")
+    os.mkdir(docs)
+    for number, name in enumerate([b"b\xff\xfed.md", "turn\u202egpj.md".encode(), b"con\x1b[31m\ntrol.md"]):
+        Path(os.fsdecode(docs + b"/" + name)).write_text(passage(500 + number), encoding="utf-8")
+    with TestClient(create_app(settings_for(model, Path(os.fsdecode(docs)), tmp_path)), base_url=BASE) as client:
+        (collection,) = client.get("/api/state").json()["collections"]
+        assert collection["name"] == "docs\ufffd"
+        listed = {one["name"]: one["id"] for one in client.get("/api/collections/archive/documents").json()}
+        assert set(listed) == {"b\ufffd\ufffdd.md", "turn gpj.md", "con [31m trol.md"}
+        found = client.post("/api/collections/archive/search", json={"query": "leaf", "k": 3}).json()
+        assert {one["document"]: one["document_id"] for one in found} == listed
+        for id in listed.values():
+            shown = client.get(f"/api/collections/archive/documents/{id}/chunks/0")
+            assert shown.json()["document"] in listed
+        answer = client.post("/api/collections/archive/ask", json={"question": "Which leaf?", "stream": False})
+        assert {one["document"] for one in answer.json()["sources"]} <= set(listed)
 
 
 @pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.py", "noending", "", "a.pdf.exe"])
@@ -192,6 +221,18 @@ def test_without_the_key_nothing_is_told(guarded: Running, authorization: str | 
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "unauthorized"
     assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_metrics_tell_no_tenant_what_another_does(ada: httpx.Client, ben: httpx.Client) -> None:
+    ada.get("/metrics")  # so that her own request is counted before
+    before = {line for line in ada.get("/metrics").text.splitlines() if 'tenant="ada"' not in line}
+    for _ in range(3):
+        assert ben.post("/api/collections/archive/ask", json={"question": "Which?", "stream": False}).status_code == 200
+    ben.get("/metrics")
+    after = ada.get("/metrics").text
+    assert 'tenant="ada"' in after
+    assert "ben" not in after
+    assert {line for line in after.splitlines() if 'tenant="ada"' not in line} == before
 
 
 def test_health_page_and_its_files_need_no_key(guarded: Running) -> None:

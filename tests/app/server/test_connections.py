@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_rag.app.server import app
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, new_collection, process_logits, running, settings_for
@@ -112,6 +113,136 @@ def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None
             one.sendall(bytes([byte]))
             careful.later(29)  # all take longer than one may
         assert one.recv(12) == b"HTTP/1.1 200"
+
+
+FILE = b"GET /static/vendor/highlight.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@contextmanager
+def never_reading(server: Running, sent: bytes, source: str) -> Iterator[socket.socket]:
+    """A connection whose client takes as little as its system lets it."""
+    with socket.socket() as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        made.bind((source, 0))
+        made.settimeout(20)
+        made.connect(address_of(server))
+        made.sendall(sent)
+        yield made
+
+
+@pytest.fixture
+def small_buffers(careful: Running) -> Iterator[None]:
+    """The system takes little of an answer for those who do not read it."""
+    listening = careful.server.servers[0].sockets[0]
+    before = listening.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    yield
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)  # the system doubles what it is told
+
+
+def stalled(server: Running) -> list[Any]:
+    return [one for one in list(server.server.server_state.connections) if one.flow.write_paused]
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_answers_that_nobody_takes_are_given_up(careful: Running) -> None:
+    with ExitStack() as open_ones:
+        for number in range(20):
+            open_ones.enter_context(never_reading(careful, FILE, f"127.0.2.{number % 4 + 1}"))
+        until(lambda: len(stalled(careful)) == 20)
+        careful.later(29)
+        assert len(stalled(careful)) == 20, "they have thirty seconds"
+        careful.later(1)
+        until(lambda: not careful.server.server_state.connections)
+        until(lambda: not careful.server.server_state.tasks)
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_readers_who_take_nothing_give_way_to_others_at_once(careful: Running) -> None:
+    """All connections there may be, of four addresses."""
+    with ExitStack() as open_ones:
+        for number in range(60):
+            open_ones.enter_context(never_reading(careful, FILE * 60, f"127.0.3.{number % 4 + 1}"))
+        until(lambda: len(stalled(careful)) == 60)
+        for number in range(30):
+            with connected(careful, WHOLE, f"127.0.4.{number + 1}") as other:
+                assert other.recv(12) == b"HTTP/1.1 200"
+    until(lambda: not careful.server.server_state.connections)
+
+
+def test_bodies_that_do_not_come_give_way_to_others_at_once(careful: Running) -> None:
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS['ada']}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+    ).encode()
+    with ExitStack() as open_ones:
+        for number in range(60):
+            open_ones.enter_context(connected(careful, head, f"127.0.5.{number % 4 + 1}"))
+        until(lambda: sum(one.under_way for one in list(careful.server.server_state.connections)) == 60)
+        with connected(careful, WHOLE, "127.0.5.9") as other:
+            assert other.recv(12) == b"HTTP/1.1 200"
+    until(lambda: not careful.server.server_state.connections)
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_slow_reader_gets_the_whole_answer(careful: Running) -> None:
+    with never_reading(careful, FILE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), "127.0.0.1") as one:
+        got = b""
+        while piece := one.recv(8192):
+            got += piece
+            careful.later(2)  # all of it takes longer than a gap may be
+    body = got.partition(b"\r\n\r\n")[2]
+    assert body == (Path(app.__file__).parent / "page/vendor/highlight.js").read_bytes()
+
+
+def test_requests_sent_ahead_are_not_answered(careful: Running) -> None:
+    with connected(careful, WHOLE * 3) as one:
+        assert heard(one).count(b"HTTP/1.1 200") == 1
+    with connected(careful, WHOLE) as one:  # one after the other they are
+        for _ in range(3):
+            said = b""
+            while not said.endswith(b"}"):
+                said += one.recv(65536)
+            one.sendall(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("::1", "127.0.0.1", False),
+    ],
+)
+def test_network_of_an_ipv6_address_counts_as_one(one: str, other: str, same: bool) -> None:
+    assert app._same_network(one, other) is same
+
+
+def test_tenant_has_so_many_requests_under_way(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all addresses together, and followed events too."""
+    keys, began, held = {**KEYS, "ben": "ben-0123456789abcdef"}, threading.Semaphore(0), threading.Event()
+
+    def hold(*given: Any) -> Any:
+        began.release()
+        held.wait(60)
+
+    with running(settings_for(model, docs, tmp_path, limits=Limits(at_once=2), keys=keys)) as server:
+        monkeypatch.setattr(type(server.service), "store_stats", hold)
+        request = "GET /api/state HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {}\r\n\r\n"
+        with ExitStack() as open_ones:
+            for address in ("127.0.0.1", "127.0.0.2"):
+                open_ones.enter_context(connected(server, request.format(keys["ada"]).encode(), address))
+            assert began.acquire(timeout=20)
+            with client_of(server, keys["ada"]) as ada, client_of(server, keys["ben"]) as ben:
+                until(lambda: ada.get("/v1/models").status_code == 429)
+                assert ben.get("/v1/models").status_code == 200
+                held.set()
+                until(lambda: ada.get("/v1/models").status_code == 200)
 
 
 def test_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import pkgutil
 import re
 import secrets
 import signal
 import sqlite3
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
@@ -170,6 +173,63 @@ def test_failed_save_leaves_the_collection_as_it_was_and_is_retried(
         assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}
     with TestClient(create_app(settings), base_url=BASE) as client:
         assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}
+
+
+SHORTAGES = {
+    "no descriptor for a process": ("subprocess.Popen", OSError(errno.EMFILE, "Too many open files")),
+    "no process": ("subprocess.Popen", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")),
+    "no thread": ("threading.Timer.start", RuntimeError("can't start new thread")),
+    "no descriptor for the file": ("pathlib.Path.read_bytes", OSError(errno.ENFILE, "Too many open files in system")),
+    "no memory for the passages": ("cacheblend_rag.app.server.services.ingestion.split", MemoryError()),
+    "no memory for the vectors": (
+        "cacheblend_rag.app.server.services.ingestion.embed_in_parts",
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ),
+    "a disk that fails": (
+        "cacheblend_rag.app.server.storage.catalogue.insert",
+        OperationalError("INSERT", {}, sqlite3.OperationalError("unable to open database file")),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def short(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    settings = settings_for(model, docs, tmp_path_factory.mktemp("short"))
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        yield client
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES)
+def test_upload_that_was_answered_waits_while_the_server_is_short_of_something(
+    short: TestClient, monkeypatch: pytest.MonkeyPatch, shortage: str
+) -> None:
+    """Nothing but the parser says that a file is no document."""
+    monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.1)
+    id, ingestion = new_collection(short), short.app.state.service.ingestion  # type: ignore[attr-defined]
+    settle(short.app.state.service)  # type: ignore[attr-defined]
+    failed, (place, error) = threading.Semaphore(0), SHORTAGES[shortage]
+    owner, name = pkgutil.resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
+    plain = getattr(owner, name)
+
+    def fails(*given: Any, **more: Any) -> Any:
+        if threading.current_thread() is not ingestion._thread:
+            return plain(*given, **more)
+        failed.release()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        sent = short.post(
+            f"/api/collections/{id}/documents", files=[("files", (f"{n}.txt", passage(400 + n))) for n in range(2)]
+        )
+        assert sent.status_code == 202
+        for _ in range(3):
+            assert failed.acquire(timeout=30)
+        states = [one["state"] for one in short.get(f"/api/collections/{id}/documents").json()]
+        assert states == ["indexing", "indexing"]
+    events = read_events(short.get(f"/api/jobs/{sent.json()['job']}/events").text)
+    assert events[-1][1]["stage"] == "done"
+    assert whole_or_not_at_all(short, id) == {"0.txt": 1, "1.txt": 1}
 
 
 @pytest.mark.parametrize("damage", [b"{", b"SQLite format 3\0" + b"\xff" * 4000])

@@ -335,3 +335,20 @@ def test_space_is_kept_back_and_kept_back_again(tmp_path: Path) -> None:
     made.deletions.keep_reserve()
     assert reserve.exists()
     made.close()
+
+
+def test_names_that_were_deleted_are_in_no_file(client: Any) -> None:
+    """Of a collection that never held a document, and of files that failed or were taken off the list."""
+    data = client.app.state.service.settings.rag.data_path
+
+    def there(name: str) -> list[Path]:
+        return [path for path in data.rglob("*") if path.is_file() and name.encode() in path.read_bytes()]
+
+    id = new_collection(client, "Project Nightjar")
+    upload(client, id, {"whistleblower.pdf": b"no PDF", "ombudsman.pdf": b"no PDF either"})
+    assert all(map(there, ("Project Nightjar", "whistleblower", "ombudsman")))
+    listed = {one["name"]: one["id"] for one in client.get(f"/api/collections/{id}/documents").json()}
+    assert client.delete(f"/api/collections/{id}/documents/{listed['ombudsman.pdf']}").status_code == 204
+    assert there("ombudsman") == []
+    assert client.delete(f"/api/collections/{id}").status_code == 204
+    assert there("whistleblower") == there("Project Nightjar") == []

@@ -157,6 +157,65 @@ def test_file_that_kills_the_reader_is_blamed_and_no_other(tmp_path: Path) -> No
         assert reader.read(tmp_path / "good", "d.txt").pages == ("good text",)
 
 
+@LINUX
+def test_file_is_not_blamed_for_the_end_that_the_system_makes_of_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is short; but one file cannot have it done for ever."""
+    (tmp_path / "file").write_text("good text")
+    start = FileReader._started
+
+    def killed(self: FileReader) -> Any:
+        process = start(self)
+        process.kill()
+        process.wait()
+        return process
+
+    with FileReader(LIMITS) as reader, monkeypatch.context() as patch:
+        patch.setattr(FileReader, "_started", killed)
+        for _ in range(3):
+            with pytest.raises(OSError, match="the system has ended"):
+                reader.read(tmp_path / "file", "a.txt")
+        patch.undo()
+        assert reader.read(tmp_path / "file", "a.txt").pages == ("good text",)
+    with FileReader(LIMITS) as reader, monkeypatch.context() as patch:
+        patch.setattr(FileReader, "_started", killed)
+        patch.setattr("cacheblend_rag.app.server.security.file_reader._TRIES", 2)
+        with pytest.raises(OSError, match="the system has ended"):
+            reader.read(tmp_path / "file", "a.txt")
+        with pytest.raises(DocumentError):
+            reader.read(tmp_path / "file", "a.txt")
+
+
+def test_reader_that_does_not_start_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("good text")
+    with FileReader(LIMITS) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "cacheblend_rag.app.server.security.file_reader.isolated",
+                lambda *_: {"args": [sys.executable, "-c", "raise SystemExit(1)"], "stdout": subprocess.PIPE},
+            )
+            with pytest.raises(OSError, match="does not start"):
+                reader.read(tmp_path / "file", "a.txt")
+        assert reader.read(tmp_path / "file", "a.txt").pages == ("good text",)
+        (tmp_path / "file").unlink()
+        with pytest.raises(DocumentError, match="lost the file"):
+            reader.read(tmp_path / "file", "a.txt")
+
+
+def test_answer_about_one_file_is_never_taken_for_that_about_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    with FileReader(LIMITS) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr("json.loads", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(MemoryError):
+                reader.read(tmp_path / "one", "one.txt")
+        assert reader.read(tmp_path / "other", "other.txt").pages == ("other",)
+
+
 def test_error_names_the_upload_as_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"no PDF")
     with FileReader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):

@@ -15,6 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.services import ingestion
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.storage.catalogue import Catalogue
@@ -91,6 +92,7 @@ def test_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
     with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
         mine, theirs = new_collection(ada), new_collection(ben)
         gate = request.getfixturevalue("gate")
+        monkeypatch.setattr(ingestion, "_TURN_SECONDS", 1_000)  # however busy this machine is
         warmed: list[bool] = []  # whether anything was still to be indexed
         warm = BlendEngine.warm
 
@@ -112,6 +114,40 @@ def test_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
         assert states(ada, mine) == ["ready"] * 120
         assert warmed
         assert not any(warmed)
+
+
+def test_slow_files_of_one_tenant_keep_no_other_waiting(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn ends by time; what was read is saved, and KV is stored, before the others of its files are read."""
+    monkeypatch.setattr(ingestion, "_TURN_SECONDS", 0.0)  # every file is slow
+    read, order, begun, warmed = FileReader.read, list[str](), threading.Semaphore(0), list[int]()
+    go, warm = threading.Event(), BlendEngine.warm
+
+    def noted(self: FileReader, path: Path, name: str) -> Any:
+        order.append(name)
+        begun.release()
+        assert go.wait(60)
+        return read(self, path, name)
+
+    def counted(self: BlendEngine, texts: Any, **more: Any) -> Any:
+        warmed.append(len(order))
+        return warm(self, texts, **more)
+
+    with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
+        mine, theirs = new_collection(ada), new_collection(ben)
+        settle(service)
+        monkeypatch.setattr(FileReader, "read", noted)
+        monkeypatch.setattr(BlendEngine, "warm", counted)
+        assert send(ada, mine, {f"slow-{number}.txt": passage(number) for number in range(6)}).status_code == 202
+        assert begun.acquire(timeout=60)
+        assert send(ben, theirs, {"one.txt": passage(999)}).status_code == 202
+        go.set()
+        settle(service)
+        assert order.index("one.txt") == 1, order
+        assert len(order) == 7
+        assert min(warmed) < 7, "storing does not wait for the last of them"
+        assert states(ada, mine) == ["ready"] * 6
 
 
 def test_long_document_takes_several_turns(

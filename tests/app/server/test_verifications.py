@@ -104,7 +104,8 @@ def test_the_latest_answers_are_counted_for_each_tenant(guarded: Running) -> Non
         assert now["waiting"] == 0
         assert ben.get("/api/verifications").json() == before[ben]
         assert ada.get("/api/verifications", params={"model": "another"}).status_code == 404
-        counted = ada.get("/metrics").text
+        assert "verifications_total" not in ada.get("/metrics").text, "counts of all tenants are not hers"
+        counted = guarded.service.metrics.text().decode()
         assert 'verifications_total{status="corrected"}' in counted
         assert 'verifications_total{status="waiting"}' not in counted
         assert guarded.service.engine.verifications.status.raised == 0, "requests chose the rule themselves"

@@ -3,6 +3,7 @@
 =================  ==========================================================================
 ``gatekeeper``     what every request passes: its id, keys, sizes, hosts, origins and headers
 ``requests``       the session of a request
+``bodies``         bodies looked at before they are validated: how many values they hold
 ``streams``        server-sent events, and clients that go away
 ``rag``            routes of the page and of collections
 ``rag_bodies``     their bodies

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -89,7 +89,7 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[ServedRequest], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
-        self._keys, self._uploads = Keys(settings), Counter[str | None]()
+        self._keys, self._uploads, self._under_way = Keys(settings), Counter[str | None](), Counter[str | None]()
         # Without keys all requests are those of one tenant, on its own machine.
         self._requests = RequestQuota(settings.limits.requests_per_minute if settings.guarded else None)
 
@@ -139,13 +139,16 @@ class Gatekeeper:
 
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:
-        """Count the uploads of each tenant: their files lie on the disk before they are looked at."""
-        counted = [scope["caller"].tenant] if _is_upload(scope) and "caller" in scope else []
-        self._uploads.update(counted)
+        """Count what each tenant has under way; of uploads, the files lie on the disk before they are looked at."""
+        mine = [scope["caller"].tenant] if "caller" in scope else []
+        uploads = mine if _is_upload(scope) else []
+        self._under_way.update(mine)
+        self._uploads.update(uploads)
         try:
             yield
         finally:
-            self._uploads.subtract(counted)
+            self._under_way.subtract(mine)
+            self._uploads.subtract(uploads)
 
     def _refusal(self, scope: Scope, most: int) -> Problem | None:
         headers = Headers(scope=scope)
@@ -164,10 +167,12 @@ class Gatekeeper:
                 return Problem(403, "metrics_only", "this key only reads /metrics")
             if caller.tenant is not None and (problem := self._requests.refusal(caller.tenant)) is not None:
                 return problem
+            if self._under_way[caller.tenant] >= self._settings.limits.at_once:
+                return Problem(429, "busy", "as many requests of yours are under way as may be", retry_after=5)
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
         origin = headers.get("origin")
-        if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
+        if origin is not None and scope["method"] not in _SAFE and _split(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
         return None
 
@@ -205,9 +210,17 @@ def _is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and str(scope["path"]).endswith("/documents")
 
 
+def _split(address: str) -> SplitResult:
+    """The parts of an address that a client wrote; all are empty where it is none."""
+    try:
+        return urlsplit(address)
+    except ValueError:  # such as a bracket that is not closed
+        return urlsplit("")
+
+
 def _local(host: str) -> bool:
     """Whether a Host header names this machine: another name that leads here is an attack from a page."""
-    name = urlsplit(f"//{host}").hostname or ""
+    name = _split(f"//{host}").hostname or ""
     if name == "localhost":
         return True
     try:

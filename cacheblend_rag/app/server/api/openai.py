@@ -6,8 +6,9 @@ import base64
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import Request
 
+from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.completions import AnswerRequest, Chat, Completion
 from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
 from cacheblend_rag.app.server.api.requests import Here
@@ -18,7 +19,7 @@ from cacheblend_rag.app.server.services.logs import served
 from cacheblend_rag.app.server.services.served_model import check_model
 from cacheblend_rag.app.server.services.service import Session
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"])
+router = bounded_router("/v1", "OpenAI")
 _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "An answer, or its pieces."}
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,10 @@ _Text = Annotated[str, StringConstraints(max_length=4_000_000)]
 _Argument = Annotated[str, StringConstraints(max_length=200)]
 _TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)]
 _TopLogProbs = Annotated[int, Field(ge=0, le=20)]
+_T = TypeVar("_T")
+# The first element that is wrong is the only one that is told.
+_List = Annotated[list[_T], Field(max_length=1_000, fail_fast=True)]
+_Messages = Annotated[list[_T], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 class _OpenAIBody(BaseModel):
@@ -69,7 +73,7 @@ class AnswerBody(_OpenAIBody):
     """
 
     model: Annotated[str, StringConstraints(max_length=500)]
-    documents: Annotated[list[_Text | DocumentText], Field(max_length=1_000)] = Field(default_factory=list)
+    documents: _List[_Text | DocumentText] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -206,9 +210,9 @@ class ChatMessage(_OpenAIBody):
     """One message of a conversation; thoughts that another model had in it are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | list[_AnyPart] | None = None
+    content: _Text | _List[_AnyPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: _List[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0, exclude=True)] = []
     reasoning: Any = Field(default=None, exclude=True)
@@ -263,15 +267,15 @@ class BySchema(_OpenAIBody):
 class ChatBody(Sampling):
     """A conversation."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: _Messages[ChatMessage]
     max_completion_tokens: _Tokens | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: _List[ToolDefinition] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: Annotated[PlainText | AnyObject | BySchema, Field(discriminator="type")] | None = None
     logprobs: bool = False
     top_logprobs: _TopLogProbs | None = None
     parallel_tool_calls: bool = True
-    modalities: list[Literal["text"]] | None = None
+    modalities: _List[Literal["text"]] | None = None
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
 
     @property
@@ -315,7 +319,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Text | list[TextItem]
+    content: _Text | _List[TextItem]
 
 
 class CallItem(_Item):
@@ -332,7 +336,7 @@ class CallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: _Text | list[TextItem]
+    output: _Text | _List[TextItem]
 
 
 class ReasoningItem(_Item):
@@ -402,17 +406,17 @@ class TextOptions(_OpenAIBody):
 class ResponsesBody(AnswerBody):
     """A conversation that is to be answered by a response."""
 
-    input: _Text | Annotated[list[_AnyItem], Field(min_length=1)]
+    input: _Text | _Messages[_AnyItem]
     instructions: _Text | None = None
     max_output_tokens: _Tokens | None = None
-    tools: list[FlatTool] = Field(default_factory=list)
+    tools: _List[FlatTool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     top_logprobs: _TopLogProbs | None = None
-    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    include: _List[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     previous_response_id: None = None

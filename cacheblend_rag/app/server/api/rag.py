@@ -6,19 +6,18 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import secrets
-import unicodedata
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Request, Response, UploadFile
+from fastapi import File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app import collection as articles
+from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.rag_bodies import (
     AskBody,
     ChunkText,
@@ -45,7 +44,7 @@ from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gon
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.security.file_reader import suffix_of
 from cacheblend_rag.app.server.services.admission_queue import Slot
-from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit, shown_name
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
@@ -60,7 +59,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
-router = APIRouter(prefix="/api", tags=["RAG"])
+router = bounded_router("/api", "RAG")
 _COPIED_AT_ONCE = 2**20
 _SAMPLED = 64  # passages by which the KV of a collection is estimated
 _COMPARED = 4  # answers that a comparison counts as, one of each method
@@ -154,7 +153,9 @@ def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
 @router.post("/collections", status_code=201)
 async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
     """Make an empty collection."""
-    made = await here.in_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
+    if not (name := shown_name(body.name)):
+        raise Problem(422, "invalid", "name: nothing of it can be seen; give it letters", field="name")
+    made = await here.in_thread(here.library.create, name, here.service.limits.collections)
     return await here.in_thread(_collection_info, here, made)
 
 
@@ -581,14 +582,9 @@ def _document_name(given: str | None) -> str:
     Problem
         415 if files of this kind are not read.
     """
-    name = _cleaned(PurePosixPath((given or "").replace("\\", "/")).name)[-200:]
+    name = shown_name(PurePosixPath((given or "").replace("\\", "/")).name)[-200:]
     try:
         suffix_of(name)
     except DocumentError as error:
         raise Problem(415, "unknown_kind", f"{name}: {error}", field="files") from None
     return name
-
-
-def _cleaned(text: str) -> str:
-    plain = "".join(" " if unicodedata.category(one).startswith("C") else one for one in text)
-    return re.sub(r"\s+", " ", plain).strip()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import BaseModel, Field
 
+from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.rag_bodies import Name
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.streams import unless_gone
 
-router = APIRouter(prefix="/api", tags=["RAG"])
+router = bounded_router("/api", "RAG")
 _MOST_SECONDS = 30
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 import threading
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ _log = logging.getLogger(__name__)
 # Vectors that stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
 _IN_MEMORY = 300_000
 _EMBEDDED = 128
+# Letters and signs that look like nothing.
+_BLANK = "\u115f\u1160\u2800\u3164\uffa0"
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,16 @@ class BaseCollection(Collection):
         super().__init__(id, name)
         self.store, self._embeddings = index.store, embeddings
         self._entries: dict[str, DocumentEntry] = {}
+        self._sources: dict[str, str] = {}  # names of their files as the system has them
         counts: dict[str, int] = {}
         for chunk in index.chunks():
             counts[chunk.metadata["source"]] = counts.get(chunk.metadata["source"], 0) + 1
         for source, chunks in counts.items():
             path = Path(index.folder, source)
             size = path.stat().st_size if path.is_file() else 0
-            entry = DocumentEntry(_hashed(source), source, size, "", chunks)
+            entry = DocumentEntry(_hashed(source), shown_name(source), size, "", chunks)
             self._entries[entry.id] = entry
+            self._sources[entry.id] = source
 
     def documents(self) -> list[DocumentEntry]:
         """See `Collection.documents`."""
@@ -116,15 +122,15 @@ class BaseCollection(Collection):
 
     def chunk(self, document_id: str, number: int) -> SearchHit:
         """See `Collection.chunk`."""
-        entry = self._entries.get(document_id)
-        found = self.store.get_by_ids([f"{entry.name}#{number}"]) if entry else []
+        source = self._sources.get(document_id)
+        found = self.store.get_by_ids([f"{source}#{number}"]) if source is not None else []
         if not found:
             raise Problem(404, "no_chunk", "there is no such chunk")
         return self._found(document_id, found[0], 0.0)
 
     def _found(self, id: str, one: Document, score: float) -> SearchHit:
         about = one.metadata
-        return SearchHit(id, about["source"], about["chunk"], one.page_content, score, about.get("page"))
+        return SearchHit(id, shown_name(about["source"]), about["chunk"], one.page_content, score, about.get("page"))
 
     def texts(self) -> list[str]:
         """Texts of all chunks."""
@@ -304,4 +310,14 @@ def _put(index: FaissVectorStore, leaving: Sequence[int], ids: Sequence[int], ve
 
 
 def _hashed(source: str) -> str:
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    return hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def shown_name(name: str) -> str:
+    """A name as it is shown: without bytes that are no text, and characters that are not seen or turn others around.
+
+    Empty if nothing of it can be seen.
+    """
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    plain = "".join(" " if unicodedata.category(one).startswith("C") or one in _BLANK else one for one in text)
+    return re.sub(r"\s+", " ", plain).strip()

@@ -1,7 +1,8 @@
 """Uploads read, split, embedded, saved and warmed in the background, tenants in turns.
 
 Pending work stands in the catalogue of each tenant, so a server that is started again goes on with it. A turn
-takes a batch of files of one tenant. KV is stored when no tenant has files to be read.
+takes a batch of files of one tenant, for a few seconds. KV is stored when no tenant has files to be read, and after
+each turn that slow files made long.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _EMBEDDED = 32
 _WARMED, _WARMED_CHARS = 4, 8_000
 # Documents whose texts are read ahead for that.
 _AHEAD = 32
+# Seconds after which a turn ends, once the file in hand is read.
+_TURN_SECONDS = 5.0
 # Events of one stage of one file, about; all are kept for later readers.
 _TOLD = 100
 # Seconds until what failed for want of disk space is tried again.
@@ -293,6 +296,16 @@ def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
     return some
 
 
+def _passes(error: Exception) -> bool:
+    """Whether an error is no fault of a file: the database is away, or there is too little of something for a while.
+
+    Python and torch have no kinds of their own for some of these.
+    """
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in ("can't start new thread", "allocate memory", "out of memory"))
+    return isinstance(error, (Problem, StoreError, OSError, MemoryError))
+
+
 class Ingestion:
     """The background thread through which everything goes into collections.
 
@@ -323,6 +336,8 @@ class Ingestion:
         self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before: dict[str, float] = {}
+        self._slow = False  # whether a turn was ended by time
+        self._passed_over = False  # whether somebody's time to be tried again had not come
         self._jobs = Jobs()
         self._warming_up = Warming(base, engine, self._jobs)
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -391,10 +406,14 @@ class Ingestion:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._news.clear()
+            self._passed_over = False
             try:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
+                    if self._slow:  # they may go on for hours
+                        self._slow = False
+                        self._warm()
                 for library in self._libraries.values():
                     self._jobs.end_all_done(library)
             except Problem as problem:
@@ -406,7 +425,7 @@ class Ingestion:
                 self._stopping.wait(_RETRY)
                 continue
             self._reader.close()
-            waits = any(time.monotonic() < until for until in self._not_before.values())
+            waits = self._passed_over
             if not waits and any(one.erasing.unfinished for one in self._libraries.values()):
                 continue
             if not waits and not self._news.is_set():
@@ -422,20 +441,28 @@ class Ingestion:
                 turns.remove(name)
                 turns.append(name)
                 yield name
+            else:
+                self._passed_over = True
 
     @contextlib.contextmanager
     def _for(self, name: str) -> Iterator[None]:
         """Work for a tenant; where the disk is full or fails it is tried again later."""
         try:
             yield
-        except (Problem, StoreError) as error:
-            _log.warning("work for a tenant waits: %s", error)
+        except Exception as error:
+            if not _passes(error):
+                raise
+            _log.warning(
+                "work for a tenant waits: %s",
+                error if isinstance(error, CacheBlendError | Problem) else type(error).__name__,
+            )
             self._not_before[name] = time.monotonic() + _RETRY
 
     def _erase(self) -> None:
         """Try again to erase what was deleted."""
         for name, library in self._libraries.items():
             waits = self._not_before.get(name, 0.0) > time.monotonic()
+            self._passed_over |= waits
             if library.erasing.unfinished and not waits and not library.erasing.erase():
                 self._not_before[name] = time.monotonic() + _RETRY
 
@@ -462,18 +489,26 @@ class Ingestion:
     def _take_in(self, name: str, library: Library, files: Sequence[PendingFile]) -> Iterator[None]:
         """Make documents of some files; gives way after each turn's share of the work."""
         read: list[tuple[PendingFile, list[Document]]] = []
-        for file in files:
+        lacking: Exception | None = None
+        ends = time.monotonic() + _TURN_SECONDS
+        for number, file in enumerate(files):
             if self._stopping.is_set() or sum(len(chunks) for _, chunks in read) >= _CHUNKS:
+                break
+            if number and time.monotonic() >= ends:  # slow files of one tenant keep nobody waiting
+                self._slow = True
                 break
             try:
                 read.append((file, self._read(name, library, file)))
-            except Problem:  # the database is away, which is no fault of the file
-                raise
             except Exception as error:
                 if self._stopping.is_set():
                     return
+                if _passes(error):  # those that were read are taken in first
+                    lacking = error
+                    break
                 self._fail(library, file, error)
         yield from self._embed_and_save(name, library, read)
+        if lacking is not None:
+            raise lacking
         for job in dict.fromkeys(file.job for file in files):
             self._jobs.end_if_done(library, job)
 
@@ -504,9 +539,9 @@ class Ingestion:
                     came += library.add(
                         collection, [one for one in taken if one[0].collection == id], self._limits.disk_bytes
                     )
-        except (Problem, StoreError):
-            raise  # the disk is full or fails, which is no fault of the files
         except Exception as error:
+            if _passes(error):
+                raise
             if len(read) == 1:
                 self._fail(library, read[0][0], error)
             for one in read if len(read) > 1 else ():  # it may be the fault of one alone

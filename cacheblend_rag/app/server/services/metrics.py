@@ -101,11 +101,21 @@ class Metrics:
         if found.status not in ("off", "waiting"):
             self.verified.labels(found.status).inc()
 
-    def text(self, tenant: str | None = None) -> bytes:
-        """Everything, as it is scraped; of tenants, only this one if one is named."""
+    def text(self, tenant: str | None = None, *, alone: bool = True) -> bytes:
+        """The counts as they are scraped.
+
+        Parameters
+        ----------
+        tenant : str, optional
+            The only tenant whose counts are shown; by default those of all are.
+        alone : bool
+            Whether there is no other tenant. If there is, counts of the whole server are not for this one: they would
+            tell what the others do.
+        """
         mine = CollectorRegistry()
         mine.register(_VisibleCounts(self._tenants, tenant))
-        return generate_latest(self.registry) + generate_latest(mine)
+        whole = generate_latest(self.registry) if tenant is None or alone else b""
+        return whole + generate_latest(mine)
 
 
 class _StoreCollector(Collector):

@@ -19,7 +19,13 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.services.collection import BaseCollection, Collection, OwnCollection, SearchHit
+from cacheblend_rag.app.server.services.collection import (
+    BaseCollection,
+    Collection,
+    OwnCollection,
+    SearchHit,
+    shown_name,
+)
 from cacheblend_rag.app.server.services.following import Follower, Following
 from cacheblend_rag.app.server.services.ingestion import Ingestion, SharedTexts
 from cacheblend_rag.app.server.services.library import Library
@@ -86,7 +92,7 @@ class Service:
         self.engine = self.model_of().engine
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
-        name = "Bundled articles" if self.bundled else Path(settings.rag.docs).name
+        name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
         self.base = BaseCollection(_BASE_ID, name, self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()

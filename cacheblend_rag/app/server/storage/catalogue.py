@@ -131,9 +131,12 @@ class Uploads:
             db.execute(update(files).where(files.c.id == file).values(error=error))
 
     def dismiss(self, collection: str, file: str) -> bool:
-        """Take a file that waits or failed off the list; whether there was one."""
+        """Take a file that waits or failed off the list; whether there was one. Its name is overwritten."""
         with self._backend.changing() as db:
-            return bool(db.execute(delete(files).where(files.c.collection == collection, files.c.id == file)).rowcount)
+            gone = db.execute(delete(files).where(files.c.collection == collection, files.c.id == file)).rowcount
+        if gone and not self._backend.shared:
+            self._backend.overwrite()
+        return bool(gone)
 
     def to_warm(self, most: int) -> list[tuple[str, str, str]]:
         """Id, name and upload of the next documents whose KV is to be stored; from now on they are this server's."""
@@ -186,6 +189,7 @@ class Deletions:
     def delete(self, gone: Sequence[str], keys: Iterable[str], collection: str | None = None) -> None:
         """Mark documents as deleted, with the KV records that go with them, and perhaps a collection.
 
+        Names of the collection, and of files in it that failed or wait, are overwritten at once.
         Space that was kept back is used where the disk is full.
 
         Raises
@@ -201,6 +205,8 @@ class Deletions:
                 raise
             self._reserve.unlink(missing_ok=True)
             self._delete(gone, keys, collection)
+        if collection is not None and not self._backend.shared:
+            self._backend.overwrite()
 
     def _delete(self, gone: Sequence[str], keys: Iterable[str], collection: str | None) -> None:
         with self._backend.changing() as db:

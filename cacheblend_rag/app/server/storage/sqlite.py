@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, QueuePool, create_engine, insert, select, text
 from sqlalchemy.dialects.sqlite import insert as insert_into
-from sqlalchemy.exc import DatabaseError, TimeoutError
+from sqlalchemy.exc import DatabaseError, OperationalError, TimeoutError
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.storage.tables import VERSION, Backend, metadata, tombstones, totals
@@ -144,6 +144,8 @@ class SqliteBackend(Backend):
         except DatabaseError as error:
             if _is_full(error):
                 raise Problem(507, "disk_full", "the server's disk is full, or fails; make room on it") from error
+            if isinstance(error, OperationalError):  # such as no descriptor left; what was not changed can be later
+                raise Problem(503, "database_busy", "your documents cannot be changed now; try again") from error
             raise
 
     def bury(self, db: Connection, gone: Sequence[str], keys: Sequence[str]) -> None:

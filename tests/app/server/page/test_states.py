@@ -10,7 +10,18 @@ from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import TokenQuota
-from tests.app.server.page.driving import ask, compare_off, easy_questions, events, probe, refuse, stream
+from tests.app.server.page.conftest import open_page
+from tests.app.server.page.driving import (
+    File,
+    ask,
+    compare_off,
+    easy_questions,
+    events,
+    probe,
+    refuse,
+    stream,
+    upload_to_new_collection,
+)
 
 ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")
 
@@ -115,6 +126,162 @@ def test_key_is_asked_for_and_sent(context: BrowserContext, address: str, proble
     problems.clear()
     page.reload()
     page.locator("body[data-ready]").wait_for()  # kept for the tab
+
+
+def kept_texts(page: Page) -> str:
+    return str(page.evaluate("() => JSON.stringify([localStorage, sessionStorage])"))
+
+
+def test_nothing_of_one_key_is_left_for_the_next(context: BrowserContext, address: str, problems: list[str]) -> None:
+    """Neither on the page behind the question for a key, nor in what the browser keeps, nor in another tab."""
+    page, accepted = context.new_page(), ["Bearer of-ada"]
+
+    def guarded(route: Route) -> None:
+        if route.request.headers.get("authorization") in accepted:
+            route.continue_()
+        else:
+            refuse(route, 401, "unauthorized", "a key is needed")
+
+    context.route(re.compile("/api/"), guarded)
+    page.goto(address)
+    page.get_by_label("API key").fill("of-ada")
+    page.keyboard.press("Enter")
+    page.locator("body[data-ready]").wait_for()
+    compare_off(page)
+    question = "Which company does Lars Mardahl work for on Tuesdays?"
+    turn = ask(page, question)
+    answer = turn.locator(".words").inner_text()
+    turn.locator(".source").first.click()
+    expect(page.locator("#passage")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.reload()
+    expect(page.locator(".turn .question")).to_have_text(question)  # she goes on in this tab
+    assert question not in str(page.evaluate("() => JSON.stringify(localStorage)"))
+    other = context.new_page()
+    other.goto(address)
+    expect(other.locator("#key")).to_be_visible()
+    assert question not in kept_texts(other)
+    accepted[:] = ["Bearer of-ben"]
+    page.get_by_role("button", name="Documents").click()
+    expect(page.locator("#key")).to_be_visible()
+    assert not page.locator("main").is_visible()
+    assert not page.locator("#documents").is_visible()
+    for text in (question, answer):
+        assert text not in kept_texts(page)
+        assert text not in page.locator("#turns").inner_html()
+    assert question not in page.content()
+    page.get_by_label("API key").fill("of-ben")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+    assert question not in kept_texts(page)
+    problems.clear()
+
+
+def test_two_tabs_keep_the_questions_of_both(context: BrowserContext, address: str) -> None:
+    first, second = open_page(context, address), open_page(context, address)
+    compare_off(first)
+    one, other, third = (easy.question for easy in easy_questions()[:3])
+    ask(first, one)
+    first.close()
+    ask(second, other)
+    again = open_page(context, address)
+    again.get_by_role("button", name="History").click()
+    expect(again.locator(".past .name")).to_have_count(2)
+    again.get_by_role("button", name=f"Delete conversation: {one}").click()
+    again.keyboard.press("Escape")
+    ask(second, third)
+    second.close()
+    again.reload()
+    again.get_by_role("button", name="History").click()
+    expect(again.locator(".past .name")).to_have_text([other])  # what one tab deletes no other brings back
+
+
+def test_deleted_text_is_not_kept_by_the_browser(page: Page) -> None:
+    compare_off(page)
+    secret = "The heron Ottilie lives in the green tower of Wexby."
+    upload_to_new_collection(page, "Birds", [File("heron.md", secret), File("owl.md", "The owl lives in the barn.")])
+    ask(page, "Where does the heron live?")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    assert "green tower" in kept_texts(page)
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_role("button", name="Delete heron.md").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator("#files-list li")).to_have_count(1)
+    assert secret not in kept_texts(page)
+    assert "heron Ottilie" not in kept_texts(page)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_name_of_a_file_that_failed_can_be_read(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    failed = {"id": "f1", "name": "contract of 1893.pdf", "chunks": 0, "bytes": 5, "state": "failed"}
+    failed["error"] = "the file cannot be read as PDF: " + "it is damaged in a way that takes long to tell; " * 4
+    page.route(re.compile("/documents$"), lambda route: route.fulfill(json=[failed]))
+    page.get_by_role("button", name="Documents").click()
+    box = page.locator("#files-list li.failed .name").bounding_box()
+    assert box is not None
+    assert box["width"] > 140
+
+
+def test_verdict_does_not_quote_the_answer_above_it(page: Page) -> None:
+    rows = [
+        {"method": one, "answer": "Yes.", "ttft_s": 0.5, "same_as_full": one == "full"} for one in ("full", "blend")
+    ]
+    page.route(ASK, lambda route: stream(route, ("token", {"text": " Yes."}), ("done", {})))
+    body = [*(("row", row) for row in rows), ("done", {})]
+    page.route(re.compile("/compare$"), lambda route: stream(route, *body))
+    page.locator("#question").fill("Anything?")
+    page.locator("#question").press("Enter")
+    expect(page.locator(".verdict")).to_contain_text("The answer above is that of full recompute.")
+    expect(page.locator(".verdict q")).to_have_count(0)
+
+
+def test_address_of_a_link_cannot_be_turned_around(page: Page) -> None:
+    text = "See [moc.knab\u202e//:sptth](https://evil.example/) and [https://evil.example/\u202emoc.knab](https://evil.example/)."
+    page.route(ASK, lambda route: stream(route, ("token", {"text": text}), ("done", {})))
+    type_and_send(page, "Where?")
+    expect(page.locator(".words bdi[dir=ltr]")).to_have_text([" (evil.example)"] * 2)
+    for one in page.locator(".words bdi a").all():
+        assert "(evil.example)" not in one.inner_text()
+
+
+def test_saved_conversation_loads_nothing(page: Page) -> None:
+    text = "A ![picture](https://evil.example/p.png) and <img src='https://evil.example/q.png'>."
+    page.route(ASK, lambda route: stream(route, ("token", {"text": text}), ("done", {})))
+    type_and_send(page, "What is in <b>it</b>?")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "done")
+    page.get_by_role("button", name="History").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save conversation").click()
+    written = saved.value.path().read_text(encoding="utf-8")
+    assert "\\![picture](https://evil.example/p.png) and &lt;img" in written
+    assert not re.search(r"(?<!\\)!\[|<[a-z/]", written)
+
+
+def test_deleting_says_that_it_waits(page: Page) -> None:
+    upload_to_new_collection(page, "Birds", [File("owl.md", "The owl lives in the barn.")])
+    held: list[Route] = []
+    page.route(re.compile("/documents/[0-9a-f]+$"), lambda route: held.append(route))
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_role("button", name="Delete owl.md").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_role("status").filter(has_text="Deleting, once no answer is under way")).to_be_visible()
+    held[0].continue_()
+    expect(page.locator("#files-list li")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_says_why_nothing_can_be_asked(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_label("New collection").fill("Empty")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("radio", name="Empty")).to_be_checked()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator("#hint")).to_be_visible()
+    expect(page.locator("#hint")).to_have_text("“Empty” holds no documents yet: add some to ask about.")
 
 
 def test_failed_comparison_leaves_the_answer(page: Page) -> None:
@@ -453,7 +620,15 @@ def test_the_room_that_there_is_stands_beside_what_documents_and_their_kv_take(p
 
 
 @pytest.mark.parametrize(
-    "kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"]
+    "kept",
+    [
+        '{"theme": 3, "conversations": ',
+        '{"theme": 3, "conversations": 4, "jobs": {}}',
+        "null",
+        "3",
+        '{"conversations": [null, 3, {"id": "a"}, {"id": "a", "collection": "archive", "turns": [null, {"id": 1}]}]}',
+        '{"ratio": "half", "rule": {}, "passages": [], "tokens": "x", "selected": {}, "points": [null], "jobs": [3]}',
+    ],
 )
 def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, address: str, kept: str) -> None:
     put = f"localStorage.setItem('cacheblend-rag/1', {kept!r})"

@@ -1,5 +1,7 @@
 // The server's HTTP interface: calls, errors, and server-sent events read from a response.
 
+import { KEY } from "./store.js";
+
 /** What the server refused, or what stood in the way of asking it. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "", field = null, retryAfter = null } = {}) {
@@ -13,10 +15,10 @@ let askForKey = null;
 /** Name the function that asks for an API key; it is given whether one was refused. */
 export const onKeyNeeded = (ask) => (askForKey = ask);
 
-const key = () => sessionStorage.getItem("cacheblend-rag/key");
+const key = () => sessionStorage.getItem(KEY);
 
 export function setKey(value) {
-  sessionStorage.setItem("cacheblend-rag/key", value);
+  sessionStorage.setItem(KEY, value);
 }
 
 function headers(body) {

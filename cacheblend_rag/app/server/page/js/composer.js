@@ -5,6 +5,7 @@ import { $ } from "./dom.js";
 import { changed, collection, on, state } from "./store.js";
 
 const LINES = 7;
+const HINT = $("hint").textContent;
 
 function grow() {
   const box = $("question");
@@ -22,6 +23,11 @@ function refresh() {
   const ready = Boolean(collection()?.documents);
   $("send").textContent = isAsking() ? "Stop" : "Ask";
   $("send").disabled = !isAsking() && !ready;
+  const here = collection();
+  const reason = here ? `“${here.name}” holds no documents yet: add some to ask about.` : "There is no collection yet: add documents to ask about.";
+  const told = ready || !state.server;
+  $("hint").textContent = told ? HINT : reason;
+  $("hint").classList.toggle("reason", !told);
   $("composer").classList.toggle("asking", isAsking());
 }
 

@@ -208,7 +208,9 @@ function showVerdict(node, turn) {
   const same = blend.same_as_full ? "Blending answers as full recompute does" : "Blending answers unlike full recompute";
   const near = blend.kl === undefined ? "" : ` (KL ${blend.kl.toFixed(3)}${typeof blend.order_kl === "number" ? `; another order of the passages: ${blend.order_kl.toFixed(3)}` : ""})`;
   const parts = [el("span", { text: `${same}${how}${near}.` })];
-  if (!blend.same_as_full) {
+  if (!blend.same_as_full && full.answer.trim() === turn.answer.trim()) {
+    parts.push(" The answer above is that of full recompute.");
+  } else if (!blend.same_as_full) {
     parts.push(" ", el("span", { class: "wrong" }, "Full recompute says: ", el("q", { text: begin(full.answer) })));
   }
   if (reuse && !reuse.same_as_full) {

@@ -14,7 +14,7 @@ import {
   OWN,
   refreshServer,
 } from "./server.js";
-import { changed, collection, on, state } from "./store.js";
+import { changed, collection, forgetTexts, on, state } from "./store.js";
 import { startUploads } from "./uploads.js";
 
 function report(error) {
@@ -31,6 +31,7 @@ function collectionView(one) {
   const remove = button("Delete", () => {
     confirmInPlace(remove, `Delete “${one.name}” and its KV?`, (back) =>
       deleteCollection(one.id)
+        .then(() => forgetTexts(one.id))
         .then(refreshServer)
         .then(() => {
           changed("conversation");
@@ -67,6 +68,7 @@ function documentView(one, here) {
   const remove = button("Delete", () => {
     confirmInPlace(remove, "Delete with its KV?", (back) =>
       deleteDocument(here.id, one.id)
+        .then(() => forgetTexts(one.id))
         .then(refreshServer)
         .then(() => {
           changed("documents", here.id);

@@ -37,7 +37,10 @@ export function confirmInPlace(trigger, question, action) {
     box.replaceWith(trigger);
     trigger.focus();
   };
-  const sure = button("Delete", () => action(back), { class: "danger" });
+  const sure = button("Delete", () => {
+    box.replaceChildren(el("span", { class: "hint busy", role: "status", text: "Deleting, once no answer is under way…" }));
+    action(back);
+  }, { class: "danger" });
   const box = el("span", { class: "sure", role: "group", "aria-label": question }, el("span", { text: question }), sure, button("Keep", back));
   box.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;

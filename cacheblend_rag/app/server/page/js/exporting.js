@@ -4,13 +4,16 @@ import { el } from "./dom.js";
 
 const asQuote = (text) => text.split("\n").map((line) => `> ${line}`.trimEnd()).join("\n");
 
+/** Text in which a reader of the file is not made to load anything: pictures become links, and HTML is text. */
+const inert = (text) => text.replace(/!(?=\[)/g, "\\!").replace(/<(?=[a-z/!?])/gi, "&lt;");
+
 /** Everything that was asked, answered and cited. */
 export function asMarkdown(conversation, collectionName) {
   const day = new Date(conversation.created).toISOString().slice(0, 10);
-  const parts = [`# ${conversation.turns[0].question}`, `${day}, from “${collectionName}”`];
+  const parts = [`# ${inert(conversation.turns[0].question)}`, `${day}, from “${inert(collectionName)}”`];
   for (const turn of conversation.turns) {
-    parts.push(`## ${turn.question}`, turn.answer.trim() || "(no answer)");
-    turn.sources.forEach((source, at) => parts.push(`${at + 1}. ${source.document}, passage ${source.chunk + 1}`, asQuote(source.text ?? "")));
+    parts.push(`## ${inert(turn.question)}`, inert(turn.answer.trim()) || "(no answer)");
+    turn.sources.forEach((source, at) => parts.push(`${at + 1}. ${inert(source.document)}, passage ${source.chunk + 1}`, asQuote(inert(source.text ?? ""))));
   }
   return `${parts.join("\n\n")}\n`;
 }

@@ -2,18 +2,19 @@
 
 import { onKeyNeeded, setKey } from "./api.js";
 import { $ } from "./dom.js";
+import { forgetAll } from "./store.js";
 
-let waiting = null; // calls that are refused meanwhile wait for the same answer
+let waiting = null; // for ever: with a key the page begins anew, and nothing of another's is left in it
 
 function ask(refused) {
   $("key-error").textContent = refused ? "The server did not accept this key." : "";
-  waiting ??= new Promise((resolve) => {
+  waiting ??= new Promise(() => {
+    forgetAll();
+    for (const open of document.querySelectorAll("dialog[open]")) open.close();
     const dialog = $("key");
     dialog.addEventListener("close", () => {
       setKey($("key-value").value.trim());
-      $("key-value").value = "";
-      waiting = null;
-      resolve();
+      location.reload();
     }, { once: true });
     dialog.showModal();
   });

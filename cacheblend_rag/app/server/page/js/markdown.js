@@ -8,6 +8,8 @@ const reader = new MarkdownIt({ html: false, linkify: true, maxNesting: DEEPEST 
 reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "notes.md" is a file, and no address
 reader.validateLink = (address) => /^(?:https?|mailto):/i.test(address);
 
+const TURNS = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/; // characters that turn text around
+
 const COPY = "Copy"; // what the button of a code block says
 
 const VIEWS = {
@@ -55,7 +57,8 @@ function shortly(node, label) {
 function linkView(address, inside) {
   const link = el("a", { href: address, target: "_blank", rel: "noopener noreferrer nofollow", title: address }, inside);
   const where = placeOf(address);
-  return placeOf(link.textContent) === where ? link : el("span", {}, link, ` (${where})`);
+  if (placeOf(link.textContent) === where && !TURNS.test(link.textContent)) return link;
+  return el("span", {}, el("bdi", {}, link), el("bdi", { dir: "ltr", text: ` (${where})` }));
 }
 
 /** The host of an address, or to whom a letter goes; of other text, the text. */

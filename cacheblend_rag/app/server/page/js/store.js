@@ -1,6 +1,7 @@
 // What the page knows, and what of it survives a reload.
 
 const NAME = "cacheblend-rag/1";
+export const KEY = "cacheblend-rag/key"; // of this tab
 const PROMPTS_KEPT = 6; // prompts are by far the largest part; of older answers only the figures stay
 const CONVERSATIONS_KEPT = 40;
 const POINTS_KEPT = 60;
@@ -25,7 +26,13 @@ export const state = {
   points: [], // {ttft, hits, misses}
   jobs: [], // {job, collection, files}
   draft: "",
+  gone: [], // ids of what was deleted: conversations, documents, collections
 };
+const firsts = structuredClone(state);
+const KINDS = { collection: "string", model: "string", conversation: "string", selected: "string", ratio: "number", rule: "string" };
+Object.assign(KINDS, { passages: "number", tokens: "number", instructions: "string", compare: "boolean", pace: "number" });
+const GONE_KEPT = 1000;
+const own = new Set(); // ids of turns that this tab has worked on; of others the kept ones are the latest
 
 const bus = new EventTarget();
 
@@ -34,6 +41,8 @@ export const on = (name, fn) => bus.addEventListener(name, (event) => fn(event.d
 
 /** Say that something changed, and keep it. */
 export function changed(name, detail) {
+  const turn = detail?.latest ?? detail;
+  if (turn?.question) own.add(turn.id);
   bus.dispatchEvent(new CustomEvent(name, { detail }));
   keepSoon();
 }
@@ -95,9 +104,78 @@ function keepSoon() {
   timer = setTimeout(keep, 250);
 }
 
+/** What a key lets one read is kept with the key, for the tab; without keys all is kept in the browser. */
+const place = () => (sessionStorage.getItem(KEY) ? sessionStorage : localStorage);
+
+/** What is kept, `{}` if it cannot be read. */
+function read(from) {
+  try {
+    const saved = JSON.parse(from.getItem(NAME));
+    return saved && typeof saved === "object" ? saved : {};
+  } catch {
+    return {};
+  }
+}
+
+const isObject = (one) => one !== null && typeof one === "object";
+
+const isTurn = (one) =>
+  [one?.id, one?.question, one?.answer, one?.status].every((text) => typeof text === "string") &&
+  Array.isArray(one.sources) && one.sources.every(isObject) && (one.report == null || isObject(one.report));
+
+/** Conversations of those kept that are whole. */
+function sound(kept) {
+  const isOne = (one) => typeof one?.id === "string" && typeof one.collection === "string" && Array.isArray(one.turns);
+  return (Array.isArray(kept) ? kept : []).filter(isOne).map((one) => ({ ...one, created: Number(one.created) || 0, turns: one.turns.filter(isTurn) }));
+}
+
+/** Take in what another tab has kept meanwhile. */
+function absorb(saved) {
+  if (Array.isArray(saved.gone)) state.gone = [...new Set([...saved.gone, ...state.gone])].slice(-GONE_KEPT);
+  for (const other of sound(saved.conversations)) {
+    const mine = state.conversations.find((one) => one.id === other.id);
+    if (!mine) state.conversations.push(other);
+    for (const turn of mine ? other.turns : []) {
+      const known = mine.turns.find((one) => one.id === turn.id);
+      if (!known) mine.turns.push(turn);
+      else if (!own.has(turn.id)) Object.assign(known, turn);
+    }
+    mine?.turns.sort((a, b) => a.at - b.at);
+  }
+  state.conversations = state.conversations.filter((one) => !state.gone.includes(one.id)).sort((a, b) => b.created - a.created);
+  state.conversations.splice(CONVERSATIONS_KEPT);
+  for (const one of state.conversations) one.turns.forEach((turn) => dropTexts(turn, one.collection));
+}
+
+/** Let go of passages that were deleted, and of a prompt that held one. */
+function dropTexts(turn, collection) {
+  const deleted = turn.sources.filter((source) => state.gone.includes(collection) || state.gone.includes(source.document_id));
+  for (const source of deleted) source.text = "";
+  if (deleted.length && turn.report) turn.report.prompt = [];
+}
+
+/** A document or a collection was deleted: nothing keeps its texts. */
+export function forgetTexts(id) {
+  state.gone.push(id);
+  keep();
+}
+
+/** Nobody may read what is kept before the server has accepted a key. */
+export function forgetAll() {
+  for (const name of ["conversations", "conversation", "selected", "instructions", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  try {
+    sessionStorage.removeItem(NAME);
+    localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
+  } catch {
+    // Forbidden: then nothing was kept.
+  }
+  changed("conversation");
+}
+
 /** Write everything down; what does not fit is given up from the oldest on. */
 export function keep() {
   clearTimeout(timer);
+  absorb(read(place()));
   for (const prompts of [PROMPTS_KEPT, 1, 0]) if (write(kept(prompts))) return;
   const small = kept(0);
   while (small.conversations.length > 1) {
@@ -108,27 +186,26 @@ export function keep() {
 
 function write(value) {
   try {
-    localStorage.setItem(NAME, JSON.stringify(value));
+    place().setItem(NAME, JSON.stringify(value));
     return true;
   } catch {
     return false; // full, or forbidden
   }
 }
 
-/** Whether a kept value is of the kind that is expected; what is null at first may be of any. */
-const fits = (value, first) =>
-  first === null || (typeof value === typeof first && Array.isArray(value) === Array.isArray(first));
+/** Whether a kept value is of the kind that is expected; a choice that was never made may be null. */
+function fits(name, value) {
+  const first = firsts[name];
+  if (name in KINDS) return value === null || typeof value === KINDS[name];
+  return first === null || (typeof value === typeof first && Array.isArray(value) === Array.isArray(first));
+}
 
 export function restore() {
-  let saved = {};
-  try {
-    saved = JSON.parse(localStorage.getItem(NAME)) ?? {};
-  } catch {
-    // Unreadable: as if nothing had been kept.
+  for (const [name, value] of Object.entries({ ...read(localStorage), ...read(place()) })) {
+    if (name in state && name !== "server" && fits(name, value)) state[name] = value;
   }
-  for (const [name, value] of Object.entries(saved)) {
-    if (name in state && name !== "server" && fits(value, state[name])) state[name] = value;
-  }
+  state.conversations = sound(state.conversations);
+  for (const name of ["points", "jobs"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
@@ -136,13 +213,17 @@ export function restore() {
     turn.instructions ??= null;
     turn.model ??= null;
     turn.passages ??= 6;
-    turn.earlier ??= []; // kept by an older page, where each question was asked by itself
+    if (!Array.isArray(turn.earlier)) turn.earlier = []; // kept by an older page, where each question was asked by itself
+    if (!Array.isArray(turn.rows)) turn.rows = null;
   }
   addEventListener("pagehide", keep);
+  addEventListener("storage", (event) => event.key === NAME && absorb(read(place())));
 }
 
 /** Forget conversations: one, or all. */
 export function forget(id = null) {
+  absorb(read(place()));
+  state.gone.push(...state.conversations.map((one) => one.id).filter((one) => id === null || one === id));
   state.conversations = id === null ? [] : state.conversations.filter((one) => one.id !== id);
   if (!conversation()) {
     state.conversation = null;

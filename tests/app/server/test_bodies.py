@@ -1,0 +1,172 @@
+"""Bodies and heads of requests that are out of all proportion, or no text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_rag.app.server.api.bodies import MOST_VALUES
+from tests.app.server.common import Running, client_of, read_events, running, settings_for
+
+KEY = "ada-0123456789abcdef"
+CHAT = {"messages": [{"role": "user", "content": "red"}], "max_tokens": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "red", "max_tokens": 2},
+    "/v1/responses": {"input": "red", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "red"},
+    "/api/collections": {"name": "red"},
+    "/api/collections/archive/search": {"query": "red"},
+    "/api/collections/archive/ask": {"question": "red", "max_tokens": 2},
+    "/api/collections/archive/compare": {"question": "red", "max_tokens": 2},
+}
+# Seconds of this process that any body takes; it was half a minute before there was a limit.
+SOON = 2.5
+
+
+@pytest.fixture(scope="module")
+def asked(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("data"), keys={"ada": KEY})) as made:
+        yield made
+
+
+@pytest.fixture
+def client(asked: Running) -> Iterator[httpx.Client]:
+    with client_of(asked, KEY) as made:
+        yield made
+
+
+def whole(server: Running, path: str, **more: Any) -> dict[str, Any]:
+    """A body that fits, with something added."""
+    service = server.service
+    name = service.embedder_name if path.endswith("embeddings") else service.model_name
+    return {**({"model": name} if path.startswith("/v1/") else {}), **BODIES[path], **more}
+
+
+def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
+    """Send a body, which httpx would not write where it is no text; it must cost little."""
+    began = time.process_time()
+    answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert time.process_time() - began < SOON
+    return answer
+
+
+def fields_of(client: httpx.Client, path: str) -> list[str]:
+    """All fields of the bodies of a path, by the OpenAPI document."""
+    document = client.get("/openapi.json").json()
+    (found,) = [
+        methods["post"]
+        for template, methods in document["paths"].items()
+        if template == path.replace("archive", "{id}") and "post" in methods
+    ]
+    schema = found["requestBody"]["content"]["application/json"]["schema"]
+    return list(document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[-1]]["properties"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_body_full_of_wrong_values_is_refused_soon_in_every_field(
+    path: str, asked: Running, client: httpx.Client
+) -> None:
+    """As many as are looked at; more are refused whatever they are."""
+    full = [1] * (MOST_VALUES - 200)
+    for field in fields_of(client, path):
+        assert post(client, path, whole(asked, path, **{field: full})).status_code in (200, 201, 400, 413, 422)
+        names = whole(asked, path, **{field: {f"name {number}": number for number in full}})
+        assert post(client, path, names).status_code in (200, 201, 400, 413, 422)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_body_of_more_values_than_may_be_is_refused_whatever_they_are(
+    path: str, asked: Running, client: httpx.Client
+) -> None:
+    many = [1] * (MOST_VALUES + 1)
+    for body in (
+        many,
+        whole(asked, path, unknown=many),
+        whole(asked, path, unknown=[many[:100]] * 1_000),
+        whole(asked, path, **{f"unknown {number}": 1 for number, _ in enumerate(many)}),
+        whole(asked, path, **{next(iter(BODIES[path])): many}),
+    ):
+        answer = post(client, path, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_values")
+
+
+def test_every_list_and_mapping_of_a_body_has_a_limit(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    seen, unlimited = set[str](), set[str]()
+
+    def look(schema: Any, place: str) -> None:
+        if isinstance(schema, list):
+            for one in schema:
+                look(one, place)
+        if not isinstance(schema, dict):
+            return
+        if (named := schema.get("$ref", "").rsplit("/", 1)[-1]) and named not in seen:
+            seen.add(named)
+            look(document["components"]["schemas"][named], named)
+        if schema.get("type") == "array" and "maxItems" not in schema:
+            unlimited.add(place)
+        if isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in schema:
+            unlimited.add(place)
+        for name, inner in schema.items():
+            look(inner, f"{place}.{name}" if schema.get("type") != "object" else name)
+
+    for template, methods in document["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        look(content.get("application/json", {}).get("schema"), template)
+    assert {"ChatBody", "ResponsesBody", "AskBody", "EmbeddingBody"} <= seen
+    assert unlimited == set()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(
+    path: str, streamed: bool, asked: Running, client: httpx.Client
+) -> None:
+    """In labels that are only sent back, too."""
+    half = "\ud800"
+    for more in (
+        {"metadata": {"label": half}},
+        {"metadata": {half: "label"}},
+        {"user": half},
+        {"unknown": [[half]]},
+        {half: 1},
+        {next(iter(BODIES[path])): half},
+    ):
+        answer = post(client, path, whole(asked, path, **more, stream=streamed))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_unicode")
+
+
+def test_whole_surrogate_pair_is_text(asked: Running, client: httpx.Client) -> None:
+    path = "/v1/responses"
+    for streamed in (False, True):
+        answer = post(client, path, whole(asked, path, metadata={"\U0001f600": "\U0001f600"}, stream=streamed))
+        assert answer.status_code == 200
+        found = [one for _, one in read_events(answer.text)][-1]["response"] if streamed else answer.json()
+        assert found["metadata"] == {"\U0001f600": "\U0001f600"}
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ({"Host": "["}, 421),
+        ({"Host": "a]"}, 421),
+        ({"Host": "[::1"}, 421),
+        ({"Host": "[zz]:80"}, 421),
+        ({"Host": "localhost:port"}, 200),
+        ({"Origin": "http://["}, 403),
+        ({"Origin": "http://[zz]"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://\u2100".encode()}, 403),
+    ],
+)
+def test_addresses_that_are_none_are_refused(client: httpx.Client, head: dict[str, Any], status: int) -> None:
+    method = "POST" if "Origin" in head else "GET"
+    answer = client.request(method, "/healthz", headers=head)
+    assert answer.status_code == status
