@@ -147,6 +147,9 @@ class BlendReport:
     chunk_tiers : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
+    variants : tuple of int
+        Chunks whose KV an earlier, verified prompt left behind nearly the same chunks, by their number in that order,
+        from 0; see `BlendConfig.variants`.
     left_out : tuple of int
         Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. All other
         figures of chunks are of the others.
@@ -192,6 +195,7 @@ class BlendReport:
     hits: int = 0
     misses: int = 0
     chunk_tiers: tuple[str, ...] = ()
+    variants: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
@@ -336,6 +340,8 @@ class AnswerStats:
         Those of the hit and the missed ones that a chain had rewritten.
     verified, corrected : int
         Answers that were held against full prefill and stayed, and those that were corrected.
+    variants : int
+        Chunks whose KV an earlier, verified prompt left behind nearly the same chunks.
     """
 
     requests: int = 0
@@ -350,6 +356,7 @@ class AnswerStats:
     documents_changed: int = 0
     verified: int = 0
     corrected: int = 0
+    variants: int = 0
 
     @property
     def unmatched_share(self) -> float:
@@ -378,6 +385,7 @@ class Tally:
                 hits=seen.hits + report.hits,
                 misses=seen.misses + report.misses,
                 reused_tokens=seen.reused_tokens + report.reused_tokens,
+                variants=seen.variants + len(report.variants),
                 documents_hit=seen.documents_hit + outcomes["hit"],
                 documents_missed=seen.documents_missed + outcomes["miss"],
                 documents_not_found=seen.documents_not_found + outcomes["not found"],

@@ -19,7 +19,7 @@ from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline, keep_variants, keeps_variants
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -110,6 +110,8 @@ class Answering:
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
+            if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
+                self._keep(keep_variants(pipeline, fit.split, cache))
         return answer
 
     def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
@@ -271,6 +273,7 @@ class Answering:
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
         model, split, choice = self.pipeline.segments.model, blend.lookup.fit.split, blend.choice
+        keeps = keeps_variants(self.pipeline, blend.lookup)
         if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
             return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
         fingerprint = model.fingerprint
@@ -295,19 +298,22 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 self._note(found.verification, choice)
-                self._keep_checked(split, found, cancelled)
+                self._keep_checked(split, found, cancelled, keeps)
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
-    def _keep_checked(self, split: TokenizedPrompt, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
-        """Keep the exact KV of a conversation, unless one of its chunks was forgotten meanwhile."""
+    def _keep_checked(
+        self, split: TokenizedPrompt, found: CheckedAnswer, cancelled: Callable[[], bool], variants: bool
+    ) -> None:
+        """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         if self.pipeline.store.traits.read_only:
             return
         jobs = self.pipeline.keep_session(split, found.decoded.token_ids, found.cache)
         with self.verifications.storing:
             if not cancelled():
                 run_all(jobs)
+                self._keep(keep_variants(self.pipeline, split, found.cache) if variants else {})
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:
         """Count a verification; of a rule whose ratio can be raised, it may be raised."""

@@ -527,6 +527,7 @@ class LLMBase(DecodeFields):
             "ttft": report.ttft,
             "hits": report.hits,
             "misses": report.misses,
+            "variants": list(report.variants),
             "left_out": list(report.left_out),
             "recompute_ratio": self.engine.config.recompute_ratio,
             "recomputed_tokens": list(report.recomputed_tokens),

@@ -18,6 +18,7 @@ from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
+from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
@@ -222,11 +223,14 @@ class Pipeline:
     segments : Segments
     policy : RatioPolicy
     store : KVStore
+    variants : Variants
+        Shared by all views of an engine.
     """
 
     segments: Segments
     policy: RatioPolicy
     store: KVStore
+    variants: Variants
 
     @property
     def config(self) -> BlendConfig:
@@ -246,7 +250,7 @@ class Pipeline:
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         policy, latest = self.policy, self.segments.latest
         return _pipeline(
-            model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, latest=latest
+            model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, latest, self.variants
         )
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
@@ -305,18 +309,35 @@ class Pipeline:
         chunks = tuple(segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
         if not self.policy.rule.reads_store:
             return Lookup(fit, split, chunks=chunks)
-        wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
-        stored = self.store.open_all([key for key in wanted if key not in records])
-        for key, segment in wanted.items():  # in the order of the prompt
-            if key in stored and self._is_of(stored[key], segment):
-                records[key] = stored[key]
+        chunks = self.variants.instead_of(chunks, fit.split, segments)
         opened += records.values()
-        return Lookup(fit, split, False, prefix, chunks, records, kept, opened)
+        records |= self._open([one for one in (prefix, *chunks) if one and one.key not in records], opened)
+        lookup = Lookup(fit, split, False, prefix, chunks, records, kept, opened)
+        return self._with_usual(lookup, {one.key for one in chunks if one.key not in records})
+
+    def _open(self, segments: Sequence[Segment], opened: list[StoredKV]) -> dict[str, StoredKV]:
+        """The records of segments, by key, in their order."""
+        wanted = {one.key: one for one in segments if one.token_ids}
+        stored = self.store.open_all([*wanted])
+        found = {key: stored[key] for key, one in wanted.items() if key in stored and self._is_of(stored[key], one)}
+        opened += found.values()
+        return found
+
+    def _with_usual(self, lookup: Lookup, lost: set[str]) -> Lookup:
+        """The same with the usual records of chunks whose variants are not there."""
+        usual = [one.usual for one in lookup.chunks if one.usual is not None and one.key in lost]
+        if not usual:
+            return lookup
+        self.variants.drop(lost)
+        chunks = tuple(one.usual if one.usual is not None and one.key in lost else one for one in lookup.chunks)
+        records = {**lookup.records, **self._open(usual, lookup.opened)}
+        return dataclasses.replace(lookup, chunks=chunks, records=records)
 
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
-        # Contexts are no part of the key, so they are not compared.
-        if dataclasses.replace(record.info, behind=()) == self.segments.info(segment):
+        # Contexts are no part of the key, so they are not compared; nor is what stood before a variant, by its ids.
+        before = record.info.context_ids if segment.usual is None else ()
+        if dataclasses.replace(record.info, behind=(), context_ids=before) == self.segments.info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
@@ -457,7 +478,7 @@ class Pipeline:
             again = self._opened(lookup.fit, None, lookup.opened)
             lookup = dataclasses.replace(again, seconds=lookup.seconds)
         else:
-            lookup = lookup.without(key)
+            lookup = self._with_usual(lookup.without(key), {key})
         return self._loading(lookup, loading.choice, loading.clock, loading.cancelled, loading.shared, loading.started)
 
     # Write back ----------------------------------------------------------------------------
@@ -474,8 +495,9 @@ class Pipeline:
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
         contexts = segments.contexts([chunk.text for chunk in lookup.split.located])
-        for segment in sorted(lookup.chunks, key=lambda one: len(one.own_ids)):  # those of like length side by side
-            if segment.token_ids and segment.key not in lookup.records:
+        missing = [one.usual or one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
+        for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
+            if segment.key not in lookup.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
                 one = partial(self.compute_and_store, [behind])
                 jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
@@ -508,6 +530,23 @@ class Pipeline:
         return {} if found is None else {found[0]: found[1]}
 
 
+def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
+    """Whether the exact KV of a prompt's chunks is kept, once it is there.
+
+    It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
+    was said in one conversation, unless that goes on from it.
+    """
+    config, known = pipeline.config, lookup.prefix is None or lookup.prefix_hit
+    wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
+    return wanted and not lookup.plain and known
+
+
+def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
+    """Jobs that store the chunks of a prompt behind what stood before them; see `Variants.jobs`."""
+    regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0
+    return pipeline.variants.jobs(split, cache, pipeline.segments, regime)
+
+
 def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:
     """A pipeline with what is kept beside the store: the profile of the machine and the model's learned context.
 
@@ -528,6 +567,7 @@ def _pipeline(
     controller: LoadingController | None,
     minimum: MinimumRatio | None = None,
     latest: LatestContexts | None = None,
+    variants: Variants | None = None,
 ) -> Pipeline:
     """Choose the condition and the rule by the options, what was calibrated, and what was learned."""
     digest = "" if learned is None else learned.digest
@@ -541,7 +581,7 @@ def _pipeline(
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
     segments = Segments(model, tokenizer, config, condition, learned, latest or LatestContexts())
-    return Pipeline(segments, policy, store)
+    return Pipeline(segments, policy, store, variants or Variants(store))
 
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
@@ -563,7 +603,8 @@ def _plan(lookup: Lookup) -> FusionPlan:
         if not hit:
             continue
         unrotated.append(span)
-        in_place = segment.exact_in_place and split.input_ids[: span.start] == segment.context_ids
+        behind = lookup.records[segment.key].info.context_ids
+        in_place = segment.exact_in_place and split.input_ids[: span.start] == behind
         (exact if in_place else reused).append(_range(span))
     rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
     question = _range(split.suffix) if len(split.suffix) else None

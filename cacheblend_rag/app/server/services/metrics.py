@@ -51,6 +51,9 @@ class Metrics:
         self.chunks = Counter(
             name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
         )
+        self.variants = Counter(
+            name + "variants", "Chunks read as an earlier, verified prompt left them.", registry=one
+        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
         )
@@ -84,6 +87,7 @@ class Metrics:
             self.parts.labels(part).observe(getattr(report.seconds, part))
         self.chunks.labels("hit").inc(report.hits)
         self.chunks.labels("miss").inc(report.misses)
+        self.variants.inc(len(report.variants))
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
