@@ -267,7 +267,6 @@ def test_answers_come_nearer_on_repeated_traffic() -> None:
             for one in part:
                 engine.generate(one, max_new_tokens=1, verify="always")
             means.append(divergence())
-    print(means)
     assert means[0] > means[1] > means[2]
     assert means[2] < 0.5 * means[0]
 
@@ -397,16 +396,16 @@ def test_forgetting_a_chunk_erases_its_variants_and_those_behind_it() -> None:
 
 
 def test_forgetting_finds_chunks_that_stood_in_another_form() -> None:
-    between = ("\n\n", " (")  # other surroundings, so that ids at the edges may be others
-    texts = ["'" + TEXTS[0][1:] + "'", *TEXTS[1:3]]
-    with engine_with() as engine:
-        asked = Prompt("Read this:\n\n'", texts, ").", between=between)
-        for mode in ("off", "always"):
-            engine.generate(asked, max_new_tokens=1, verify=mode)
-        assert not all(one.usual for one in engine.tokenize(asked).located), "otherwise nothing is shown here"
-        assert len(kept(engine.store)) == 3
-        engine.forget(texts[:1])
-        assert kept(engine.store) == {}
+    """A tokenizer that merges pieces across an edge that no usual prompt has."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<<" + TEXTS[0][:12]])
+    merged = Prompt("<<", TEXTS[:2], " Why?", ["\n\n"])
+    with engine_of(tiny.model(vocab_size=500), tokenizer, selection="none", verify="always") as engine:
+        assert [one.usual for one in engine.tokenize(merged).located] == [False, True]
+        engine.generate(merged, max_new_tokens=1)
+        assert engine.fuse(merged).report.variants == (0, 1)
+        engine.forget(TEXTS[:1])
+        assert kept(engine.store) == {}, "that of the other one stood behind it"
 
 
 def test_forgetting_leaves_another_tenants_variants_alone() -> None:
