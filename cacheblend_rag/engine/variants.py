@@ -14,7 +14,8 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cacheblend_rag.engine.segments import Segment, Segments
@@ -70,6 +71,10 @@ class _Known:
     """The variants of one tenant, by their chunks; of one chunk, those used least recently come first."""
 
     def __init__(self) -> None:
+        self.asked = set[str]()
+        """Digests of the chunks that the store was asked for."""
+        self.more: bool | None = None
+        """Whether the store may have some of other chunks; None until it is asked."""
         self._groups: dict[_Group, OrderedDict[Place, str]] = {}
         self._of: dict[str, tuple[_Group, Place]] = {}  # by key
 
@@ -83,11 +88,9 @@ class _Known:
     def best(self, group: _Group, place: Place) -> tuple[Place, str] | None:
         """Place and key of the variant that fits best; None if none fits well enough."""
         found = self._groups.get(group, {})
-        fits = {earlier: place.fit(earlier) for earlier in found}
-        if max(fits.values(), default=0.0) < _LEAST_FIT:
-            return None
-        best = max(fits, key=lambda earlier: (fits[earlier], earlier == place))
-        return best, found[best]
+        fits = [(place.fit(earlier), earlier == place, earlier) for earlier in found]
+        fit, _, best = max(fits, key=itemgetter(0, 1), default=(0.0, False, place))
+        return (best, found[best]) if fit >= _LEAST_FIT else None
 
     def use(self, key: str) -> bool:
         """Note that a variant is used; whether it is there."""
@@ -127,31 +130,35 @@ class Variants:
     Parameters
     ----------
     store : KVStore
-        Asked once for each tenant, at its first prompt; of a remote store in the background.
+        Asked once for each tenant whether it has any, and then once for each chunk that comes in a prompt. A remote one
+        is asked in the background.
     """
 
     def __init__(self, store: KVStore) -> None:
         self._store, self._lock = store, threading.Lock()
         self._tenants: dict[str, _Known] = {}
 
-    def _known(self, salt: str) -> _Known:
+    def _known(self, salt: str, chunks: Iterable[str] = ()) -> _Known:
+        """The variants of a tenant, with those that the store has of some chunks, by their digests."""
         with self._lock:
-            if salt in self._tenants:
-                return self._tenants[salt]
-            known = self._tenants[salt] = _Known()
-        stores = (self._store, *self._store.traits.tiers)
-        if any(one.traits.remote for one in stores):  # it may take long
-            threading.Thread(target=self._fill, args=(known, salt), name="variants", daemon=True).start()
-        else:
-            self._fill(known, salt)
+            known = self._tenants.setdefault(salt, _Known())
+            new = () if known.more is False else tuple({*chunks} - known.asked)
+            known.asked.update(new)
+        if new and any(one.traits.remote for one in (self._store, *self._store.traits.tiers)):  # it may take long
+            threading.Thread(target=self._ask, args=(known, salt, new), name="variants", daemon=True).start()
+        elif new:
+            self._ask(known, salt, new)
         return known
 
-    def _fill(self, known: _Known, salt: str) -> None:
+    def _ask(self, known: _Known, salt: str, chunks: Sequence[str]) -> None:
+        found: list[tuple[str, RecordInfo]] = []
         try:
-            found = list(self._store.infos(_tenants_keys(salt)))
+            if known.more is None:
+                known.more = next(iter(self._store.infos(_tenants_keys(salt))), None) is not None
+            for chunk in chunks if known.more else ():
+                found += self._store.infos(f"{_tenants_keys(salt)}{chunk}-")
         except StoreError as error:
             _log.warning("variants of chunks that are stored are not used: %s", error)
-            return
         with self._lock:
             for key, info in reversed(found):  # a folder names those used last first
                 if info.before:
@@ -168,14 +175,16 @@ class Variants:
             The whole prompt.
         segments : Segments
         """
-        known = self._known(segments.config.salt) if segments.config.variants else ()
-        if not known:
+        if not segments.config.variants:
             return tuple(usual)
+        known = self._known(segments.config.salt)
+        if known.more is False and not known:
+            return tuple(usual)
+        places, chunks = places_of(split, segments)
+        self._known(segments.config.salt, chunks)
         groups = [(fingerprint_in(one.model, one.regime), digest(one.token_ids)) for one in usual]
-        if not any(map(known.has, groups)):
-            return tuple(usual)
         numbers = range(len(split.located) - len(usual), len(split.located))
-        places, chosen = places_of(split, segments), list[Segment]()
+        chosen = list[Segment]()
         with self._lock:
             for number, one, group in zip(numbers, usual, groups, strict=True):
                 before = split.input_ids[: split.located[number].span.start]
@@ -201,7 +210,8 @@ class Variants:
         if any(_shortened(layer, len(split.input_ids)) for layer in cache.layers):
             return {}
         adapter, salt, jobs = segments.model.adapter, segments.config.salt, dict[str, Job]()
-        layers, places, known = adapter.layers_of(cache.layers), places_of(split, segments), self._known(salt)
+        layers, (places, chunks) = adapter.layers_of(cache.layers), places_of(split, segments)
+        known = self._known(salt, chunks)
         end, behind = split.prefix.stop, ()
         for place, chunk in zip(places, split.located, strict=True):
             span, own = chunk.span, segments.tokenizer.chunk(chunk.text).ids
@@ -237,26 +247,27 @@ class Variants:
                     known.drop(key)
 
 
-def digest(ids: Sequence[int]) -> str:
-    """Digest of token ids."""
+@lru_cache(1024)
+def digest(ids: tuple[int, ...]) -> str:
+    """Digest of token ids; remembered, since the same chunks come back again and again."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
 
 
-def places_of(split: TokenizedPrompt, segments: Segments) -> list[Place]:
-    """The place of each chunk of a prompt; chunks before it count by the ids that they have elsewhere."""
+def places_of(split: TokenizedPrompt, segments: Segments) -> tuple[list[Place], tuple[str, ...]]:
+    """The place of each chunk of a prompt, and the digests of all chunks, of the ids that they have elsewhere."""
     prefix = digest(split.ids(split.prefix))
     chunks = tuple(digest(segments.tokenizer.chunk(chunk.text).ids) for chunk in split.located)
-    return [Place(prefix, chunks[:number]) for number in range(len(chunks))]
+    return [Place(prefix, chunks[:number]) for number in range(len(chunks))], chunks
 
 
-def chunks_keys(salt: str, ids: Sequence[int]) -> str:
+def chunks_keys(salt: str, ids: tuple[int, ...]) -> str:
     """Beginning of the keys of a chunk's variants, whatever ids it has in a prompt.
 
     Parameters
     ----------
     salt : str
         Of the tenant.
-    ids : sequence of int
+    ids : tuple of int
         Those that the chunk has elsewhere.
     """
     return f"{_tenants_keys(salt)}{digest(ids)}-"

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cacheblend_rag.engine.variants import KEY_PREFIX, Place
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.report import Tally
-from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.base import RecordInfo
 from docs.benchmarks.scripts.variants import Variants as Plain
 from docs.benchmarks.scripts.variants import fit as plain_fit
@@ -319,12 +320,18 @@ def test_same_prompt_again_stores_nothing() -> None:
         assert [call for call in store.calls if call[0] == "put"] == []
 
 
-def test_variants_are_found_again_after_a_restart(tmp_path: Path) -> None:
+def test_variants_are_found_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_with((0, 1, 2), (3, 2), store=tmp_path):
         pass
-    with engine_of(store=tmp_path, selection="none") as engine:
+    store, asked = DiskStore(tmp_path), list[str]()
+    infos = store.infos
+    monkeypatch.setattr(store, "infos", lambda beginning: asked.append(beginning) or infos(beginning))
+    with closing(store), engine_of(store=store, selection="none") as engine:
         assert used(engine, 0, 1, 2) == (0, 1, 2)
+        assert len(asked) == 4, "whether there are any, and those of each chunk"
         assert used(engine, 3, 2) == (0, 1)
+        assert used(engine, 0, 1, 2) == (0, 1, 2)
+        assert len(asked) == 5
 
 
 def test_counts_say_how_many_were_used() -> None:
