@@ -60,8 +60,10 @@ class Place(NamedTuple):
         """
         if self.prefix != earlier.prefix:
             return 0.0
-        both, either = {*self.chunks} & {*earlier.chunks}, {*self.chunks} | {*earlier.chunks}
-        return (len(both) / len(either) if either else 1.0) + 0.1 * (self.chunks[-1:] == earlier.chunks[-1:])
+        here, there = {*self.chunks}, {*earlier.chunks}
+        both = len(here & there)
+        either = len(here) + len(there) - both
+        return (both / either if either else 1.0) + 0.1 * (self.chunks[-1:] == earlier.chunks[-1:])
 
 
 _Group = tuple[str, str]  # fingerprint of the model, digest of a chunk's ids
