@@ -89,7 +89,7 @@ class _Known:
 
     def best(self, group: _Group, place: Place) -> tuple[Place, str] | None:
         """Place and key of the variant that fits best; None if none fits well enough."""
-        found = self._groups.get(group, {})
+        found: Mapping[Place, str] = self._groups.get(group, {})
         fits = [(place.fit(earlier), earlier == place, earlier) for earlier in found]
         fit, _, best = max(fits, key=itemgetter(0, 1), default=(0.0, False, place))
         return (best, found[best]) if fit >= _LEAST_FIT else None
@@ -214,7 +214,7 @@ class Variants:
         adapter, salt, jobs = segments.model.adapter, segments.config.salt, dict[str, Job]()
         layers, (places, chunks) = adapter.layers_of(cache.layers), places_of(split, segments)
         known = self._known(salt, chunks)
-        end, behind = split.prefix.stop, ()
+        end, behind = split.prefix.stop, tuple[int, ...]()
         for place, chunk in zip(places, split.located, strict=True):
             span, own = chunk.span, segments.tokenizer.chunk(chunk.text).ids
             if not len(span):
