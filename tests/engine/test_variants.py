@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import KEY_PREFIX, Place
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -25,7 +26,7 @@ from cacheblend_rag.store.base import RecordInfo
 from docs.benchmarks.scripts.variants import Variants as Plain
 from docs.benchmarks.scripts.variants import fit as plain_fit
 from tests import tiny
-from tests.probes import CountingStore, engine_of, naive_rows, record_files
+from tests.probes import CountingStore, answers_of, engine_of, naive_rows, record_files
 from tests.tolerance import assert_close, assert_logits_close
 from tests.toy import DOCUMENTS_PATH, MODEL_PATH, QUESTIONS_PATH
 from tests.toy.prompts import STUFF
@@ -151,39 +152,33 @@ def test_fit_is_that_of_the_plain_computation() -> None:
 
 def test_choice_and_kv_are_those_of_the_plain_computation(tmp_path: Path) -> None:
     chance = random.Random(4)
-    earlier = [chance.sample(range(6), 3) for _ in range(12)]
-    with engine_with(*earlier, store=tmp_path, variants=100) as engine:
-        asked_before = [prompt(*numbers, question=f"Question {at}?") for at, numbers in enumerate(earlier)]
-        plain = Plain(engine.adapter, engine._parts.pipeline.segments.tokenizer, asked_before)
-        found = 0
+    orders = [chance.sample(range(6), 3) for _ in range(12)]
+    earlier = [prompt(*numbers, question=f"Question {at}?") for at, numbers in enumerate(orders)]
+    with engine_with(*orders, store=tmp_path, variants=100) as engine:
+        pipeline = engine._parts.pipeline
+        plain, found, same = Plain(engine.adapter, pipeline.segments.tokenizer, earlier), 0, 0
         for numbers in itertools.permutations(range(6), 3):
             asked = prompt(*numbers)
-            fit = engine.fitted(asked)
-            with engine._parts.pipeline.look_up(fit) as lookup:
+            computed = plain.compute(asked, _never, least=0.5)
+            with pipeline.look_up(engine.fitted(asked)) as lookup:
                 for place, segment in enumerate(lookup.chunks):
                     best = plain.best(asked, place)
                     assert (segment.usual is not None) == (best is not None and best[0] >= 0.5)
                     if segment.usual is None or best is None:
                         continue
-                    found += 1
-                    earlier_fit, number, at = best
-                    record = lookup.records[segment.key]
-                    mine = [text.strip() for text in asked.chunks[:place]]
-                    digests = Place(segment.before[0], segment.before[1:])
-                    assert len(digests.chunks) >= 0
-                    assert record.info.token_ids == fit.split.ids(fit.split.located[place].span)
+                    record, (fit, number, at) = lookup.records[segment.key], best
                     before = _texts_before(engine, record.info)
-                    assert plain_fit(mine, before) == earlier_fit
-                    if before != [text.strip() for text in asked_before[-number].chunks[:at]]:
+                    assert plain_fit([text.strip() for text in asked.chunks[:place]], before) == fit
+                    found += 1
+                    if before != [text.strip() for text in earlier[-number].chunks[:at]]:
                         continue  # another one that fits as well
-                    expected = plain.compute(asked, _never, least=0.5)(
-                        asked.chunks[place], (), record.info.token_ids, 0
-                    )
-                    for layer in range(record.info.layers):
-                        ours = record.read_layer(layer)
-                        theirs = expected.keys[layer], expected.values[layer]
-                        torch.testing.assert_close(ours, theirs, rtol=0.06, atol=0.06)  # eight bits
+                    same += 1
+                    twin = computed(asked.chunks[place], (), record.info.token_ids, 0)
+                    for layer, pair in enumerate(zip(twin.keys, twin.values, strict=True)):
+                        # Eight bits.
+                        torch.testing.assert_close(record.read_layer(layer), pair, rtol=0.06, atol=0.06)
         assert found > 100
+        assert same > 0.8 * found
 
 
 def _texts_before(engine: BlendEngine, info: RecordInfo) -> list[str]:
@@ -272,6 +267,17 @@ def test_answers_come_nearer_on_repeated_traffic() -> None:
     assert means[2] < 0.5 * means[0]
 
 
+async def test_answers_under_way_together_leave_exact_variants() -> None:
+    with engine_with(max_concurrent=3, write_back="background") as engine:
+        orders = [(0, 1, 2), (2, 1, 3), (4, 0)]
+        await answers_of(engine, [prompt(*numbers) for numbers in orders], max_new_tokens=6)
+        engine.flush()
+        for numbers in orders:
+            fused = engine.fuse(prompt(*numbers))
+            assert fused.report.variants == tuple(range(len(numbers)))
+            assert_exact(engine, fused.logits, prompt(*numbers))
+
+
 # What it costs ------------------------------------------------------------------------------------
 
 
@@ -340,6 +346,9 @@ def test_counts_say_how_many_were_used() -> None:
         for numbers in ((0, 1), (1, 0)):
             tally.note(engine.generate(prompt(*numbers), max_new_tokens=1, verify="off"))
         assert tally.stats().variants == 2
+        metrics = Metrics(lambda: 0, lambda: 0, lambda: None, lambda tenant: 0)
+        metrics.answered(engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report)
+        assert b"cacheblend_rag_variants_total 3.0" in metrics.text()
 
 
 # Variants that are not there any more --------------------------------------------------------------
@@ -373,6 +382,24 @@ def test_damaged_variant_is_a_miss_and_the_usual_record_is_read(damage: str, tmp
         assert (found.report.hits, found.report.variants) == (3, ())
         assert torch.equal(found.logits, expected.logits)
         assert kept(engine.store) == {}
+
+
+def test_chunk_without_any_record_is_computed_and_its_usual_record_stored_again() -> None:
+    with engine_with((0, 1, 2)) as engine:
+        usual = next(
+            key for key, info in engine.store.infos("") if info.kind == "chunk" and info.tokens == _tokens(engine, 2)
+        )
+        engine.store.delete(usual)
+        for key, info in kept(engine.store).items():
+            if info.tokens == _tokens(engine, 2):
+                engine.store.delete(key)
+        report = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report
+        assert (report.hits, report.misses, report.variants) == (2, 1, (0, 1))
+        assert engine.store.contains(usual)
+
+
+def _tokens(engine: BlendEngine, number: int) -> int:
+    return len(engine.tokenize(prompt(number)).chunks[0])
 
 
 def test_record_of_another_kind_under_a_variants_key_is_refused() -> None:
