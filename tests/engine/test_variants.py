@@ -117,6 +117,18 @@ def test_nothing_is_kept_or_used_behind_a_prefix_of_one_conversation() -> None:
         assert used(engine, 0, 1, prefix="Anna asked for her PIN.") == ()
 
 
+def test_prompts_that_go_on_from_one_in_memory_leave_variants_and_take_them() -> None:
+    with engine_with(prompt_cache="100MB") as engine:
+        engine.generate(prompt(0, 1, prefix="Anna asked for her PIN."), max_new_tokens=2)
+        assert kept(engine.store) == {}, "one prompt alone had this prefix"
+        engine.generate(prompt(1, 2, 3), max_new_tokens=2)
+        assert len(kept(engine.store)) == 3
+        engine.generate(prompt(4), max_new_tokens=1, verify="off")
+        other = engine.with_config(prompt_cache=0)
+        assert used(other, 1, 2, 3) == (0, 1, 2)
+        assert used(engine, 4, 1, 2, 3) == (2, 3)
+
+
 def test_nothing_is_kept_behind_a_message_between_two_chunks() -> None:
     texts = TEXTS[:3]
     turn = "\n\nAnna said that her secret number is one two three four five six seven.\n\n"
