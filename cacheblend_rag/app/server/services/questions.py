@@ -214,6 +214,7 @@ def report_of(
         "ratio": report.recompute_ratio,
         "rule": rule_name(engine),
         "plain": report.plain,
+        "plain_reason": report.plain_reason,
         "finish_reason": report.finish_reason,
         "turns": turns,
         "stands_alone": stands_alone,
