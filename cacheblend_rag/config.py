@@ -708,6 +708,17 @@ class BlendConfig:
         docs/explanation/verification.md#what-corrections-teach.
         """,
     )
+    variants: int = _engine_option(
+        8,
+        whole(),
+        """
+        Most variants of a chunk that verified answers leave in the store: its KV behind the chunks that really stood
+        before it. A later prompt takes the one that fits best. Each takes as many bytes as the chunk's record. Raise it
+        where the same chunks come in many combinations and the store has room; set 0 where every verified prompt is
+        another, or the store is small. See docs/explanation/verification.md#what-a-verified-answer-leaves-behind.
+        """,
+        identity="answer",
+    )
     try_blending: bool = _engine_option(
         True,
         FLAG,

@@ -149,6 +149,9 @@ class BlendReport:
     chunk_tiers : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
+    variants : tuple of int
+        Chunks whose KV an earlier, verified prompt left behind nearly the same chunks, by their number in that order,
+        from 0; see `BlendConfig.variants`.
     left_out : tuple of int
         Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. All other
         figures of chunks are of the others.
@@ -196,6 +199,7 @@ class BlendReport:
     hits: int = 0
     misses: int = 0
     chunk_tiers: tuple[str, ...] = ()
+    variants: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
@@ -370,6 +374,8 @@ class AnswerStats:
         Those of the hit and the missed ones that a chain had rewritten.
     verified, corrected : int
         Answers that were held against full prefill and stayed, and those that were corrected.
+    variants : int
+        Chunks whose KV an earlier, verified prompt left behind nearly the same chunks.
     least_ratio : float
         The recompute ratio below which no prompt goes, since blending was found poor on this model; 1 for full prefill,
         0 if it was not.
@@ -388,6 +394,7 @@ class AnswerStats:
     documents_changed: int = 0
     verified: int = 0
     corrected: int = 0
+    variants: int = 0
     least_ratio: float = 0.0
 
     @property
@@ -417,6 +424,7 @@ class Tally:
                 hits=seen.hits + report.hits,
                 misses=seen.misses + report.misses,
                 reused_tokens=seen.reused_tokens + report.reused_tokens,
+                variants=seen.variants + len(report.variants),
                 resumed_tokens=seen.resumed_tokens + report.resumed_tokens,
                 documents_hit=seen.documents_hit + outcomes["hit"],
                 documents_missed=seen.documents_missed + outcomes["miss"],

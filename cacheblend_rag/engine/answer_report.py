@@ -51,6 +51,11 @@ def report_of(
         hits=sum(hits) + resumed,
         misses=hits.count(False),
         chunk_tiers=tiers,
+        variants=tuple(
+            resumed + number
+            for number, one in enumerate(lookup.chunks)
+            if one.usual is not None and one.key in lookup.records
+        ),
         left_out=lookup.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= blend.resumed
         or (lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix))),

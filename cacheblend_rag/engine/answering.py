@@ -19,7 +19,7 @@ from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline, keep_variants, keeps_variants
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -111,6 +111,8 @@ class Answering:
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
             self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), answer.token_ids))
+            if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
+                self._keep(keep_variants(pipeline, fit.split, cache))
             if blend.choice is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -330,13 +332,14 @@ class Answering:
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
     def _keep_checked(self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
-        """Keep the exact KV of a conversation, unless one of its chunks was forgotten meanwhile."""
+        """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         kept, pipeline = (lookup.fit.split, found.decoded.token_ids, found.cache), self.pipeline
         jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
         with self.verifications.storing:
             if not cancelled():
                 pipeline.recent_prompts.keep(lookup.ticket, *kept)
                 run_all(jobs)
+                self._keep(keep_variants(pipeline, kept[0], found.cache) if keeps_variants(pipeline, lookup) else {})
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:
         """Count a verification; of a rule whose ratio can be raised, it may be raised."""

@@ -10,6 +10,7 @@ from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.segments import OTHER_FORM, Segment
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.variants import chunks_keys
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.engine.write_back import Job
@@ -96,7 +97,7 @@ class Chunks:
         self.prefetcher.submit(segment.key for segment in found if segment is not None)
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
-        """Erase the stored KV of chunks, and that of other chunks that was computed behind them.
+        """Erase the stored KV of chunks with its variants, and that of other chunks that was computed behind them.
 
         Returns
         -------
@@ -112,6 +113,7 @@ class Chunks:
         self.drop_waiting(texts, prefix=prefix)
         failed: list[StoreError] = []
         keys = self._records_of(texts, prefix, failed, dependent=True)
+        self.pipeline.variants.drop(keys)
         erased = 0
         for key in keys:
             with _note_errors(failed):
@@ -142,9 +144,10 @@ class Chunks:
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
         begins, kept = finder(ids), keys_begin(segments.config.salt)
+        variants = tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
 
         def holds_chunk(key: str, job: Job) -> bool:
-            if job.info is None or key.split(OTHER_FORM)[0] in keys:
+            if job.info is None or key.split(OTHER_FORM)[0] in keys or key.startswith(variants):
                 return job.info is not None
             info = job.info()
             if key.startswith(KEY_PREFIX):
@@ -162,7 +165,8 @@ class Chunks:
         chunks, prefix
             As for `warm`.
         dependent : bool
-            Those of other chunks that were computed behind them, too. All records of the store are looked at for it.
+            Those of other chunks that were computed behind them, too, and all variants of theirs. All records of the
+            store are looked at for it.
 
         Raises
         ------
@@ -187,9 +191,11 @@ class Chunks:
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         if dependent and ids:  # whatever chunks are computed behind now
-            begins = finder(ids)
+            begins, variants = finder(ids), tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
             with _note_errors(failed):
-                found = ((key, info) for key, info in store.infos("") if begins(info.behind))
+                found = (
+                    (key, info) for key, info in store.infos("") if key.startswith(variants) or begins(info.behind)
+                )
                 keys.update(key for key, info in found if segments.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
         with _note_errors(failed):

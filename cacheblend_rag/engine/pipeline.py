@@ -20,6 +20,7 @@ from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, Recent
 from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
+from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
@@ -249,7 +250,9 @@ class Pipeline:
     store : KVStore
     prompts : PromptCache
     checkpoints : Checkpoints
-        For a model that is answered plainly. All views of an engine share both.
+        For a model that is answered plainly.
+    variants : Variants
+        All views of an engine share these three.
     """
 
     segments: Segments
@@ -257,6 +260,7 @@ class Pipeline:
     store: KVStore
     prompts: PromptCache
     checkpoints: Checkpoints
+    variants: Variants
 
     @property
     def config(self) -> BlendConfig:
@@ -363,18 +367,17 @@ class Pipeline:
         chunks = tuple(segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
         if not self.policy.rule.reads_store:
             return Lookup(fit, split, chunks=chunks)
-        wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
-        stored = self.store.open_all([key for key in wanted if key not in records])
-        for key, segment in wanted.items():  # in the order of the prompt
-            if key in stored and self._is_of(stored[key], segment):
-                records[key] = stored[key]
+        chunks = self.variants.instead_of(chunks, fit.split, segments)
         opened += records.values()
-        return Lookup(fit, split, False, prefix, chunks, records, kept, opened=opened)
+        records |= _open_all(self, [one for one in (prefix, *chunks) if one and one.key not in records], opened)
+        lookup = Lookup(fit, split, False, prefix, chunks, records, kept, opened=opened)
+        return _with_usual(self, lookup, {one.key for one in chunks if one.key not in records})
 
-    def _is_of(self, record: StoredKV, segment: Segment) -> bool:
+    def is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
-        # Contexts are no part of the key, so they are not compared.
-        if dataclasses.replace(record.info, behind=()) == self.segments.info(segment):
+        # Contexts are no part of the key, so they are not compared; nor is what stood before a variant, by its ids.
+        before = record.info.context_ids if segment.usual is None else ()
+        if dataclasses.replace(record.info, behind=(), context_ids=before) == self.segments.info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
@@ -549,7 +552,7 @@ class Pipeline:
             again = self._opened(lookup.fit, None, lookup.opened)
             lookup = dataclasses.replace(again, seconds=lookup.seconds)
         else:
-            lookup = lookup.without(key)
+            lookup = _with_usual(self, lookup.without(key), {key})
         return self._loading(lookup, loading.choice, loading.clock, loading.cancelled, loading.shared, loading.started)
 
     # Write back ----------------------------------------------------------------------------
@@ -566,8 +569,9 @@ class Pipeline:
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
         contexts = segments.contexts([chunk.text for chunk in lookup.split.located])
-        for segment in sorted(lookup.chunks, key=lambda one: len(one.own_ids)):  # those of like length side by side
-            if segment.token_ids and segment.key not in lookup.records:
+        missing = [one.usual or one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
+        for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
+            if segment.key not in lookup.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
                 one = partial(self.compute_and_store, [behind])
                 jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
@@ -613,6 +617,45 @@ class Pipeline:
         return {} if found is None else {found[0]: found[1]}
 
 
+def _open_all(pipeline: Pipeline, segments: Sequence[Segment], opened: list[StoredKV]) -> dict[str, StoredKV]:
+    """The records of segments, by key, in their order."""
+    wanted = {one.key: one for one in segments if one.token_ids}
+    stored = pipeline.store.open_all([*wanted])
+    found = {key: stored[key] for key, one in wanted.items() if key in stored and pipeline.is_of(stored[key], one)}
+    opened += found.values()
+    return found
+
+
+def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
+    """The same with the usual records of chunks whose variants are not there."""
+    usual = [one.usual for one in lookup.chunks if one.usual is not None and one.key in lost]
+    if not usual:
+        return lookup
+    pipeline.variants.drop(lost)
+    chunks = tuple(one.usual if one.usual is not None and one.key in lost else one for one in lookup.chunks)
+    records = {**lookup.records, **_open_all(pipeline, usual, lookup.opened)}
+    return dataclasses.replace(lookup, chunks=chunks, records=records)
+
+
+def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
+    """Whether the exact KV of a prompt's chunks is kept, once it is there.
+
+    It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
+    was said in one conversation, unless that goes on from it.
+    """
+    config, kept = pipeline.config, lookup.kept
+    whole = kept is None or kept.tokens >= len(lookup.fit.split.prefix)
+    known = lookup.prefix is None or (lookup.prefix_hit and whole)
+    wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
+    return wanted and not lookup.plain and known
+
+
+def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
+    """Jobs that store the chunks of a prompt behind what stood before them; see `Variants.jobs`."""
+    regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0
+    return pipeline.variants.jobs(split, cache, pipeline.segments, regime)
+
+
 def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:
     """A pipeline with what is kept beside the store: the profile of the machine and the model's learned context.
 
@@ -651,7 +694,7 @@ def _pipeline(
     segments = Segments(model, tokenizer, config, condition, learned, latest)
     if earlier is not None:
         return dataclasses.replace(earlier, segments=segments, policy=policy)
-    return Pipeline(segments, policy, store, PromptCache(), Checkpoints())
+    return Pipeline(segments, policy, store, PromptCache(), Checkpoints(), Variants(store))
 
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
@@ -688,7 +731,8 @@ def _plan(lookup: Lookup) -> FusionPlan:
         if not hit:
             continue
         unrotated.append(span)
-        in_place = segment.exact_in_place and split.input_ids[: span.start] == segment.context_ids
+        behind = lookup.records[segment.key].info.context_ids
+        in_place = segment.exact_in_place and split.input_ids[: span.start] == behind
         (exact if in_place else reused).append(_range(span))
     rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
     question = _range(split.suffix) if len(split.suffix) else None

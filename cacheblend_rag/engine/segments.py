@@ -29,7 +29,8 @@ class Segment:
     Parameters
     ----------
     kind : str
-        ``"chunk"``, ``"prefix"``, or ``"session"`` for a kept prompt.
+        ``"chunk"``, ``"prefix"``, ``"variant"`` for KV of a chunk that an earlier prompt left, or ``"session"`` for a
+        kept prompt.
     context_ids : tuple of int
         Ids it is computed behind.
     token_ids : tuple of int
@@ -48,6 +49,10 @@ class Segment:
         These contexts, where it is to be computed.
     learned : str
         Digest of the learned context that it is computed behind; empty for none.
+    before : tuple of str
+        Of a variant; see `RecordInfo.before`.
+    usual : Segment or None
+        Of a variant, the segment under which the chunk is stored otherwise.
     """
 
     kind: str
@@ -60,6 +65,8 @@ class Segment:
     averaged: bool = False
     contexts: Contexts | None = None
     learned: str = ""
+    before: tuple[str, ...] = ()
+    usual: Segment | None = None
 
     @property
     def exact_in_place(self) -> bool:
@@ -213,6 +220,7 @@ class Segments:
             contexts=self.config.contexts * segment.averaged,
             behind=contexts,
             learned=segment.learned,
+            before=segment.before,
         )
 
     def record(self, segment: Segment, kv: SegmentKV) -> KVRecord:

@@ -21,7 +21,8 @@ _MOST_BEFORE, _FEWEST_TOKENS = 6, 100
 # computing the chunks; with more, contexts are made of chunks further away.
 _GROUP = 6
 _OF_WINDOW = 4  # share of the model's context window that a context takes at most
-_OPENS = 24  # first tokens of a chunk by which it is found within a context
+OPENS = 24
+"""First tokens of a chunk by which it is found within a context."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Contexts:
         parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
         for text in sorted({text.strip() for text in self.chunks}, key=_by_chance):
             shortest = min(parts, key=_length)
-            if _length(shortest) + 2 * _OPENS > self.tokens:
+            if _length(shortest) + 2 * OPENS > self.tokens:
                 break  # so little of a chunk could not be found again
             # At most half of a context is one text: a prompt speaks of several things, too.
             shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
@@ -151,7 +152,7 @@ def side_by_side(sizes: Sequence[int], tokens: int) -> list[list[int]]:
 
 def finder(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
     """Says of the ids of a context whether one of some chunks begins in them."""
-    openings = [_join(chunk[:_OPENS]) for chunk in chunks]
+    openings = [_join(chunk[:OPENS]) for chunk in chunks]
 
     def begins(context: Sequence[int]) -> bool:
         text = _join(context)

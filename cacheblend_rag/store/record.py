@@ -389,6 +389,7 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             contexts=int(fields.get("contexts", 0)),
             behind=tuple(map(int, fields.get("behind", ()))),
             learned=str(fields.get("learned", "")),
+            before=tuple(map(str, fields.get("before", ()))),
         )
         codec = str(fields["codec"])
         layers = tuple(LayerPlace(at, *map(int, entry)) for at, entry in enumerate(fields["table"]))

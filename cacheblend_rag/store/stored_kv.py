@@ -12,6 +12,9 @@ import torch
 
 from cacheblend_rag.models.kv import SegmentKV
 
+# Most ids of which the text is remembered; longer ones stand before a variant, and seldom come again.
+_REMEMBERED = 2048
+
 
 @dataclass(frozen=True)
 class RecordInfo:
@@ -32,14 +35,17 @@ class RecordInfo:
     rotated : bool
         Whether the keys have the rotation of the positions at which they were computed.
     kind : str
-        ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
-        approximate. One kind is never taken for another.
+        ``"chunk"``, ``"prefix"``, ``"variant"`` for a chunk behind what stood before it in an earlier prompt, or
+        ``"session"`` for a whole prompt with its answer, which is approximate. One kind is never taken for another.
     contexts : int
         Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int
-        Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key.
+        Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key. Of a
+        variant, the first ids of each chunk before it.
     learned : str
         Digest of the learned context that stood before ``context_ids``; empty if none did.
+    before : tuple of str
+        Of a variant, digests of the prefix and of each chunk before it, in their order.
     """
 
     fingerprint: str
@@ -54,6 +60,7 @@ class RecordInfo:
     contexts: int = 0
     behind: tuple[int, ...] = ()
     learned: str = ""
+    before: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -189,7 +196,8 @@ def record_key(
 
 
 def _join(ids: Sequence[int]) -> str:
-    return _joined(tuple(ids))
+    ids = tuple(ids)
+    return _joined(ids) if len(ids) <= _REMEMBERED else ",".join(map(str, ids))
 
 
 @lru_cache(1024)

@@ -38,8 +38,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def reused(model: Any = None, **options: Any) -> BlendEngine:
-    """An engine that reuses chunks as they are stored: nearly every answer of a random model is another one then."""
-    engine = engine_of(model, **{"selection": "none", **options})
+    """An engine that reuses chunks as they are stored: nearly every answer of a random model is another one then.
+
+    That an answer was verified leaves nothing behind that would bring the next one nearer.
+    """
+    engine = engine_of(model, **{"selection": "none", "variants": 0, **options})
     engine.warm(CHUNKS)
     return engine
 

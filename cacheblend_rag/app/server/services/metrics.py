@@ -54,6 +54,9 @@ class Metrics:
         self.chunks = Counter(
             name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
         )
+        self.variants = Counter(
+            name + "variants", "Chunks read as an earlier, verified prompt left them.", registry=one
+        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
@@ -88,6 +91,7 @@ class Metrics:
             self.parts.labels(part).observe(getattr(report.seconds, part))
         self.chunks.labels("hit").inc(report.hits)
         self.chunks.labels("miss").inc(report.misses)
+        self.variants.inc(len(report.variants))
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("resumed").inc(report.resumed_tokens)
