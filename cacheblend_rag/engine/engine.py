@@ -38,6 +38,7 @@ from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
+from cacheblend_rag.prompt.thoughts import Reasoning
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations
@@ -310,7 +311,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
         *,
-        begun: str = "",
+        reasoning: Reasoning = False,
         limits: ImageLimits | None = None,
     ) -> ImagePrompt:
         """The prompt of a conversation that holds images, by the model's own processor.
@@ -319,7 +320,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
         Parameters
         ----------
-        turns, tools, options, begun, limits
+        turns, tools, options, reasoning, limits
             As for `cacheblend_rag.prompt.images.image_prompt`.
 
         Raises
@@ -335,7 +336,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         if processor is None:
             remedy = "an image needs the model's own: give processor=AutoProcessor.from_pretrained(name of the model)"
             raise ConfigError("processor", None, remedy)
-        return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
+        return image_prompt(processor, self.tokenizer, turns, tools, options, reasoning=reasoning, limits=limits)
 
     def fitted(self, prompt: AnyPrompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
         """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
@@ -366,7 +367,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
             ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``grammar``;
+            ``repetition_penalty``, ``seed``, ``reasoning``, ``generation_config``, ``logits_processor``, ``grammar``;
             `DecodeOptions` explains each.
 
         Raises

@@ -534,6 +534,7 @@ class LLMBase(DecodeFields):
             "resumed_tokens": report.resumed_tokens,
             "prompt_tokens": report.prompt_tokens,
             "generated_tokens": report.generated_tokens,
+            "thought_tokens": report.thought_tokens,
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),

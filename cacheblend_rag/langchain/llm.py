@@ -17,6 +17,7 @@ from cacheblend_rag import report
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import BlendFields, within_run
+from cacheblend_rag.langchain.messages import thought_fields
 from cacheblend_rag.prompt import Prompt
 
 
@@ -172,14 +173,18 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         made = sum(answer.report.generated_tokens for answer in answers)
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
         return LLMResult(
-            generations=[[Generation(text=a.text, generation_info=self._info(a.report))] for a in answers],
+            generations=[[Generation(text=a.text, generation_info=self._made(a))] for a in answers],
             llm_output={"token_usage": usage, "model_name": self.model_name},
         )
 
     def _last_chunk(self, stream: TextStream) -> GenerationChunk:
         """An empty piece that carries what a trace shows of the whole answer."""
         answer = stream.result
-        return GenerationChunk(text="", generation_info=self._info(answer.report) if answer else None)
+        return GenerationChunk(text="", generation_info=self._made(answer) if answer else None)
+
+    def _made(self, answer: report.Generation) -> dict[str, Any]:
+        """The info of an answer, and the thought before it."""
+        return {**self._info(answer.report), **thought_fields(answer.thought)}
 
 
 def _those(

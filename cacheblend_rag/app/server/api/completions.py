@@ -26,6 +26,7 @@ from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
+from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import BlendReport, Generation
 
 _DONE = "data: [DONE]\n\n"
@@ -243,7 +244,11 @@ class _TextChoice(Choice):
     async def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """See `Choice.pieces`."""
         sent = 0
+        self.stream.with_thoughts = True
         async for piece in self.stream:
+            if isinstance(piece, Thought):
+                yield {**self._choice("", None, None), **_thought(piece)}
+                continue
             sent += len(piece)
             yield self._choice(piece, None, self.up_to(sent))
         answer = self.stream.result
@@ -251,7 +256,8 @@ class _TextChoice(Choice):
 
     def whole(self, answer: Generation) -> dict[str, Any]:
         """See `Choice.whole`."""
-        return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
+        whole = self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
+        return {**whole, **_thought(answer.thought)}
 
     def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
         logprobs = tokens and {
@@ -309,9 +315,12 @@ class _ChatChoice(Choice):
     conversation: Conversation
 
     async def texts(self) -> AsyncIterator[tuple[str, Sequence[TokenLogProb] | None]]:
-        """Text as soon as it is certain that it is no tool call, with its log-probabilities."""
+        """Text as soon as it is certain that it is no tool call, with its log-probabilities; thoughts without any."""
         sent = 0
         async for piece in self.conversation.pieces():
+            if isinstance(piece, Thought):
+                yield piece, None
+                continue
             sent += len(piece)
             yield piece, self.up_to(sent)
 
@@ -319,7 +328,7 @@ class _ChatChoice(Choice):
         """See `Choice.pieces`."""
         yield self._delta({"role": "assistant", "content": ""})
         async for piece, tokens in self.texts():
-            yield self._delta({"content": piece}, tokens)
+            yield self._delta(_thought(piece) if isinstance(piece, Thought) else {"content": piece}, tokens)
         message, answer = self.conversation.message(), self.stream.result
         if rest := self.conversation.held.rest(str(message.content)):
             yield self._delta({"content": rest})
@@ -332,7 +341,7 @@ class _ChatChoice(Choice):
     def whole(self, answer: Generation) -> dict[str, Any]:
         """See `Choice.whole`."""
         found = self.conversation.message()
-        message: dict[str, Any] = {"role": "assistant", "content": str(found.content)}
+        message: dict[str, Any] = {"role": "assistant", "content": str(found.content), **_thought(answer.thought)}
         if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         reason = "tool_calls" if calls else answer.report.finish_reason
@@ -344,6 +353,11 @@ class _ChatChoice(Choice):
     ) -> dict[str, Any]:
         logprobs = _content_logprobs(tokens or None)
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _thought(text: str) -> dict[str, str]:
+    """A thought under both names that clients look for."""
+    return {"reasoning": str(text), "reasoning_content": str(text)} if text else {}
 
 
 def _calls(message: AIMessage) -> list[dict[str, Any]]:
@@ -382,6 +396,7 @@ def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in reports)},
     }
 
 

@@ -21,6 +21,7 @@ from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.thoughts import Thought
 
 # Instructions before documents that come without a system message.
 _INSTRUCTIONS = (
@@ -83,6 +84,8 @@ class ServedChat(ChatCacheBlend):
             "tool_choice": body.tool_choice if tools else None,
             "chat_template_kwargs": body.chat_template_kwargs,
         }
+        if body.reasoning_effort is not None:
+            overrides["reasoning"] = body.reasoning_effort
         if body.response_format is not None:
             overrides["response_format"] = body.response_format.model_dump(by_alias=True)
         messages = _messages_of(body.messages, self.given)
@@ -109,6 +112,7 @@ class ServedChat(ChatCacheBlend):
             Seconds it may take.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
+        stream.with_thoughts = True
         return Conversation(self, request, stream, request.held_back())
 
 
@@ -122,9 +126,11 @@ class Conversation:
     held: HeldBack = field(repr=False)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Text as soon as it is certain that it is no tool call."""
+        """Text as soon as it is certain that it is no tool call, and the thought before it."""
         async for piece in self.stream:
-            if new := self.request.begun(self.held, piece):
+            if isinstance(piece, Thought):
+                yield piece
+            elif new := self.request.begun(self.held, piece):
                 yield new
 
     def message(self) -> AIMessage:
