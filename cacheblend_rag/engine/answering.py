@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.config import read_reasoning
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
@@ -34,7 +35,7 @@ from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.images import fitted_images
-from cacheblend_rag.prompt.thoughts import check_reasoning, read_reasoning
+from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
 _log = logging.getLogger(__name__)

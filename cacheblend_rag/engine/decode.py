@@ -14,13 +14,24 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, kind_of, number, whole
+from cacheblend_rag.config import (
+    FLAG,
+    VERIFY,
+    Kind,
+    Reasoning,
+    check_names,
+    choice,
+    kind_of,
+    number,
+    read_reasoning,
+    whole,
+)
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import LogProbs, TokenMask
 from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
-from cacheblend_rag.prompt.thoughts import BUDGETS, Reasoning, Thought, read_reasoning
+from cacheblend_rag.prompt.thoughts import BUDGETS, Thought
 
 DEFAULT_NEW_TOKENS = 256
 LEAST_PENALTY = 0.01

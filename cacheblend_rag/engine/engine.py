@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
+from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
@@ -38,7 +38,6 @@ from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
-from cacheblend_rag.prompt.thoughts import Reasoning
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations

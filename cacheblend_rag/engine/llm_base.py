@@ -91,6 +91,8 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
 # Both names of the length of an answer.
 _LENGTHS = ("max_tokens", "max_new_tokens")
+# Tokens that the info of an answer counts.
+_COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 
@@ -530,11 +532,7 @@ class LLMBase(DecodeFields):
             "left_out": list(report.left_out),
             "recompute_ratio": self.engine.config.recompute_ratio,
             "recomputed_tokens": list(report.recomputed_tokens),
-            "reused_tokens": report.reused_tokens,
-            "resumed_tokens": report.resumed_tokens,
-            "prompt_tokens": report.prompt_tokens,
-            "generated_tokens": report.generated_tokens,
-            "thought_tokens": report.thought_tokens,
+            **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.prompt.thoughts import BUDGETS, Reasoning, Thought, hidden_ids, marks_of, splitter_of
+from cacheblend_rag.prompt.thoughts import BUDGETS, Thought, hidden_ids, marks_of, splitter_of
 
 _TAIL = 32  # ids at a prompt's end in which the mark of a thought is looked for
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -22,6 +22,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
+from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
@@ -47,7 +48,7 @@ from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
-from cacheblend_rag.prompt.thoughts import Reasoning, Thought, begin_answer, read_reasoning, thinks
+from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.

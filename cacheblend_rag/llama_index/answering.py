@@ -15,10 +15,17 @@ from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.thoughts import Thought
-from cacheblend_rag.report import Generation
+from cacheblend_rag.report import BlendReport, Generation
 
 R = TypeVar("R")
 CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
+
+
+def usage_of(report: BlendReport) -> dict[str, Any]:
+    """Tokens of an answer as OpenAI counts them."""
+    usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
+    details = {"reasoning_tokens": report.thought_tokens}
+    return {**usage, "total_tokens": sum(usage.values()), "completion_tokens_details": details}
 
 
 class CacheBlendEvent(BaseEvent):
@@ -94,8 +101,9 @@ class AnswerText:
 
     @property
     def thinking(self) -> dict[str, Any]:
-        """The newest piece of a thought, where LlamaIndex's agents look for it."""
-        return {"thinking_delta": self.thought_delta} if self.thought_delta else {}
+        """A thought: its newest piece, where LlamaIndex's agents look for it, and all of it."""
+        delta = {"thinking_delta": self.thought_delta} if self.thought_delta else {}
+        return {**delta, "thinking": self.thought} if self.thought else {}
 
     def check_whole(self) -> None:
         """Refuse an answer that was cut, where it is read as JSON.

@@ -31,10 +31,11 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 
+from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
+from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R, usage_of
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, turns_of
 from cacheblend_rag.llama_index.tracking import (
@@ -49,7 +50,7 @@ from cacheblend_rag.prompt.calls import begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
-from cacheblend_rag.prompt.thoughts import Reasoning, begin_answer, read_reasoning
+from cacheblend_rag.prompt.thoughts import begin_answer
 
 _dispatcher = get_dispatcher(__name__)
 # Where LlamaIndex asks for an object by a tool call.
@@ -187,17 +188,14 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
-        hint = prompt.hint if isinstance(prompt, MarkedText) else None
-        seen = self._see(text, hint)
+        seen = self._see(text, prompt.hint if isinstance(prompt, MarkedText) else None)
         info = self._teller()
 
         def respond(said: AnswerText) -> CompletionResponse:
             if options.get("as_object"):
                 said.check_whole()
-            thought = {**said.thinking, **({"thinking": said.thought} if said.thought else {})}
-            return CompletionResponse(
-                text=said.text, delta=said.rest(said.text), raw=info(said), additional_kwargs=thought
-            )
+            delta, thought = said.rest(said.text), said.thinking
+            return CompletionResponse(text=said.text, delta=delta, raw=info(said), additional_kwargs=thought)
 
         return self._call(seen, options, respond, ("as_object",))
 
@@ -233,12 +231,12 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         return made
 
     def _with_images(
-        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, reasoning: Reasoning
+        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning
     ) -> ImagePrompt | None:
         """The prompt of a conversation that holds images, if this one does and the model takes them."""
         by_template = isinstance(self.messages_to_prompt, ByTemplate)
         turns = turns_of(messages, images=True) if by_template and self.engine.takes_images else []
-        return self.engine.image_prompt(turns, tools, reasoning=reasoning) if holds_image(turns) else None
+        return self.engine.image_prompt(turns, tools, reasoning=level) if holds_image(turns) else None
 
     def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
         """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
@@ -281,9 +279,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             info = self._info(report)
             note(report)
             _dispatcher.event(CacheBlendEvent.from_answer(info, span))
-            usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
-            details = {"completion_tokens_details": {"reasoning_tokens": report.thought_tokens}}
-            return {**info, "usage": {**usage, "total_tokens": sum(usage.values()), **details}}
+            return {**info, "usage": usage_of(report)}
 
         return info
 
@@ -372,10 +368,10 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         lists = {name: value for name in CONTEXT_NAMES if isinstance(value := values.get(name), list)}
         return {**values, **{name: "\n".join(map(str, value)) for name, value in lists.items()}}
 
-    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, reasoning: Reasoning) -> str:
+    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning) -> str:
         """A conversation as the model reads it."""
         if isinstance(self.messages_to_prompt, ByTemplate):
-            return self.messages_to_prompt(messages, tools, reasoning)
+            return self.messages_to_prompt(messages, tools, level)
         if tools:
             remedy = "leave out messages_to_prompt and use a model whose chat template takes tools"
             raise ConfigError("tools", [tool["function"]["name"] for tool in tools], remedy)

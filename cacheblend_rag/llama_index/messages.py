@@ -19,10 +19,10 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
 from cacheblend_rag.prompt.images import IMAGE
-from cacheblend_rag.prompt.thoughts import Reasoning
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",

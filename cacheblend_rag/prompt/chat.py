@@ -11,9 +11,10 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
-from cacheblend_rag.prompt.thoughts import Reasoning, switched, thinks, turns_to_think
+from cacheblend_rag.prompt.thoughts import switched, thinks, turns_to_think
 
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}

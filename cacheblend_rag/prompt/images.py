@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ContextLengthError, ImageError, MissingExtraError, PromptError
 from cacheblend_rag.prompt.chat import render_turns
 from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
-from cacheblend_rag.prompt.thoughts import Reasoning
 from cacheblend_rag.prompt.tokenizer import FittedPrompt, Span, TokenizedPrompt, remedy_for_length
 
 IMAGE = "image"

@@ -17,24 +17,11 @@ from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.errors import ConfigError
 
-Reasoning = bool | Literal["low", "medium", "high"]
-"""Whether a model shall think, and how much."""
-LEVELS: tuple[Reasoning, ...] = (False, True, "low", "medium", "high")
 BUDGETS: dict[Reasoning, int] = {False: 256, "low": 512, True: 2048, "medium": 2048, "high": 8192}
 """Most tokens of a thought where no number is given. Without reasoning it is that of a model that cannot do without."""
-# Other words for levels, as requests have them.
-_WORDS: dict[str, Reasoning] = {
-    "none": False,
-    "off": False,
-    "minimal": "low",
-    "xhigh": "high",
-    "max": "high",
-    "true": True,
-    "false": False,
-    "on": True,
-}
 
 
 class Thought(str):
@@ -194,22 +181,6 @@ def hidden_ids(tokenizer: Any, marks: ThoughtMarks) -> frozenset[int] | None:
 
 def _added(tokenizer: Any) -> dict[int, Any]:
     return dict(getattr(tokenizer, "added_tokens_decoder", None) or {})
-
-
-def read_reasoning(name: str, value: Any) -> Reasoning:
-    """A level of reasoning from what a user or a request has written.
-
-    Raises
-    ------
-    ConfigError
-        If it is none.
-    """
-    word = value.strip().lower() if isinstance(value, str) else value
-    if isinstance(word, str) and word in _WORDS:
-        return _WORDS[word]
-    if isinstance(word, bool) or word in ("low", "medium", "high"):
-        return word
-    raise ConfigError(name, value, "use True, False, 'low', 'medium' or 'high'")
 
 
 def check_reasoning(tokenizer: Any, reasoning: Reasoning, name: str = "reasoning") -> None:
@@ -428,7 +399,7 @@ class ThoughtSplitter:
         return ""
 
     def _answer(self, final: bool) -> str:
-        """What the answer says, without the mark that ends it. A mark that more text follows is text."""
+        """The answer without the mark that ends it. A mark that more text follows is text."""
         mark = self.marks.answer[1] if self._marked else ""
         stop = len(self._held)
         if mark:

@@ -18,6 +18,7 @@ from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
 from cacheblend_rag.engine.streaming import TextStream
@@ -26,7 +27,7 @@ from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
-from cacheblend_rag.prompt.thoughts import Thought
+from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
 from cacheblend_rag.report import BlendReport, Generation
 
 _DONE = "data: [DONE]\n\n"
@@ -48,6 +49,7 @@ class AnswerRequest:
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:
             raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
+        self.reasoning, self.thought_most = self.thinking()
         self.documents = document_texts(body)
         self.id, self.created = f"{self.mark}{secrets.token_hex(12)}", int(time.time())
         self._reports: list[BlendReport] = []
@@ -66,6 +68,10 @@ class AnswerRequest:
         """The answers in their order; each is to be read to its end before the next is taken."""
         raise NotImplementedError
 
+    def thinking(self) -> tuple[Reasoning, int | None]:
+        """Whether the model shall think, and the most tokens of its thought."""
+        return False, self.model.thought_tokens(False)
+
     def arguments(self) -> DecodeArguments:
         """How to decode."""
         body, temperature = self.body, self.body.temperature
@@ -81,6 +87,8 @@ class AnswerRequest:
             repetition_penalty=body.repetition_penalty,
             stop=body.stops,
             verify=body.verify,
+            reasoning=self.reasoning,
+            reasoning_tokens=self.thought_most,
         )
 
     def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
@@ -98,7 +106,8 @@ class AnswerRequest:
     def charge(self, prompts: Sequence[AnyPrompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
         fits = [self.model.check_length(prompt, self.most) for prompt in prompts]
-        self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
+        most = self.most + (self.thought_most or 0)
+        self.here.charge([len(fit.split.input_ids) + most for fit in fits for _ in range(self.body.n)])
 
     def left(self) -> float:
         """Seconds left for all answers together, from the first time this is asked."""
@@ -293,6 +302,16 @@ class Chat(AnswerRequest):
             **own,
         )
         self._request: Any = None
+
+    def thinking(self) -> tuple[Reasoning, int | None]:
+        """See `AnswerRequest.thinking`."""
+        body: Any = self.body
+        asked, most, own = body.level, body.most_thought, self.here.service.settings.rag
+        level = thinks(own.reasoning if asked is None else asked, body.chat_template_kwargs)
+        if asked is None and level and not self.model.thinks:  # what the server has for its other models
+            level = False
+        check_reasoning(self.engine.tokenizer, level, "reasoning_effort")
+        return level, self.model.thought_tokens(level, own.reasoning_tokens if most is None else most)
 
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""

@@ -84,8 +84,6 @@ class ServedChat(ChatCacheBlend):
             "tool_choice": body.tool_choice if tools else None,
             "chat_template_kwargs": body.chat_template_kwargs,
         }
-        if body.reasoning_effort is not None:
-            overrides["reasoning"] = body.reasoning_effort
         if body.response_format is not None:
             overrides["response_format"] = body.response_format.model_dump(by_alias=True)
         messages = _messages_of(body.messages, self.given)
@@ -168,4 +166,7 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
     plain.setdefault("content", "")
+    thought = message.reasoning_content or message.reasoning
+    if message.role == "assistant" and isinstance(thought, str):
+        plain["reasoning_content"] = thought  # for chat templates that read it
     return plain
