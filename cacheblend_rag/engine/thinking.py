@@ -111,7 +111,8 @@ class Thinking:
     @property
     def under_way(self) -> bool:
         """Whether the next token is none of the answer, as far as is known."""
-        return bool(self._forced) or self.splitter.place in ("thought", "header")
+        begins = self.marks.known and bool(self.splitter.undecided.strip())  # so far it is the beginning of a mark
+        return bool(self._forced) or begins or self.splitter.place in ("thought", "header")
 
     def within_answer(self, processor: Processor) -> Processor:
         """A logits processor that is called for the tokens of an answer's form alone."""
