@@ -149,7 +149,7 @@ class Thinking:
 
     def _begin_answer(self) -> None:
         """Behind a thought that the model has ended, begin an answer that has a form."""
-        if not self._answer_begun and self.splitter.place not in ("start", "thought"):
+        if not self._answer_begun and self.splitter.thought and self.splitter.place != "thought":
             self._answer_begun = True
             self._force(self.marks.behind + self._begins)
 

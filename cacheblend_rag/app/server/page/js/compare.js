@@ -4,6 +4,7 @@ import { compare, stopComparing } from "./asking.js";
 import { button, el } from "./dom.js";
 import { estimate, left } from "./estimate.js";
 import { sooner, time } from "./format.js";
+import { isWaiting } from "./store.js";
 
 const METHODS = {
   full: ["Full recompute", "no KV is reused"],
