@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import read_reasoning
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
@@ -76,7 +75,7 @@ class Answering:
         ConfigError
             If the model shall think and cannot.
         """
-        check_reasoning(self.tokenizer, read_reasoning("reasoning", options.reasoning))
+        check_reasoning(self.tokenizer, options.reasoning)
         if isinstance(prompt, ImagePrompt):
             return partial(self.answer_images, prompt, options)
         return partial(self.answer, prompt, options, shared=shared)

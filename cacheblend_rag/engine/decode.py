@@ -62,7 +62,7 @@ class DecodeArguments(TypedDict, total=False):
     repetition_penalty: float | None
     seed: int | None
     verify: str | None
-    reasoning: Reasoning | str
+    reasoning: Reasoning
     reasoning_tokens: int | None
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
@@ -120,7 +120,7 @@ class DecodeFields(BaseModel):
     """Makes sampling repeatable."""
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
-    reasoning: Annotated[bool | str, BeforeValidator(_reasoning)] = False
+    reasoning: Annotated[Reasoning, BeforeValidator(_reasoning)] = False
     """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. Chat templates
     that have a switch are told so. A thought is never part of the answer."""
     reasoning_tokens: Annotated[int | None, _checked(whole())] = None
@@ -205,7 +205,7 @@ class DecodeOptions(DecodeFields):
         """Tokens of the answer that were asked for, with those of a thought that is wanted before it."""
         if not self.reasoning:
             return self.max_new_tokens
-        budget = BUDGETS[read_reasoning("reasoning", self.reasoning)]
+        budget = BUDGETS[self.reasoning]
         return (self.max_new_tokens or DEFAULT_NEW_TOKENS) + (
             budget if self.reasoning_tokens is None else self.reasoning_tokens
         )
@@ -371,7 +371,7 @@ def generate(
     thinking = Thinking(
         tokenizer,
         ids[0].tolist(),
-        read_reasoning("reasoning", options.reasoning),
+        options.reasoning,
         options.reasoning_tokens,
         options.answer_begins,
         options.grammar is not None,

@@ -129,7 +129,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             return self._estimated_tokens(messages, offered)
 
     def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
-        options, level = self.chat_template_kwargs, read_reasoning("reasoning", self.reasoning)
+        options, level = self.chat_template_kwargs, self.reasoning
         if (seen := self._with_images(messages, offered, options, level)) is not None:
             return len(seen.input_ids)
         turns = turns_of(messages)

@@ -52,7 +52,7 @@ async def test_thoughts_stand_where_langchain_looks_for_them(kind: str) -> None:
     assert [block["type"] for block in with_blocks.content] == ["reasoning", "text"]
 
 
-def test_a_switch_turns_thoughts_off_by_default_and_a_call_turns_them_on() -> None:
+def test_thoughts_are_off_by_default_and_a_call_turns_them_on() -> None:
     engine = thinking_engine("qwen3")
     writer = Writer(engine.tokenizer, ANSWER)
     model = ChatCacheBlend.from_engine(engine, max_new_tokens=60, logits_processor=[writer])
