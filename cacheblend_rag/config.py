@@ -589,11 +589,11 @@ class BlendConfig:
         The tokens that a chunk is computed behind before it is stored. 'context': stretches of chunks that it belongs
         with, those beside it where chunks are warmed, those retrieved with it otherwise; the chunk hits wherever it
         stands. 'learned': these, and one more context that `cacheblend-rag adapt` learned for this model. 'sink': only
-        the fixed tokens that open every text, as in the paper; storing takes half of the time, and answers are further
-        from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another prefix is another
-        record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was adapted, else
-        'context'. Change it where storing takes too long, or where every prompt has one chunk behind one prefix. See
-        docs/explanation/engine.md#what-is-stored.
+        the fixed tokens that open every text, as in the paper; storing takes half of the time, and on SmolLM2-135M
+        answers are further from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another
+        prefix is another record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was
+        adapted, else 'context'. Change it where storing takes too long, or where every prompt has one chunk behind one
+        prefix. See docs/explanation/engine.md#what-is-stored.
         """,
         identity="kv",
     )
@@ -601,10 +601,10 @@ class BlendConfig:
         2,
         whole(0, MOST_CONTEXTS),
         """
-        Number of stretches of other chunks over which the KV of a chunk is averaged. Each one more brings answers a
-        little nearer to full prefill, and storing time grows in proportion. Raise it where chunks are stored once and
-        read often; lower it where storing takes too long. It may be 0 only beside a learned context, which counts as
-        one more.
+        Number of stretches of other chunks over which the KV of a chunk is averaged. On SmolLM2-135M each one more
+        brings answers a little nearer to full prefill; storing time grows in proportion. Raise it where chunks are
+        stored once and read often; lower it where storing takes too long. It may be 0 only beside a learned context,
+        which counts as one more.
         """,
         identity="kv",
     )
@@ -616,13 +616,26 @@ class BlendConfig:
         never. Use 'inline' in a program that ends after its answer, and 'off' where chunks never come again.
         """,
     )
+    prompt_cache: int | str = _engine_option(
+        "auto",
+        or_auto(_MEMORY),
+        """
+        Bytes of memory for the KV of the last prompts and their answers; 0 for none. A prompt that begins as one of
+        them goes on from there: the next step of an agent, the next turn of a chat, the same system prompt. 'auto' is
+        1 GiB, or a sixteenth of the memory of the machine (of the GPU, if the model is there) if that is less. Raise it
+        where several long conversations take turns; set 0 where memory is short, or where answers must not depend, by
+        rounding alone, on what was asked before. See docs/explanation/engine.md#the-last-prompts.
+        """,
+    )
     session_cache: bool = _engine_option(
         False,
         FLAG,
         """
-        Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
-        again, continues from it. It is that of a blended pass, and so approximate, unless the answer was verified.
-        Questions and answers are stored, too. Turn it on where people ask several questions about the same documents.
+        Keep the KV of finished prompts that held chunks, and of their answers, in the store too, so that the next turn
+        of a conversation goes on from it after a restart, in another process, or when memory has dropped it. It is that
+        of a blended pass, and so approximate, unless the answer was verified. Nothing of a plain prefill is kept in the
+        store: `prompt_cache` keeps that, in memory. Questions and answers are stored, too. Turn it on where people come
+        back to long conversations, or ask several questions about the same documents.
         """,
     )
     size_limit: int | str = _engine_option(
@@ -716,6 +729,16 @@ class BlendConfig:
         Share of corrected answers, among the last 16 that were checked, past which the recompute ratio is raised by
         half. Lower it where first texts should seldom be corrected; 1 never raises the ratio. See
         docs/explanation/verification.md#what-corrections-teach.
+        """,
+    )
+    try_blending: bool = _engine_option(
+        True,
+        FLAG,
+        """
+        Once for a model that was not calibrated, compare blending with full prefill in idle time, on a dozen prompts
+        made of chunks that were asked about. Where it is clearly further away than another order of the same chunks,
+        more is recomputed from then on. Turn it off where idle time costs money, or where the ratio must stay as it is.
+        See docs/explanation/verification.md#a-model-that-nothing-is-known-of.
         """,
     )
     prepack_weights: bool | str = _engine_option(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -151,11 +153,12 @@ class BlendReport:
         Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. All other
         figures of chunks are of the others.
     prefix_hit : bool
-        Whether the prefix was read from the store.
+        Whether the prefix was read from the store, or was the beginning of a kept prompt.
     reused_tokens : int
-        Chunk and prefix tokens whose KV was read from the store.
+        Tokens whose KV was read from the store, or was that of a kept prompt.
     resumed_tokens : int
-        Tokens that were continued from a kept prompt; their chunks count as hits.
+        First tokens that a kept prompt had in common with this one: one of the last, in memory (``prompt_cache``), or
+        one in the store (``session_cache``). Their chunks count as hits.
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int
@@ -166,7 +169,8 @@ class BlendReport:
     plain : bool
         Whether plain prefill answered.
     plain_reason : str
-        Why it did, where no prompt of this kind is blended: ``"the prompt holds an image"``. Else empty.
+        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``, or ``"blending was found
+        poor on this model"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
@@ -262,6 +266,31 @@ class FusedKV:
 
 
 @dataclass(frozen=True)
+class TokenLogProb:
+    """A token of an answer with its log-probability.
+
+    Parameters
+    ----------
+    token : str
+        Its text, special tokens and incomplete characters included.
+    text : str
+        Its text in the answer. A character of several tokens is added by the last of them.
+    offset : int
+        Where in the answer that begins.
+    logprob : float
+        Of the token.
+    top : sequence of (str, float)
+        Text and log-probability of the likeliest tokens in its place.
+    """
+
+    token: str
+    text: str
+    offset: int
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
 class Generation:
     """An answer.
 
@@ -275,6 +304,8 @@ class Generation:
         How it was made.
     thought : str
         The model's thought before it, which is no part of the text.
+    logprobs : tuple of TokenLogProb or None
+        Of each token of the text, if they were asked for.
     recomputed : tuple of Tensor, each [rows] long
         As in `FusedKV`.
     deviation : Tensor or None, [tokens] float32
@@ -285,6 +316,7 @@ class Generation:
     token_ids: list[int]
     report: BlendReport
     thought: str = ""
+    logprobs: tuple[TokenLogProb, ...] | None = field(default=None, repr=False)
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -335,13 +367,18 @@ class AnswerStats:
     hits, misses : int
         Chunks of those prompts whose KV was read from the store, and chunks whose KV was not there.
     reused_tokens : int
-        Tokens whose KV was read from the store.
+        Tokens whose KV was read from the store, or was that of a kept prompt.
+    resumed_tokens : int
+        Those of them that were the beginning of a kept prompt.
     documents_hit, documents_missed, documents_not_found, documents_left_out : int
         Retrieved documents by what became of them, counted once for each prompt; see `DocumentUse`.
     documents_changed : int
         Those of the hit and the missed ones that a chain had rewritten.
     verified, corrected : int
         Answers that were held against full prefill and stayed, and those that were corrected.
+    least_ratio : float
+        The recompute ratio below which no prompt goes, since blending was found poor on this model; 1 for full prefill,
+        0 if it was not.
     """
 
     requests: int = 0
@@ -349,6 +386,7 @@ class AnswerStats:
     hits: int = 0
     misses: int = 0
     reused_tokens: int = 0
+    resumed_tokens: int = 0
     documents_hit: int = 0
     documents_missed: int = 0
     documents_not_found: int = 0
@@ -356,6 +394,7 @@ class AnswerStats:
     documents_changed: int = 0
     verified: int = 0
     corrected: int = 0
+    least_ratio: float = 0.0
 
     @property
     def unmatched_share(self) -> float:
@@ -384,6 +423,7 @@ class Tally:
                 hits=seen.hits + report.hits,
                 misses=seen.misses + report.misses,
                 reused_tokens=seen.reused_tokens + report.reused_tokens,
+                resumed_tokens=seen.resumed_tokens + report.resumed_tokens,
                 documents_hit=seen.documents_hit + outcomes["hit"],
                 documents_missed=seen.documents_missed + outcomes["miss"],
                 documents_not_found=seen.documents_not_found + outcomes["not found"],

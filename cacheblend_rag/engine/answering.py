@@ -19,7 +19,7 @@ from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -32,7 +32,7 @@ from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptErr
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt, TokenizedPrompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
 from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
@@ -117,11 +117,15 @@ class Answering:
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
+            exact = blend.exact or cache is not blend.cache  # that of a check is
             self._keep(
                 pipeline.keep(
-                    dataclasses.replace(blend, cache=cache), _later_ids(answer.token_ids, answer.report.thought_tokens)
+                    dataclasses.replace(blend, cache=cache, exact=exact),
+                    _later_ids(answer.token_ids, answer.report.thought_tokens),
                 )
             )
+            if blend.choice is not None:
+                self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
     def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
@@ -147,7 +151,7 @@ class Answering:
             verification = self._unchecked(decoded, options, sink)
             self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
-            answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought)
+            answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs)
             trace.answered(answer)
         return answer
 
@@ -205,7 +209,9 @@ class Answering:
         decoded = checked.decoded
         self._note(checked.verification, blend.choice)
         report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
-        answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, blend.computed, blend.deviation)
+        answer = Generation(
+            decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs, blend.computed, blend.deviation
+        )
         return answer, checked.cache
 
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
@@ -254,12 +260,12 @@ class Answering:
             return CheckedAnswer(draft, self._unchecked(draft, options, sink), blend.cache)
         if mode == "idle":
             return CheckedAnswer(draft, self._verify_later(blend, draft, options), blend.cache)
-        checked = self._check(blend.input_ids, draft, options, turns.step, turns.pauses(cancelled), cancelled)
+        checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)
         return checked or CheckedAnswer(draft, _NO_MEMORY, blend.cache)
 
     def _check(
         self,
-        ids: Sequence[int],
+        lookup: Lookup,
         draft: DecodedAnswer,
         options: DecodeOptions,
         step: Step,
@@ -267,12 +273,12 @@ class Answering:
         cancelled: Callable[[], bool],
     ) -> CheckedAnswer | None:
         """The answer that full prefill gives; None if memory ran out."""
-        model = self.pipeline.segments.model
+        model, ids = self.pipeline.segments.model, lookup.split.input_ids
+        begun = self.pipeline.recent_prompts.exact_beginning(lookup.ticket, ids)
+        how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun}
         try:
             with model.products():
-                return check(
-                    model.adapter, self.tokenizer, ids, draft, options, step=step, pauses=pauses, cancelled=cancelled
-                )
+                return check(model.adapter, self.tokenizer, ids, draft, options, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -283,14 +289,21 @@ class Answering:
         """Let an answer be verified when nothing else waits, if it is among the share that is."""
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
-        model, split, choice = self.pipeline.segments.model, blend.lookup.fit.split, blend.choice
+        model, lookup, choice = self.pipeline.segments.model, blend.lookup, blend.choice
+        split = lookup.fit.split
         if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
             return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
         fingerprint = model.fingerprint
-        # Log-probabilities are those of the answer that was given; they are read meanwhile.
+        # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
         config = copy.deepcopy(options.generation_config or model.adapter.model.generation_config)
-        kept = {"logits_processor": others, "generation_config": config, "do_sample": False}
+        kept = {
+            "logits_processor": others,
+            "generation_config": config,
+            "do_sample": False,
+            "logprobs": None,
+            "top_logprobs": None,
+        }
         options = options.model_copy(update=kept)
 
         def has_changed() -> bool:
@@ -302,26 +315,27 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 pauses = turns.pauses_in_background(cancelled)
-                found = self._check(split.input_ids, draft, options, turns.step_in_background, pauses, cancelled)
+                found = self._check(lookup, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
                 if has_changed():
                     return _CHANGED
                 self._note(found.verification, choice)
-                self._keep_checked(split, found, cancelled)
+                self._keep_checked(lookup, found, cancelled)
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
-    def _keep_checked(self, split: TokenizedPrompt, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
+    def _keep_checked(self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
         """Keep the exact KV of a conversation, unless one of its chunks was forgotten meanwhile."""
-        if self.pipeline.store.traits.read_only:
-            return
-        jobs = self.pipeline.keep_session(
-            split, _later_ids(found.decoded.token_ids, found.decoded.thought_tokens), found.cache
+        kept, pipeline = (
+            (lookup.fit.split, _later_ids(found.decoded.token_ids, found.decoded.thought_tokens), found.cache),
+            self.pipeline,
         )
+        jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
         with self.verifications.storing:
             if not cancelled():
+                pipeline.recent_prompts.keep(lookup.ticket, *kept)
                 run_all(jobs)
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:

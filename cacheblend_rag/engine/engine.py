@@ -145,7 +145,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             processor=lambda: processor,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
-            verifications=Verifications(),
+            verifications=Verifications(pipeline),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
@@ -157,8 +157,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def _consist_of(self, parts: EngineParts) -> None:
         self._parts = parts
         self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
-        self.config, self.store, segments = pipeline.config, pipeline.store, pipeline.segments
-        self.adapter = segments.model.adapter
+        self.config, self.store, self.prompts = pipeline.config, pipeline.store, pipeline.prompts
+        self.adapter = (segments := pipeline.segments).model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
         self.takes_images = getattr(self.model.config, "vision_config", None) is not None
@@ -365,9 +365,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         prompt : Prompt or str
             A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
-            ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``reasoning``, ``generation_config``, ``logits_processor``, ``grammar``;
-            `DecodeOptions` explains each.
+            The fields of `DecodeOptions`, such as ``max_new_tokens``, ``stop``, ``temperature`` or ``logprobs``.
 
         Raises
         ------
@@ -492,8 +490,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         write_back = self.turns.write_back
         if self._parts.base is not None or write_back.closed:
             return
-        self._parts.prefetcher.close()
-        self.verifications.close()
+        for part in (self._parts.prefetcher, self.verifications, self.prompts):
+            part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
             self.turns.segments.model.release()

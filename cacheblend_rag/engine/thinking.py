@@ -81,7 +81,7 @@ class Thinking:
         window : int or None
             Most tokens of the prompt with its answer.
         """
-        most = config.max_new_tokens
+        most: int | None = config.max_new_tokens
         if most is None and config.max_length is not None:
             most = config.max_length - prompt_tokens
         if most is None or most < 1:

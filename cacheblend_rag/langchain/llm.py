@@ -14,6 +14,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from cacheblend_rag import report
+from cacheblend_rag.engine.logits import completion_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import BlendFields, within_run
@@ -183,8 +184,9 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         return GenerationChunk(text="", generation_info=self._made(answer) if answer else None)
 
     def _made(self, answer: report.Generation) -> dict[str, Any]:
-        """The info of an answer, and the thought before it."""
-        return {**self._info(answer.report), **thought_fields(answer.thought)}
+        """The info of an answer, with the thought before it, and its log-probabilities if they were asked for."""
+        info = {**self._info(answer.report), **thought_fields(answer.thought)}
+        return info if answer.logprobs is None else {**info, "logprobs": completion_logprobs(answer.logprobs)}
 
 
 def _those(

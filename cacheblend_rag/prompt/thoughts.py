@@ -216,7 +216,7 @@ def switched(template: str, reasoning: Reasoning) -> dict[str, Any]:
     read, options = template_variables(template), dict[str, Any]()
     options.update({name: bool(reasoning) for name in _SWITCHES if name in read})
     if _EFFORT in read and (reasoning or not options):
-        level = reasoning if isinstance(reasoning, str) else "medium" if reasoning else "low"
+        level: str = reasoning if isinstance(reasoning, str) else "medium" if reasoning else "low"
         lists = _quotes(template, "none")  # then it names those that it takes
         if lists and not reasoning:
             level = "none"

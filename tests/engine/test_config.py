@@ -26,6 +26,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "session_cache": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
+    "prompt_cache": ("2GB", 2 * 10**9),
     "codec": ("raw", "raw"),
     "salt": ("tenant", "tenant"),
     "like": ("llama", "llama"),
@@ -34,6 +35,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "verify": ("always", "always"),
     "verify_share": ("0.25", 0.25),
     "verify_bound": ("0.75", 0.75),
+    "try_blending": ("off", False),
     "prepack_weights": ("off", False),
     "check_model": ("0", False),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,6 +30,8 @@ class Metrics:
         Statistics of the KV store, or None.
     disk : callable
         Bytes that the documents of a tenant take.
+    least : callable
+        By model, the recompute ratio below which none of its prompts goes.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Metrics:
         served: Callable[[], int],
         stats: Callable[[], StoreStats | None],
         disk: Callable[[str], float],
+        least: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -52,7 +55,7 @@ class Metrics:
             name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
         )
         self.tokens = Counter(
-            name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
+            name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
         self.ratio = Histogram(name + "recompute_ratio", "Recompute ratio of answers.", buckets=_SHARES, registry=one)
         self.verified = Counter(
@@ -65,6 +68,7 @@ class Metrics:
         ):
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
+        one.register(_LeastRatios(name, least))
         ProcessCollector(registry=one)  # memory and time of the process
         self._tenants = _Tenants(name + "tenant_", disk)
 
@@ -86,6 +90,7 @@ class Metrics:
         self.chunks.labels("miss").inc(report.misses)
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
+        self.tokens.labels("resumed").inc(report.resumed_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
         self.verification(report.verification)
         if not report.plain:
@@ -121,6 +126,21 @@ class _StoreCollector(Collector):
         yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
         yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
         yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
+
+
+class _LeastRatios(Collector):
+    """Asks each model when it is scraped."""
+
+    def __init__(self, prefix: str, least: Callable[[], Mapping[str, float]]) -> None:
+        self._prefix, self._least = prefix, least
+
+    def collect(self) -> Iterable[Metric]:
+        """The least recompute ratio of each model."""
+        text = "Recompute ratio below which no prompt goes since blending was found poor; 1 for full prefill, else 0."
+        family = GaugeMetricFamily(self._prefix + "least_recompute_ratio", text, labels=["model"])
+        for model, ratio in self._least().items():
+            family.add_metric([model], ratio)
+        yield family
 
 
 class _Tenants:
