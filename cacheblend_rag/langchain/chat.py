@@ -321,7 +321,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
         level = read_reasoning("reasoning", overrides.get("reasoning", self.reasoning) or False)
-        seen, later = self._with_images(messages, tools, options, level), begun
+        seen: AnyPrompt | None = self._with_images(messages, tools, options, level)
+        later = begun
         if seen is None:
             text = render_turns(tokenizer, turns_of(messages), tools, options, level)
             text, later = begin_answer(tokenizer, text, begun, thinks(level, options))

@@ -205,7 +205,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         level = read_reasoning("reasoning", options.get("reasoning", self.reasoning) or False)
-        seen, later = self._with_images(messages, tools, level), begun
+        later, seen = begun, cast(AnyPrompt | None, self._with_images(messages, tools, level))
         if seen is None:
             text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)
             seen = self._see(text, messages.hint if isinstance(messages, MarkedMessages) else None, messages)

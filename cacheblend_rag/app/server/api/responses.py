@@ -391,8 +391,8 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
             thought = "".join(str(one.get("text", "")) for one in texts if isinstance(one, dict)) or None
             continue
         if isinstance(item, MessageItem):
-            said = {"reasoning_content": thought} if item.role == "assistant" else {}
-            messages.append(ChatMessage(role=item.role, content=_content(item.content), **said))
+            own = thought if item.role == "assistant" else None
+            messages.append(ChatMessage(role=item.role, content=_content(item.content), reasoning_content=own))
         elif isinstance(item, CallItem):
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessage(role="assistant", reasoning_content=thought))
