@@ -634,8 +634,9 @@ class BlendConfig:
         Keep the KV of finished prompts that held chunks, and of their answers, in the store too, so that the next turn
         of a conversation goes on from it after a restart, in another process, or when memory has dropped it. It is that
         of a blended pass, and so approximate, unless the answer was verified. Nothing of a plain prefill is kept in the
-        store: `prompt_cache` keeps that, in memory. Questions and answers are stored, too. Turn it on where people come
-        back to long conversations, or ask several questions about the same documents.
+        store: `prompt_cache` keeps that, in memory, as it does all of a model that is not blended. Questions and answers
+        are stored, too. Turn it on where people come back to long conversations, or ask several questions about the
+        same documents.
         """,
     )
     size_limit: int | str = _engine_option(
@@ -681,8 +682,8 @@ class BlendConfig:
         "",
         text("; a family's name"),
         """
-        Family as which a model of an unknown family is treated. Set it where a model is refused and its layers are
-        those of a family that is known. See docs/reference/model-families.md.
+        Family as which a model of an unknown family is treated. Set it where a model is answered plainly and its layers
+        are those of a family that is known. See docs/reference/model-families.md.
         """,
         shown="empty",
     )
@@ -756,9 +757,9 @@ class BlendConfig:
         True,
         FLAG,
         """
-        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that a transformers version
-        that has moved is refused instead of answering wrongly. Turn it off where starts must be quick and this model
-        has passed with this version.
+        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that under a transformers
+        version that has moved the model is answered plainly, not wrongly. Turn it off where starts must be quick and
+        this model has passed with this version.
         """,
     )
 

@@ -7,7 +7,7 @@
     ├── PromptError (ValueError)            a prompt cannot be used as given
     │   ├── ContextLengthError              it is longer than the model's context window
     │   └── ImageError                      an image in it cannot be used
-    ├── UnsupportedModelError               the blended pass does not know this model
+    ├── UnsupportedModelError               this model cannot be answered, or not in this way
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
     │   ├── ForgetError                     documents have left a vector store, but their KV is still there
@@ -101,7 +101,21 @@ class ImageError(PromptError):
 
 
 class UnsupportedModelError(CacheBlendError):
-    """The blended pass does not know this kind of model."""
+    """The blended pass does not know this kind of model, or transformers cannot go on from a prompt with it.
+
+    Parameters
+    ----------
+    message : str
+    reason : str
+        The reason alone; by default the message.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        self.message, self.reason = message, reason or message
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.reason)
 
 
 class ModelLoadError(CacheBlendError):

@@ -93,7 +93,7 @@ _CONTAINERS = (
 )
 # Classes above 25 methods or 400 lines, with both. A class may shrink here, and leave; no other may come.
 LARGE = {
-    "ModelAdapter": (45, 565),
+    "ModelAdapter": (40, 526),
     "LLMBase": (33, 446),
     "BlendEngine": (25, 426),
     "FaissVectorStore": (26, 404),

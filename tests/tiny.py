@@ -191,6 +191,68 @@ DIFFERENT = (
     "smollm3",
     "stablelm",
 )
+_LINEAR = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Settings of families that are answered plainly, and how each goes on from what it has read.
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("whole", _MAMBA | {"attn_layer_indices": [2]}),
+    "bloom": ("slices", {}),
+    "falcon_h1": ("slices", _MAMBA | {"mamba_d_ssm": 64}),
+    "falcon_mamba": ("steps", {"state_size": 8, "time_step_rank": 4}),
+    "gemma3n_text": (
+        "slices",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 24}
+        | {
+            "vocab_size_per_layer_input": 400,
+            "hidden_size_per_layer_input": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+        }
+        | {"laurel_rank": 4, "altup_num_inputs": 2},
+    ),
+    "gemma4_text": (
+        "slices",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 24}
+        | {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    ),
+    "gpt2": ("slices", {"n_embd": 32, "n_head": 4, "n_layer": 4}),
+    "granitemoehybrid": (
+        "slices",
+        _MAMBA
+        | {"layer_types": ["mamba", "full_attention", "mamba", "mamba"], "shared_intermediate_size": 32}
+        | {"mamba_expand": 2, "num_local_experts": 0},
+    ),
+    "jamba": (
+        "steps",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+        | {"num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+    ),
+    "lfm2": ("slices", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "llama4_text": (
+        "slices",
+        {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 16}
+        | {"intermediate_size_mlp": 64, "num_local_experts": 2},
+    ),
+    "mamba": ("steps", {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": ("slices", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
+    "nemotron_h": ("slices", {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}),
+    "olmo_hybrid": ("slices", _LINEAR),
+    "phi": ("slices", {}),
+    "qwen3_5_text": ("slices", _LINEAR),
+    "qwen3_next": ("slices", _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "recurrent_gemma": (
+        "whole",
+        {"attention_window_size": 16, "lru_width": 32, "block_types": ["recurrent", "recurrent", "attention"]},
+    ),
+    "rwkv": ("whole", {"context_length": 512, "attention_hidden_size": 32}),
+}
 # Sizes of the image part, under the names that the containers have for them.
 IMAGES = {
     "hidden_size": 16,
@@ -278,6 +340,16 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
     config = CONFIG_MAPPING[family](**settings | changes)
     if architecture != family:
         config = _container(architecture, config)
+    return _spread_norms(auto_class(config).from_config(config, dtype=torch.float32).eval())
+
+
+def plain_model(architecture: str, **changes: Any) -> Any:
+    """A random model of a family that is answered plainly, in float32."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3}
+    config = CONFIG_MAPPING[architecture](**sizes | heads | ids | PLAIN[architecture][1] | changes)
     return _spread_norms(auto_class(config).from_config(config, dtype=torch.float32).eval())
 
 

@@ -28,6 +28,7 @@ from cacheblend_rag.fusor.teacher_forcing import greedy_answer, kl_divergence, p
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
@@ -133,10 +134,13 @@ def adapt(
 
     Raises
     ------
+    UnsupportedModelError
+        If the model is answered plainly.
     ConfigError
         If there are too few prompts to hold some back, or none is of a length at which KV can be learned. Or if the
         model's quantised layers pass no gradients.
     """
+    check_blends(engine.adapter)
     options = options or AdaptOptions()
     if not engine.adapter.passes_gradients():
         method = "its quantised layers pass no gradients here"

@@ -23,6 +23,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
+from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 _VERSION = 6
@@ -93,9 +94,12 @@ def calibrate(
 
     Raises
     ------
+    UnsupportedModelError
+        If the model is answered plainly.
     ConfigError
         If there are fewer than six prompts, or the folder holds a search over other prompts or another model.
     """
+    check_blends(engine.adapter)
     options = options or CalibrationOptions()
     if len(prompts) < 6:
         raise ConfigError("prompts", len(prompts), "use at least 6")

@@ -19,6 +19,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
@@ -264,7 +265,13 @@ def compare(
         After this time no further round is begun.
     reorder : bool
         Whether another order is measured, where there are several passages.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model is answered plainly.
     """
+    check_blends(engine.adapter)
     ends = time.monotonic() + seconds
     engine.warm(prompt.chunks, progress=False)
     methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids

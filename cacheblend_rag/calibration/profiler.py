@@ -25,6 +25,7 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 
@@ -338,9 +339,12 @@ def profile_machine(
 
     Raises
     ------
+    UnsupportedModelError
+        If the model is answered plainly.
     ConfigError
         If the store has no folder.
     """
+    check_blends(engine.adapter)
     path = _path_beside(engine.store)
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":

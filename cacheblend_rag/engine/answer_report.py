@@ -36,9 +36,9 @@ def report_of(
     lookup, layers = blend.lookup, len(blend.computed)
     whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
     plain = blend.choice is None
-    hits = lookup.hits or (False,) * len(split.chunks)
+    hits = lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
     tiers = tuple(lookup.records[one.key].tier if one.key in lookup.records else "" for one in lookup.chunks)
-    tiers = tiers or ("",) * len(split.chunks)
+    tiers = tiers or tuple("memory" if hit else "" for hit in hits)
     resumed = len(whole.chunks) - len(split.chunks)  # chunks of a kept prompt that this one goes on from
     if kept is not None:
         tiers = (kept.record.tier,) * resumed + tiers
@@ -52,14 +52,15 @@ def report_of(
         misses=hits.count(False),
         chunk_tiers=tiers,
         left_out=lookup.fit.left_out,
-        prefix_hit=lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix)),
-        reused_tokens=reused + len(split.prefix) * lookup.prefix_hit,
-        resumed_tokens=0 if kept is None else kept.tokens,
+        prefix_hit=0 < len(whole.prefix) <= blend.resumed
+        or (lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix))),
+        reused_tokens=blend.resumed or reused + len(split.prefix) * lookup.prefix_hit,
+        resumed_tokens=blend.resumed if kept is None else kept.tokens,
         recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,
         computed_tokens=tuple(map(len, blend.computed)),
         work=blend.work,
         plain=plain,
-        plain_reason=lookup.why,
+        plain_reason=blend.plain_reason or lookup.why,
         lost=blend.lost,
         recompute_ratio=0.0 if blend.choice is None else blend.choice.ratio,
         expected=None if blend.choice is None else blend.choice.expected,

@@ -180,6 +180,8 @@ class Answering:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.alone():
             blend = self.pipeline.blend(prompt)
+            if blend.cache is None:
+                raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
             self._keep(blend.jobs)
         ids, report = list(blend.input_ids), report_of(blend)
         return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
@@ -217,6 +219,8 @@ class Answering:
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
         model = self.pipeline.segments.model
+        if blend.cache is None:
+            return self._own_answer(blend, options, sink)
         with model.products(), self.turns.steps(blend) as step:
             return decode(
                 model.adapter.model,
@@ -230,6 +234,20 @@ class Answering:
                 step=step,
                 window=model.adapter.context_window,
             )
+
+    def _own_answer(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
+        """The answer by transformers' own generation, prefill and all; nobody is let in beside it."""
+        adapter = self.pipeline.segments.model.adapter
+        ids = torch.tensor([blend.input_ids], device=adapter.device)
+        return generate(
+            adapter.model,
+            self.tokenizer,
+            inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            options=options,
+            on_text=sink.put if sink else None,
+            cancelled=_cancelled_by(sink),
+            window=adapter.context_window,
+        )
 
     def _verifies(self, options: DecodeOptions) -> str:
         return options.verify or self.pipeline.config.verify
@@ -278,7 +296,7 @@ class Answering:
         how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun}
         try:
             with model.products():
-                return check(model.adapter, self.tokenizer, ids, draft, options, **how)
+                return check(model.blended, self.tokenizer, ids, draft, options, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

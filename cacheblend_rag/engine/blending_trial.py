@@ -9,6 +9,7 @@ result is kept with the store, without any text.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -323,7 +324,8 @@ class _Trial:
     """Passes over prompts, each in the background, and each given up where the whole is."""
 
     def __init__(self, asked: Asked, ends: Callable[[], bool]) -> None:
-        self._pipeline, self._turns, self._ends = asked.pipeline, asked.turns, ends
+        config = dataclasses.replace(asked.pipeline.config, prompt_cache=0)  # nobody asked this before
+        self._pipeline, self._turns, self._ends = asked.pipeline.with_config(config), asked.turns, ends
         self._model = self._pipeline.segments.model
         self._fingerprint = self._model.fingerprint
         self._end_ids = end_ids_of(self._model.adapter.model, asked.tokenizer)
@@ -360,7 +362,7 @@ class _Trial:
 
     def answered(self, prompt: Prompt) -> _Answered:
         """The first tokens of full prefill's own answer."""
-        adapter = self._model.adapter
+        adapter = self._model.blended
         with self._held():
             full = adapter.prefill(self._ids(prompt), *self._pauses)
             ids, log_probs = greedy_answer(adapter, full.cache, full.logits, _ANSWER_TOKENS, self._end_ids, self._pause)
@@ -385,4 +387,4 @@ class _Trial:
             return self._moved(one.log_probs, one.ids, blend.cache, blend.logits), loading.choice.ratio
 
     def _moved(self, full: torch.Tensor, ids: Sequence[int], cache: Any, logits: torch.Tensor) -> Moved:
-        return Moved.between(full, answer_log_probs(self._model.adapter, cache, logits, ids).cpu())
+        return Moved.between(full, answer_log_probs(self._model.blended, cache, logits, ids).cpu())

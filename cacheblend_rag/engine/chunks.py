@@ -136,6 +136,7 @@ class Chunks:
         segments.model.look()
         texts = list_of_texts(chunks)
         self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, {*texts})
+        self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
@@ -197,6 +198,17 @@ class Chunks:
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys
+
+    def _drop_checkpoints(self, texts: list[str]) -> None:
+        """Drop what a plainly answered model has kept of prompts with these chunks."""
+        segments, checkpoints = self.pipeline.segments, self.pipeline.checkpoints
+        if not checkpoints:
+            return
+        ids = []
+        for text in texts:
+            with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt
+                ids.append(segments.tokenizer.chunk(text).ids)
+        checkpoints.forget(segments.config.salt, {*texts}, [one for one in ids if one])
 
     def _forms(self, texts: Iterable[str], prefix: str) -> list[list[Segment]]:
         """Of each chunk all segments under which it may be stored; of one that is too short none."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.model_in_use import ModelInUse, adapter_of
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
@@ -29,7 +29,6 @@ from cacheblend_rag.engine.turns import Lifetime, Turns
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
@@ -106,7 +105,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     Raises
     ------
     UnsupportedModelError
-        If the model's family is not known, or its layers do not act as the family's should.
+        If transformers cannot answer with it, or it is not shaped like the family ``like``. Other models that are not
+        blended are answered plainly.
     ConfigError
         If an option does not fit the model, or model and tokenizer are none.
 
@@ -131,10 +131,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
         model, config = unwrap(model), check_config(config)
-        adapter = ModelAdapter(model, like=config.like or None)
+        adapter = adapter_of(model, config.like or None, config.check_model)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
-        if config.check_model:
-            check_adapter(adapter)
         in_use = ModelInUse(adapter, config.prepack_weights, adapter.identity(fingerprint), anew=True)
         # Engines over one model take turns.
         scheduler = scheduler_of(model, None if beside is None else beside._parts.turns.scheduler)
@@ -158,8 +156,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self._parts = parts
         self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
         self.config, self.store, self.prompts = pipeline.config, pipeline.store, pipeline.prompts
-        self.adapter = (segments := pipeline.segments).model.adapter
-        """The model, taken apart into the steps of the blended pass."""
+        self.adapter = cast(ModelAdapter, (segments := pipeline.segments).model.adapter)
+        """The model, taken apart into the steps of the blended pass; a `PlainAdapter` if it is answered plainly."""
         self.model = self.adapter.model
         self.takes_images = getattr(self.model.config, "vision_config", None) is not None
         """Whether the model has an image encoder."""
@@ -210,7 +208,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ModelLoadError
             If either cannot be loaded.
         UnsupportedModelError
-            If the model cannot be blended, as its config says; weights are not fetched then.
+            If the model does not go on from a prompt, as its config says; weights are not fetched then.
         ConfigError
             If an argument cannot be used.
         """
@@ -494,6 +492,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
+            self._parts.pipeline.checkpoints.clear()
             self.turns.segments.model.release()
             if self._parts.owns_store:
                 self.store.close()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
+from cacheblend_rag.models.families import check_runs
 from cacheblend_rag.models.identity import ModelIdentity
+from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
+
+_log = logging.getLogger(__name__)
 
 
 class ModelInUse:
@@ -14,7 +22,8 @@ class ModelInUse:
 
     Parameters
     ----------
-    adapter : ModelAdapter
+    adapter : PlainAdapter
+        A `ModelAdapter`, if the model is blended.
     option : bool or "auto"
         `BlendConfig.prepack_weights`.
     identity : ModelIdentity
@@ -27,7 +36,7 @@ class ModelInUse:
         If weights cannot be prepacked though they should be.
     """
 
-    def __init__(self, adapter: ModelAdapter, option: bool | str, identity: ModelIdentity, *, anew: bool) -> None:
+    def __init__(self, adapter: PlainAdapter, option: bool | str, identity: ModelIdentity, *, anew: bool) -> None:
         self.adapter, self._option, self._identity = adapter, option, identity
         self._prepacked = self._prepack(anew)
 
@@ -36,6 +45,19 @@ class ModelInUse:
         if option == self._option:
             return self
         return ModelInUse(self.adapter, option, self._identity, anew=False)
+
+    @property
+    def blended(self) -> ModelAdapter:
+        """The model, taken apart for the blended pass.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it is answered plainly.
+        """
+        if not isinstance(self.adapter, ModelAdapter):
+            check_blends(self.adapter)
+        return cast(ModelAdapter, self.adapter)
 
     @property
     def fingerprint(self) -> str:
@@ -57,5 +79,42 @@ class ModelInUse:
         self._prepacked = nullcontext
 
     def _prepack(self, anew: bool) -> Prepacking:
+        if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
+            if self._option is True:
+                raise ConfigError(
+                    "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
+                )
+            return nullcontext
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
         return prepacked_products(model, parts, self._option, anew=anew)
+
+
+def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:
+    """The model taken apart for the blended pass; if it is not blended, what its plain answers need.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+    like : str or None
+        Family as which it is treated. If it is not shaped so, it is refused.
+    check_model : bool
+        Whether the blended pass is compared with the model's own.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If transformers cannot go on from a prompt with it.
+    """
+    try:
+        adapter = ModelAdapter(model, like=like)
+        if check_model:
+            check_adapter(adapter)
+    except UnsupportedModelError as error:
+        if like is not None:
+            raise
+        check_runs(model.config)
+        plain = PlainAdapter(model, error.reason)
+        name = getattr(model.config, "_name_or_path", "") or model.config.model_type
+        _log.warning("model %s is answered plainly, %s: %s", name, BEGINNINGS[plain.goes_on], plain.plain_reason)
+        return plain
+    return adapter

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt, keep_turn
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
-from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
 from cacheblend_rag.engine.write_back import Job
@@ -26,6 +27,7 @@ from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
@@ -181,8 +183,8 @@ class Blend:
     ----------
     lookup : Lookup
         With the records that were read in the end.
-    cache : transformers Cache
-        KV of all positions.
+    cache : transformers Cache or None
+        KV of all positions; None if the model's own generation has yet to make it.
     logits : Tensor, [vocab]
         Logits of the last position.
     computed : tuple of Tensor, each [rows] long
@@ -203,6 +205,10 @@ class Blend:
         Records that failed on the way.
     exact : bool
         Whether the KV is that of a full prefill; see `Lookup.exact_tokens`.
+    resumed : int
+        Tokens at the beginning that were not computed, since a checkpoint was behind them.
+    plain_reason : str
+        Why no prompt of this kind is blended; empty if they are.
     ready_at : float
         When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
@@ -221,6 +227,8 @@ class Blend:
     work: float = 1.0
     lost: int = 0
     exact: bool = False
+    resumed: int = 0
+    plain_reason: str = ""
     ready_at: float = 0.0
     jobs: Mapping[str, Job] = field(default_factory=dict)
 
@@ -240,13 +248,15 @@ class Pipeline:
     policy : RatioPolicy
     store : KVStore
     prompts : PromptCache
-        Shared by all views of an engine.
+    checkpoints : Checkpoints
+        For a model that is answered plainly. All views of an engine share both.
     """
 
     segments: Segments
     policy: RatioPolicy
     store: KVStore
     prompts: PromptCache
+    checkpoints: Checkpoints
 
     @property
     def config(self) -> BlendConfig:
@@ -264,8 +274,7 @@ class Pipeline:
     def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
         model = self.segments.model.with_prepacking(config.prepack_weights)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        policy, shared = self.policy, (self.segments.latest, self.prompts)
-        return _pipeline(model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, shared)
+        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -336,7 +345,7 @@ class Pipeline:
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
-        return RecentPrompts(self.prompts, segments.model.adapter, config, like, rule)
+        return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
@@ -427,7 +436,7 @@ class Pipeline:
 
     def reader_of(self, lookup: Lookup, clock: ReadClock, shared: SharedKV | None = None) -> LayerReader:
         """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
-        adapter, split, placements = self.segments.model.adapter, lookup.split, []
+        adapter, split, placements = self.segments.model.blended, lookup.split, []
         located = [(split.prefix, lookup.fit.prompt.prefix), *((chunk.span, chunk.text) for chunk in split.located)]
         for (span, text), segment in zip(located, (lookup.prefix, *lookup.chunks), strict=True):
             if segment is not None and segment.key in lookup.records:
@@ -455,7 +464,7 @@ class Pipeline:
         """
         if loading is None:
             return self._prefilled(lookup, pauses)
-        adapter, each_layer, lost = self.segments.model.adapter, pauses.each_layer if pauses else None, 0
+        adapter, each_layer, lost = self.segments.model.blended, pauses.each_layer if pauses else None, 0
         while True:
             try:
                 with contextlib.closing(loading), self.segments.model.products():
@@ -490,18 +499,48 @@ class Pipeline:
         )
 
     def _prefilled(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
-        """By the model's own prefill."""
-        started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
+        """By the model's own prefill, behind what is remembered of the prompt's beginning."""
+        started, model, ids = time.perf_counter(), self.segments.model, lookup.split.input_ids
+        if model.adapter.plain_reason:
+            return self._read_plainly(lookup, pauses)
         begun = lookup.kept.new_cache() if isinstance(lookup.kept, RecentPrompt) else None
         first = 0 if begun is None else begun.get_seq_length()
-        with self.segments.model.products():
-            result = adapter.prefill(ids, *(pauses or (None, None)), begun)
-        rows = (torch.arange(first, len(ids), device=adapter.device),) * adapter.num_layers
+        with model.products():
+            result = model.blended.prefill(ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
+        rows = (torch.arange(first, len(ids), device=model.adapter.device),) * model.adapter.num_layers
         ready_at = time.perf_counter()
         seconds, work = Seconds(fuse=ready_at - started), 1.0
         if first:
-            work = work_share(adapter.shape, len(ids), RowsDone(rows))
+            work = work_share(model.blended.shape, len(ids), RowsDone(rows))
         return Blend(lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at)
+
+    def _read_plainly(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
+        """By the prefill of a model that is not blended, behind a checkpoint where there is one."""
+        started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
+        checkpoints = self.checkpoints if self._remembers else None
+        with self.segments.model.products():
+            resumed, result = begin_prompt(checkpoints, self._owner, adapter, lookup.split, *(pauses or ()))
+        ready_at = time.perf_counter()
+        return Blend(
+            lookup,
+            result.cache,
+            result.logits,
+            (torch.arange(resumed, len(ids), device=adapter.device),) * adapter.num_layers,
+            Seconds(fuse=ready_at - started),
+            work=1.0 - resumed / len(ids),
+            exact=True,
+            resumed=resumed,
+            plain_reason=adapter.plain_reason,
+            ready_at=ready_at,
+        )
+
+    @property
+    def _remembers(self) -> bool:
+        return self.policy.rule.reads_store and self.config.prompt_cache != 0
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(self.segments.model.fingerprint, self.config.salt)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -545,6 +584,15 @@ class Pipeline:
         exact = None if blend.exact else lookup.exact_tokens
         self.recent_prompts.keep(lookup.ticket, lookup.fit.split, answer_ids, blend.cache, exact)
         if blend.choice is None:
+            if blend.plain_reason and self._remembers:
+                keep_turn(
+                    self.checkpoints,
+                    self._owner,
+                    self.segments.model.adapter,
+                    blend.lookup.split,
+                    answer_ids,
+                    blend.cache,
+                )
             return blend.jobs
         return {**blend.jobs, **self.keep_session(lookup.fit.split, answer_ids, blend.cache)}
 
@@ -560,7 +608,7 @@ class Pipeline:
         """
         if not self._keeps_sessions or self.config.write_back == "off":
             return {}
-        layers = self.segments.model.adapter.layers_of(cache.layers)
+        layers = self.segments.model.blended.layers_of(cache.layers)
         found = self._session_cache(split).job(split, answer_ids, layers)
         return {} if found is None else {found[0]: found[1]}
 
@@ -583,11 +631,13 @@ def _pipeline(
     store: KVStore,
     learned: LearnedContext | None,
     controller: LoadingController | None,
-    minimum: MinimumRatio | None = None,
-    shared: tuple[LatestContexts, PromptCache] | None = None,
+    earlier: Pipeline | None = None,
 ) -> Pipeline:
-    """Choose the condition and the rule by the options, what was calibrated, and what was learned."""
-    digest = "" if learned is None else learned.digest
+    """Choose the condition and the rule by the options, what was calibrated, and what was learned.
+
+    It shares with an earlier one all that views of an engine have in common.
+    """
+    digest, minimum = "" if learned is None else learned.digest, None if earlier is None else earlier.policy.minimum
     policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller, minimum, digest)
     condition = policy.config.condition
     if condition == "auto":
@@ -597,14 +647,19 @@ def _pipeline(
     if condition == "learned" and learned is None:
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
-    latest, prompts = shared or (LatestContexts(), PromptCache())
-    return Pipeline(Segments(model, tokenizer, config, condition, learned, latest), policy, store, prompts)
+    latest = LatestContexts() if earlier is None else earlier.segments.latest
+    segments = Segments(model, tokenizer, config, condition, learned, latest)
+    if earlier is not None:
+        return dataclasses.replace(earlier, segments=segments, policy=policy)
+    return Pipeline(segments, policy, store, PromptCache(), Checkpoints())
 
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
     """The learned context beside this store; one that cannot be used is logged, and counts as none."""
+    if model.adapter.plain_reason:
+        return None
     try:
-        return kept_context(store.traits.folder, model.fingerprint, model.adapter)
+        return kept_context(store.traits.folder, model.fingerprint, model.blended)
     except StoreError as error:
         _log.warning("%s", error)
         return None

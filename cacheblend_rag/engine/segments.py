@@ -198,7 +198,7 @@ class Segments:
 
     def info(self, segment: Segment) -> RecordInfo:
         """Info for the record of a segment."""
-        adapter, behind = self.model.adapter, segment.contexts
+        adapter, behind = self.model.blended, segment.contexts
         contexts = () if behind is None else sum((behind.ids[at] for at in behind.numbers_for(segment.token_ids)), ())
         return RecordInfo(
             fingerprint=fingerprint_in(segment.model, segment.regime),
@@ -275,7 +275,7 @@ class Segments:
         heads = [segment.head for segment in segments]
         with self.model.products():
             if first.exact_in_place:
-                computed = self.model.adapter.segments_kv(first.shared_ids, ids, first.regime, heads)
+                computed = self.model.blended.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
                 context = self._context_kv(first.contexts, self.learned if first.learned else None)
                 numbers = [_numbers(segment) for segment in segments]
@@ -290,7 +290,7 @@ class Segments:
         if last.kv is None or last.identity != wanted:
             ids = () if contexts is None else contexts.ids
             last.identity = wanted
-            last.kv = ContextKV(self.model.adapter, (*ids, learned) if learned is not None else ids)
+            last.kv = ContextKV(self.model.blended, (*ids, learned) if learned is not None else ids)
         return last.kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:

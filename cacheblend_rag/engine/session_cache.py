@@ -160,7 +160,12 @@ def keys_begin(salt: str) -> str:
 
 def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:
     """Whether a kept prompt has a chunk in it."""
-    ids, wanted = info.token_ids, tuple(chunk_ids)
+    return holds_ids(info.token_ids, chunk_ids)
+
+
+def holds_ids(ids: tuple[int, ...], chunk_ids: Sequence[int]) -> bool:
+    """Whether ids stand among others, side by side."""
+    wanted = tuple(chunk_ids)
     return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
 
 

@@ -96,7 +96,7 @@ def check(
         If it was cancelled.
     """
     started = time.perf_counter()
-    exact = adapter.prefill(input_ids, *(pauses or (None, None)), begun)
+    exact = adapter.prefill(input_ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
     steps = _DraftSteps(adapter, exact.cache, draft.token_ids, step, pauses)
     ties = _KeptTies(draft.token_ids, len(input_ids), adapter.dtype)
     if not options.samples(adapter.model, tokenizer):

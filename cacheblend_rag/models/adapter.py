@@ -28,7 +28,6 @@ from cacheblend_rag.models.cache import (
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
-from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.models.modules import (
@@ -36,16 +35,16 @@ from cacheblend_rag.models.modules import (
     cache_argument,
     evaluating,
     is_compiled,
-    keeping_nothing,
     misshapen,
     part_of,
     twins_of,
 )
+from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.projections import LatentKV, PlainKV
 from cacheblend_rag.models.quantised import mixes_rows
 from cacheblend_rag.models.rope import Positions, Rotaries
 from cacheblend_rag.models.segments import cut_out
-from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape, slices_behind
+from cacheblend_rag.models.shape import ModelShape, layer_shape, slices_behind
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
@@ -86,7 +85,7 @@ class _ThreadState(threading.local):
     blending: _Blending | None = None
 
 
-class ModelAdapter:
+class ModelAdapter(PlainAdapter):
     """A decoder model, taken apart into the steps the blended pass needs.
 
     Parameters
@@ -146,11 +145,6 @@ class ModelAdapter:
         """Number of decoder layers."""
         return len(self.layers)
 
-    @property
-    def context_window(self) -> int | None:
-        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
-        return context_window(self.config)
-
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
@@ -160,14 +154,6 @@ class ModelAdapter:
             for layer, window in zip(self.layers, self.windows, strict=True)
         )
         return ModelShape(layers, float(self.config.vocab_size * self.config.hidden_size))
-
-    def identity(self, own: str | None = None) -> ModelIdentity:
-        """Identity of the model, with its adapters; ``own`` is that of its own weights, where it is known."""
-        return ModelIdentity(self.model, own)
-
-    def fingerprint(self) -> str:
-        """Identity of the model now: config, weights, element type and adapters."""
-        return self.identity().value
 
     def regime(self, tokens: int) -> int | None:
         """Frequency regime of a prompt of this many tokens; KV of one fits no prompt of another.
@@ -181,10 +167,6 @@ class ModelAdapter:
     def regimes(self) -> tuple[int, ...]:
         """All frequency regimes in which KV may be stored, 0 first."""
         return self.positions.regimes
-
-    def reusable(self, tokens: int) -> bool:
-        """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
-        return self.regime(tokens) is not None
 
     @property
     def attends_by_kernel(self) -> bool:
@@ -543,28 +525,6 @@ class ModelAdapter:
             if between is not None and rows.stop < len(ids):
                 between(time.perf_counter() - began)
         return Prefill(cache, logits)
-
-    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0, gradients: bool = False) -> torch.Tensor:
-        """The model's own forward pass over ids behind a cache, which grows by them.
-
-        Parameters
-        ----------
-        cache : transformers Cache
-        ids : sequence of int
-        logits_to_keep : int
-            How many of the last positions give logits; 0 for all.
-        gradients : bool
-            Whether gradients flow back to the cache.
-
-        Returns
-        -------
-        Tensor, [positions, vocab]
-        """
-        inputs = torch.tensor([list(ids)], device=self.device)
-        kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
-        with evaluating(self.model), torch.set_grad_enabled(gradients):
-            logits: torch.Tensor = keeping_nothing(self.model)(inputs, use_cache=True, **kept).logits[0]
-        return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
         """KV of one segment; see `segments_kv`."""

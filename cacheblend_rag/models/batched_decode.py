@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
 from cacheblend_rag.models.cache import joined_layers
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
+from cacheblend_rag.models.plain import PlainAdapter
 
 
 class BatchedDecode:
@@ -20,7 +21,8 @@ class BatchedDecode:
 
     Parameters
     ----------
-    adapter : ModelAdapter
+    adapter : PlainAdapter
+        Answers of one that is no `ModelAdapter` are decoded one by one.
 
     Attributes
     ----------
@@ -28,15 +30,18 @@ class BatchedDecode:
         Whether several answers of the model can be under way at once.
     """
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: PlainAdapter) -> None:
+        self._adapter = cast(ModelAdapter, adapter)
+        self._on_cpu = adapter.device.type == "cpu"
+        if not isinstance(adapter, ModelAdapter):
+            self.possible, self._one_by_one, self._token_bytes = not adapter.steps_alone, True, 0
+            return
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
         # A compiled model is one of fixed passes, layers that cache latents must make all keys anew, and where rows
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
-        self._on_cpu = adapter.device.type == "cpu"
         self._token_bytes = token_bytes(adapter)
 
     @property

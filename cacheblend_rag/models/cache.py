@@ -158,6 +158,13 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         other.__dict__ |= {**self.__dict__, "_held": (self.keys, self.values), "joined": None}
         return other
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreallocatedLayer:
+        """A copy with memory of its own, and no room behind its rows."""
+        other = type(self)()
+        if self.is_initialized:
+            other.hold(self.keys.clone(), self.values.clone())
+        return other
+
     def join(self, joined: JoinedLayers, kv: torch.Tensor) -> None:
         """Hold rows with those of other layers from now on, in ``kv``, ``[2, kv_heads, rows and room, head_dim]``."""
         self._held, self.joined, self._room = (kv[None, 0], kv[None, 1]), joined, None
@@ -257,12 +264,6 @@ def _cut(layer: Any, tokens: int) -> Any:
     return cut
 
 
-def held_bytes(cache: Cache) -> int:
-    """Bytes of memory that a cache keeps from being used otherwise."""
-    parts = [part.untyped_storage() for layer in cache.layers for part in (layer.keys, layer.values)]
-    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
-
-
 class CacheMark:
     """A place in the growth of a cache, to which it can be taken back.
 
@@ -317,6 +318,28 @@ def called_at_each_layer(cache: Cache, called: Callable[[], object] | None) -> I
     finally:
         for layer in layers:
             layer.before_update = None
+
+
+def tokens_read(cache: Cache, otherwise: int) -> int:
+    """Tokens that a cache has read; another number where it only holds states, which do not say."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return otherwise
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes of memory that the tensors in a cache's layers keep from being used otherwise, of whatever kind."""
+
+    def tensors(value: Any) -> Iterator[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from tensors(one)
+
+    parts = [one.untyped_storage() for layer in cache.layers for one in tensors(layer.__dict__)]
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
 
 
 def _enlarge(rows: torch.Tensor, wanted: int) -> torch.Tensor:

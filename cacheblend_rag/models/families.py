@@ -1,4 +1,4 @@
-"""Model families the blended pass knows, one entry each, and why others are refused."""
+"""Model families the blended pass knows, one entry each, and why models of others are answered plainly."""
 
 from __future__ import annotations
 
@@ -201,34 +201,48 @@ def family_of(model: Any, like: str | None = None) -> Family:
     if like is not None and like not in FAMILIES:
         raise ConfigError("like", like, f"use one of {', '.join(sorted(FAMILIES))}")
     config = getattr(model, "config", None)
-    check_supported(config)
-    text = None if config is None else config.get_text_config()
-    kind = str(getattr(text, "model_type", None))
-    family = FAMILIES.get(like or kind)
-    if family is None:
-        remedy = 'if its layers are shaped like Llama\'s, try like="llama"'
-        raise _unsupported_error(config or model, f"no entry describes it; {remedy}")
-    if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
-        remedy = f'if it leaves text to the text model within, try like="{kind}"'
-        raise _unsupported_error(config, f"no test covers this container; {remedy}")
-    return family
+    if (reason := why_plain(config, like)) is not None:
+        raise _unsupported_error(config or model, reason, f"supported families: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[like or str(model.config.get_text_config().model_type)]
 
 
-def check_supported(config: Any) -> None:
-    """Refuse models that no entry of `FAMILIES` could describe.
+def check_runs(config: Any) -> None:
+    """Refuse what is no causal language model, so that nobody fetches its weights.
 
     Raises
     ------
     UnsupportedModelError
-        If the model cannot be blended; the message says why and names the known families.
+        If a prompt is not a beginning that the model goes on from.
     """
-    if (reason := _why_unsupported(config)) is not None:
-        raise _unsupported_error(config, reason)
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "it is an encoder–decoder: it answers from cross attention, and does not go on from a prompt"
+        raise _unsupported_error(config, reason, "use a causal language model, such as Qwen3 or Llama 3")
 
 
-def _unsupported_error(config: Any, reason: str) -> UnsupportedModelError:
-    kind, known = getattr(config, "model_type", type(config).__name__), ", ".join(sorted(FAMILIES))
-    return UnsupportedModelError(f"model family {kind!r} is not supported: {reason}; supported families: {known}")
+def why_plain(config: Any, like: str | None = None) -> str | None:
+    """Why a model is not blended, as its config alone says; None if it is blended.
+
+    Parameters
+    ----------
+    config : transformers PretrainedConfig
+    like : str, optional
+        As for `family_of`.
+    """
+    check_runs(config)
+    if (reason := _why_not(config)) is not None:
+        return reason
+    text = None if config is None else config.get_text_config()
+    kind = str(getattr(text, "model_type", None))
+    if (like or kind) not in FAMILIES:
+        return 'no entry describes its family; if its layers are shaped like Llama\'s, try like="llama"'
+    if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
+        return f'no test covers this container; if it leaves text to the text model within, try like="{kind}"'
+    return None
+
+
+def _unsupported_error(config: Any, reason: str, remedy: str) -> UnsupportedModelError:
+    kind = getattr(config, "model_type", type(config).__name__)
+    return UnsupportedModelError(f"model family {kind!r} is not supported: {reason}; {remedy}", reason)
 
 
 _BLENDED_LAYERS = ("full_attention", "sliding_attention", "attention")
@@ -264,13 +278,11 @@ _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 
 
-def _why_unsupported(config: Any) -> str | None:
+def _why_not(config: Any) -> str | None:
     """The reason why models with this config cannot be blended, or None if none is known.
 
     Only what no adapter entry can mend is looked for here.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder–decoder, whose cross attention reads no prompt KV"
     if config is None:
         return None
     config = config.get_text_config()
@@ -280,18 +292,18 @@ def _why_unsupported(config: Any) -> str | None:
     if getattr(config, "kv_lora_rank", None) and not (model_type in FAMILIES and FAMILIES[model_type].latent):
         return "it caches latent vectors (multi-head latent attention) in a form that no entry describes"
     if getattr(config, "clip_qkv", None) is not None:
-        return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); use OLMo 2 or OLMo 3"
+        return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); blended are OLMo 2 and OLMo 3"
     if model_type in _ALIBI or getattr(config, "alibi", False):
-        return "its positions are ALiBi biases; only rotary ones (RoPE) are supported"
+        return "its positions are ALiBi biases; only rotary ones (RoPE) are blended"
     if model_type in _LEARNED:
-        return "its positions are learned and mixed into the values; only rotary ones (RoPE) are supported"
+        return "its positions are learned and mixed into the values; only rotary ones (RoPE) are blended"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead, so the KV of a token depends on what follows it"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_BLENDED_LAYERS))
     if others:
-        return f"it has layers of type {', '.join(others)}; only full and sliding attention are supported"
+        return f"it has layers of type {', '.join(others)}; only full and sliding attention are blended"
     if not getattr(config, "rope_parameters", None):
-        return "its config has no rope_parameters; only rotary positions (RoPE) are supported"
+        return "its config has no rope_parameters; only rotary positions (RoPE) are blended"
     return None
 
 
@@ -303,7 +315,7 @@ def _recurrent(config: Any) -> str | None:
         return None
     layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
     other = _ATTENDING.get(config.model_type) or "a model all of whose layers attend, such as Qwen3 or Llama 3"
-    return f"{layers} a recurrent state and have no KV that could be reused; use {other}"
+    return f"{layers} a recurrent state, of which no part is a chunk's; blended is {other}"
 
 
 def _uneven(config: Any) -> str | None:
@@ -316,7 +328,7 @@ def _uneven(config: Any) -> str | None:
     }
     found = [what for what, holds in differing.items() if holds]
     other = "Gemma 3" if config.model_type.startswith("gemma") else "a model whose layers are alike, such as Qwen3"
-    return f"it has {', '.join(found)}; use {other}" if found else None
+    return f"it has {', '.join(found)}; blended is {other}" if found else None
 
 
 def _head_widths(config: Any) -> set[int]:

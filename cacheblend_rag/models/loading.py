@@ -20,7 +20,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
-from cacheblend_rag.models.families import check_supported
+from cacheblend_rag.models.families import check_runs, why_plain
 from cacheblend_rag.models.gguf import holds_chat_template, is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
@@ -222,7 +222,7 @@ def load_model(
     ModelLoadError
         If the model or the tokenizer cannot be loaded.
     UnsupportedModelError
-        If the model cannot be blended, as its config says; weights are not fetched then.
+        If the model does not go on from a prompt, as its config says; weights are not fetched then.
     ConfigError
         If the device or the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
@@ -340,7 +340,7 @@ def _load(
     """Model, tokenizer and identity of what lies in a folder or is known by an id."""
     try:
         config = _config_of(name, model_kwargs)
-        check_supported(config)  # before weights are fetched
+        check_runs(config)  # before weights are fetched
         method = _quantised_by(config, model_kwargs)
         if dtype == "auto" and not model_kwargs:
             dtype = type_to_load(config, target)
@@ -481,6 +481,8 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
 def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
     try:
         config = AutoConfig.from_pretrained(name)
+        if (reason := why_plain(config)) is not None:
+            raise UnsupportedModelError(f"KV of chunks is not stored for model {said!r}: {reason}", reason)
         tokenizer = AutoTokenizer.from_pretrained(name)
         if dtype == "auto":
             dtype = _type_to_estimate(config)

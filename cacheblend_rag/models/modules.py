@@ -31,13 +31,18 @@ def part_of(module: Any, name: str) -> Any:
 
 def cache_argument(module: Any) -> str:
     """The name under which a module's forward takes the KV cache."""
-    return _cache_argument(type(module).forward)
+    names = _arguments(type(module).forward)
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), CACHE_FIELD)
+
+
+def takes(module: Any, name: str) -> bool:
+    """Whether a module's forward has an argument of this name."""
+    return name in _arguments(type(module).forward)
 
 
 @cache
-def _cache_argument(forward: Callable[..., Any]) -> str:
-    names = inspect.signature(forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in names), CACHE_FIELD)
+def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
 
 
 def misshapen(owner: Any, name: str | None) -> UnsupportedModelError:

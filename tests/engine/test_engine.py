@@ -16,6 +16,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, PromptError, UnsupportedModelError
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.store import DiskStore, MemoryStore
 from docs.benchmarks.scripts.measuring import read_plainly
@@ -146,7 +147,7 @@ def test_unknown_family_is_named_with_the_known_ones() -> None:
 
     other = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama.*mistral.*qwen2.*qwen3"):
-        engine_of(other)
+        ModelAdapter(other)
 
 
 @pytest.mark.parametrize("what", ["no such/model", "empty"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.families import CONTAINERS, FAMILIES
+from cacheblend_rag.models.families import CONTAINERS, FAMILIES, why_plain
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.rope import rotate
 from docs.benchmarks.scripts.families import PAGE, described_of
@@ -280,9 +281,11 @@ def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
     model = SimpleNamespace(config=CONFIG_MAPPING[model_type]())
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         ModelAdapter(model)
+    assert "families" not in caught.value.reason
     message = str(caught.value)
     assert repr(model_type) in message
-    assert "supported families: apertus, arcee, bitnet" in message
+    remedy = "use a causal language model" if "encoder" in reason else "supported families: apertus, arcee, bitnet"
+    assert remedy in message
 
 
 SOME_RECURRENT = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
@@ -306,12 +309,18 @@ SOME_RECURRENT = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 
         ("rwkv", {}, "its layers", "such as Qwen3"),
     ],
 )
-def test_recurrent_models_are_refused_before_weights_are_loaded(
-    model_type: str, settings: dict[str, Any], layers: str, other: str, tmp_path: Path
+def test_config_of_recurrent_models_says_why_they_are_answered_plainly(
+    model_type: str, settings: dict[str, Any], layers: str, other: str
 ) -> None:
-    CONFIG_MAPPING[model_type](**settings).save_pretrained(tmp_path)
-    message = rf"'{model_type}' .* {layers} carry a recurrent state and have no KV that could be reused; use .*{other}"
-    with pytest.raises(UnsupportedModelError, match=message):
+    reason = why_plain(CONFIG_MAPPING[model_type](**settings))
+    message = rf".*{layers} carry a recurrent state, of which no part is a chunk's; blended is .*{other}"
+    assert reason is not None
+    assert re.match(message, reason)
+
+
+def test_encoder_decoders_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    CONFIG_MAPPING["t5"]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"encoder–decoder.* use a causal language model"):
         BlendEngine.from_pretrained(tmp_path, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""``cacheblend-rag models``: models that were fetched or converted, and fetching ahead of time."""
+"""``cacheblend-rag models``: models that are here, fetching ahead of time, and how a model would be answered."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 
 def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its own commands."""
-    models = commands.add_parser("models", help="list, fetch or delete starter models and converted GGUF files")
+    models = commands.add_parser("models", help="list, check, fetch or delete models")
     models.set_defaults(run=_list)
     kinds = models.add_subparsers(title="commands", metavar="COMMAND")
     kinds.add_parser("list", help="what is there, where, and how large (the default)").set_defaults(run=_list)
+    check = kinds.add_parser("check", help="how models would be answered, as their configs say; no weights are fetched")
+    check.set_defaults(run=_check)
     get = kinds.add_parser("get", help="fetch starter models ahead of time")
     get.set_defaults(run=_get)
     delete = kinds.add_parser("delete", help="delete starter models or converted GGUF files")
     delete.set_defaults(run=_delete)
-    for parser, help_text in ((get, 'such as "smollm2"'), (delete, 'as "models list" names them')):
+    texts = {get: 'such as "smollm2"', check: "an id, a folder or a starter", delete: 'as "models list" names them'}
+    for parser, help_text in texts.items():
         parser.add_argument("names", nargs="+", metavar="NAME", help=help_text)
 
 
@@ -29,7 +32,8 @@ def _list(parsed: argparse.Namespace) -> int:
     for name, starter in STARTERS.items():
         path = starter_path(name)
         state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else _not_there(name)
-        print(f"{name}: {starter.title}, {starter.kind}, {starter.licence}, {state}")
+        kind = f"{starter.kind}, blended" if starter.kind == "language model" else starter.kind
+        print(f"{name}: {starter.title}, {kind}, {starter.licence}, {state}")
         print(f"    {starter.origin}")
     for name, path in _find_converted().items():
         print(f"{name}: converted GGUF file, {_megabytes(folder_bytes(path))} in {path}")
@@ -58,6 +62,20 @@ def _get(parsed: argparse.Namespace) -> int:
     for name in parsed.names:
         print(f"{name} is in {starter_folder(name)}")
     return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.models.starters import STARTERS
+    from cacheblend_rag.models.treatment import expected_treatment
+
+    refused = 0
+    for name in parsed.names:
+        starter = STARTERS.get(name)
+        of_starter = "blended" if starter is None or starter.kind == "language model" else "finds passages"
+        found = expected_treatment(name) if starter is None else of_starter
+        print(f"{name}: {found}")
+        refused += str(found).startswith("refused")
+    return int(refused > 0)
 
 
 def _delete(parsed: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from cacheblend_rag.errors import (
     GenerationTimeoutError,
     MissingExtraError,
     PromptError,
+    UnsupportedModelError,
 )
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(400, "bad_document", str(error))
     if isinstance(error, GenerationTimeoutError):
         return Problem(504, "timeout", str(error))
+    if isinstance(error, UnsupportedModelError):
+        return Problem(400, "unsupported_model", str(error))
     if isinstance(error, MissingExtraError):
         return Problem(400, "not_installed", f"the server lacks a package for this: {error}")
     if isinstance(error, CacheBlendError):

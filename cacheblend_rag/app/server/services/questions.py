@@ -218,6 +218,7 @@ def report_of(
         "ratio": report.recompute_ratio,
         "rule": rule_name(engine),
         "plain": report.plain,
+        "plain_reason": report.plain_reason,
         "finish_reason": report.finish_reason,
         "thought_tokens": report.thought_tokens,
         "turns": turns,

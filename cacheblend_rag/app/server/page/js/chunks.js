@@ -54,7 +54,8 @@ export function chunksView(turn) {
   const { prefix, chunks, suffix, between = 0 } = report.tokens;
   const reused = report.reused / (prefix + chunks + between + suffix || 1);
   const items = report.chunks.map((chunk, at) => chunkView(chunk, at, sources[at], known ? (by.get(at) ?? 0) : null));
-  const plain = report.plain ? el("p", { class: "hint", text: "Answered by plain prefill: nothing was worth reusing." }) : null;
+  const why = report.plain_reason || "nothing was worth reusing";
+  const plain = report.plain ? el("p", { class: "hint", text: `Answered by plain prefill: ${why}.` }) : null;
   return [
     plain,
     el("p", { class: "took", text: `${count(report.hits, "hit")}, ${count(report.misses, "miss", "misses")}; ${bytes(size)} of KV read; ${share(reused)} of the prompt's tokens came from the store.` }),

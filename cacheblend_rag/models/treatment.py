@@ -1,0 +1,73 @@
+"""How prompts of a model will be answered, as its config alone says: before its weights are fetched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import AutoConfig
+
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.models.families import why_plain
+from cacheblend_rag.models.loading import auto_class
+
+# Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
+_IN_FULL = ("bamba", "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How prompts of a model are answered.
+
+    Parameters
+    ----------
+    how : str
+        ``"blended"``; ``"plain, beginnings reused"``: by its own prefill, which goes on from a kept beginning;
+        ``"plain"``: by its own prefill of each whole prompt; ``"refused"``.
+    reason : str
+        Why it is not blended; empty if it is.
+    """
+
+    how: Literal["blended", "plain, beginnings reused", "plain", "refused"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.how + (self.reason and f": {self.reason}")
+
+
+def treatment_of(config: Any) -> Treatment:
+    """How prompts of a model with this config are answered.
+
+    Parameters
+    ----------
+    config : transformers PretrainedConfig
+    """
+    try:
+        reason = why_plain(config)
+    except UnsupportedModelError as error:
+        return Treatment("refused", error.reason)
+    if type(config) not in auto_class(config)._model_mapping:
+        return Treatment("refused", f"transformers has no causal language model for {config.model_type!r}")
+    if reason is None:
+        return Treatment("blended")
+    ahead = getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
+    in_full = ahead or config.get_text_config().model_type in _IN_FULL
+    return Treatment("plain" if in_full else "plain, beginnings reused", reason)
+
+
+def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
+    """How prompts of a model are answered, by its id or folder; only its config is read, or fetched.
+
+    Raises
+    ------
+    ModelLoadError
+        If its config cannot be read.
+    """
+    try:
+        return treatment_of(AutoConfig.from_pretrained(os.fspath(model)))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelLoadError(
+            f"the config of model {os.fspath(model)!r} cannot be read: {error}; name a folder written by "
+            "save_pretrained, or an id that is in the local cache or can be downloaded"
+        ) from error

@@ -1,0 +1,139 @@
+"""Models that are not blended, in unmodified chains, chats and the server of both frameworks' kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from llama_index.core import Document as LlamaDocument
+from llama_index.core import SummaryIndex
+from llama_index.core.llms import ChatMessage
+from pydantic import BaseModel, Field
+from starlette.testclient import TestClient
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
+from tests import tiny
+from tests.app.server.common import BASE, settings_for, settle, write_documents
+from tests.integrations.langchain.models import TEMPLATE, Script, passages
+from tests.probes import engine_of
+
+WHY = "3 of its 4 layers carry a recurrent state, of which no part is a chunk's; blended is Qwen3"
+DOCUMENTS = passages(2)
+SYSTEM = "Answer briefly, from these passages alone, and say so if they do not hold the answer."
+
+
+class Leaf(BaseModel):
+    """A leaf."""
+
+    colour: str = Field(max_length=3)
+
+
+def tokenizer() -> Any:
+    made = tiny.tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model() -> Any:
+    return tiny.plain_model("qwen3_5_text", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[BlendEngine]:
+    with engine_of(model(), tokenizer(), verify="always") as made:
+        yield made
+
+
+def own_text(engine: BlendEngine, ids: Any, tokens: int) -> str:
+    """Transformers' own greedy answer."""
+    inputs = torch.tensor([list(ids)])
+    out = engine.model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    return str(engine.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+
+
+def test_langchain_chat_in_a_chain_of_documents(engine: BlendEngine) -> None:
+    chat = ChatCacheBlend.from_engine(engine, max_new_tokens=8, report_input_ids=True)
+    prompt = ChatPromptTemplate.from_messages([("system", SYSTEM + "\n{context}"), ("human", "{input}")])
+    chat.warm(DOCUMENTS, progress=False)
+    for question in ("What fell?", "Who watched?"):
+        messages = prompt.format_messages(context="\n\n".join(one.page_content for one in DOCUMENTS), input=question)
+        answer = chat.invoke(messages)
+        told = answer.response_metadata
+        assert (told["plain"], told["plain_reason"], told["verification"]["status"]) == (True, WHY, "verified")
+        assert answer.text == own_text(engine, told["input_ids"], 8)
+        assert "".join(piece.text for piece in chat.stream(messages)) == answer.text
+        assert asyncio.run(chat.ainvoke(messages)).text == answer.text
+        chain = create_stuff_documents_chain(chat, prompt)
+        assert chain.invoke({"context": DOCUMENTS, "input": question}) == answer.text
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0, "the instructions were read once"
+
+
+def test_langchain_schema_and_tools(engine: BlendEngine) -> None:
+    chat = ChatCacheBlend.from_engine(engine, max_new_tokens=60)
+    assert isinstance(chat.with_structured_output(Leaf, method="json_schema").invoke("What fell?"), Leaf)
+    said = '<tool_call>{"name": "Leaf", "arguments": {"colour": "red"}}</tool_call>'
+    script = Script(engine.tokenizer, lambda prompt: said)
+    caller = ChatCacheBlend.from_engine(engine, max_new_tokens=100, logits_processor=[script])
+    (call,) = caller.bind_tools([Leaf]).invoke([SystemMessage(SYSTEM), HumanMessage("What fell?")]).tool_calls
+    assert (call["name"], call["args"]) == ("Leaf", {"colour": "red"})
+
+
+def test_langchain_text_model_batches(engine: BlendEngine) -> None:
+    llm = CacheBlendLLM(engine=engine.with_config(max_concurrent=3), max_new_tokens=6)
+    texts = [f"{SYSTEM}\n\n{one.page_content}\n\nWhat fell?" for one in DOCUMENTS]
+    wanted = [own_text(engine, engine.tokenizer(text)["input_ids"], 6) for text in texts]
+    assert llm.batch(texts) == wanted
+
+
+def test_llama_index_query_engine_and_chat(engine: BlendEngine) -> None:
+    llm = LlamaLLM(engine=engine, max_new_tokens=6)
+    index = SummaryIndex.from_documents([LlamaDocument(text=one.page_content) for one in DOCUMENTS])
+    response = index.as_query_engine(llm=llm).query("What fell?")
+    assert str(response)
+    answer = llm.chat([ChatMessage(role="user", content="What fell?")])
+    assert answer.raw["plain_reason"] == WHY
+    pieces = [piece.delta for piece in llm.stream_chat([ChatMessage(role="user", content="What fell?")])]
+    assert "".join(filter(None, pieces)) == answer.message.content
+
+
+def test_server_answers_streams_and_tells_why(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    settings = settings_for(folder, write_documents(tmp_path / "docs"), tmp_path / "data", concurrent=2)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        settle(client.app.state.service)  # type: ignore[attr-defined]
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        ask = {
+            "model": name,
+            "messages": [{"role": "user", "content": "What fell?"}],
+            "max_tokens": 6,
+            "temperature": 0,
+        }
+        answer = client.post("/v1/chat/completions", json=ask).json()
+        assert WHY in str(answer)
+        streamed = client.post("/v1/chat/completions", json=ask | {"stream": True}).text
+        assert "[DONE]" in streamed
+        form = {"type": "json_schema", "json_schema": {"name": "leaf", "schema": Leaf.model_json_schema()}}
+        held = client.post("/v1/chat/completions", json=ask | {"response_format": form, "max_tokens": 60}).json()
+        assert Leaf.model_validate_json(held["choices"][0]["message"]["content"])
+        path = f"/api/collections/{client.get('/api/state').json()['collections'][0]['id']}"
+        found = client.post(f"{path}/ask", json={"question": "What fell?", "stream": False})
+        assert found.status_code == 200
+        assert found.json()["report"]["plain_reason"] == WHY
+        compared = client.post(f"{path}/compare", json={"question": "What fell?"}).text
+        assert "no blended pass to try" in compared
+        assert "unsupported_model" in compared
