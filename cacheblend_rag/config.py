@@ -129,6 +129,23 @@ def or_auto(kind: Kind) -> Kind:
     return Kind(words, check, lambda given: "auto" if given.strip().lower() == "auto" else parse(given))
 
 
+def read_reasoning(name: str, value: Any) -> Reasoning:
+    """Whether a model shall think, from what a user or a request has written.
+
+    Raises
+    ------
+    ConfigError
+        If it is none of the words for it.
+    """
+    known = (
+        value if isinstance(value, bool) else _REASONING.get(value.strip().lower() if isinstance(value, str) else "")
+    )
+    if known is None:
+        raise ConfigError(name, value, f"use {REASONING.words}")
+    return known
+
+
+REASONING = Kind("True, False, 'low', 'medium' or 'high'", read_reasoning)
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
 FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)
@@ -240,6 +257,13 @@ CODEC_NAMES = ("raw", "int8", "int4")
 Verify = Literal["off", "idle", "always", "held"]
 """Names of `BlendConfig.verify`."""
 VERIFY: tuple[str, ...] = get_args(Verify)
+Reasoning = bool | Literal["low", "medium", "high"]
+"""Whether a model shall think before it answers, and how much."""
+# Other words for it, as requests and commands have them.
+_REASONING: dict[str, Reasoning] = {
+    **{"none": False, "off": False, "false": False, "on": True, "true": True},
+    **{"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"},
+}
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',

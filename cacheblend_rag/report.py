@@ -183,7 +183,9 @@ class BlendReport:
     seconds : Seconds
         Where the time to first token went.
     generated_tokens : int
-        Tokens of the answer.
+        Tokens of the answer, those of its thought included.
+    thought_tokens : int
+        Those of its thought.
     finish_reason : str
         ``"stop"``, ``"length"``, or ``""`` before generation.
     documents : tuple of DocumentUse
@@ -214,6 +216,7 @@ class BlendReport:
     expected: ExpectedTimes | None = None
     seconds: Seconds = field(default_factory=Seconds)
     generated_tokens: int = 0
+    thought_tokens: int = 0
     finish_reason: str = ""
     documents: tuple[DocumentUse, ...] = ()
     verification: Verification = field(default_factory=Verification)
@@ -300,9 +303,11 @@ class Generation:
     text : str
         The generated text, up to a stop string.
     token_ids : list of int
-        The generated ids.
+        The generated ids, those of a thought included.
     report : BlendReport
         How it was made.
+    thought : str
+        The model's thought before it, which is no part of the text.
     logprobs : tuple of TokenLogProb or None
         Of each token of the text, if they were asked for.
     recomputed : tuple of Tensor, each [rows] long
@@ -314,6 +319,7 @@ class Generation:
     text: str
     token_ids: list[int]
     report: BlendReport
+    thought: str = ""
     logprobs: tuple[TokenLogProb, ...] | None = field(default=None, repr=False)
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)

@@ -26,8 +26,10 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, closing_seconds
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.langchain.messages import THOUGHT
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import question_turns
+from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
@@ -51,6 +53,8 @@ class Answer:
         The segments the model was given.
     report : BlendReport
         The whole of that.
+    thought : str
+        The model's thought before it.
     """
 
     text: str
@@ -58,6 +62,7 @@ class Answer:
     info: dict[str, Any]
     prompt: Prompt
     report: BlendReport
+    thought: str = ""
 
 
 class FolderRAG:
@@ -102,7 +107,9 @@ class FolderRAG:
         )
         chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
         model = ChatCacheBlend if chats else CacheBlendLLM
-        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens)
+        check_reasoning(self.engine.tokenizer, options.reasoning)
+        thinking = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
+        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **thinking)
         self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
 
     def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
@@ -164,7 +171,8 @@ class FolderRAG:
         seen = _SeenPrompt()
         result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
         report = self.llm.last_report or BlendReport(())
-        return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen), report)
+        text, found = result["result"].strip(), result["source_documents"]
+        return Answer(text, found, seen.info, self._segments(seen), report, seen.thought)
 
     def _segments(self, seen: _SeenPrompt) -> Prompt:
         return (
@@ -222,6 +230,7 @@ class _SeenPrompt(BaseCallbackHandler):
         self.text = ""
         self.messages: list[BaseMessage] = []
         self.info: dict[str, Any] = {}
+        self.thought = ""
 
     def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
         self.text = prompts[0]
@@ -233,3 +242,5 @@ class _SeenPrompt(BaseCallbackHandler):
         made = response.generations[0][0]
         said = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
         self.info = dict(said or {})
+        fields = made.message.additional_kwargs if isinstance(made, ChatGeneration) else self.info
+        self.thought = str(fields.get(THOUGHT, ""))

@@ -16,8 +16,10 @@ from cacheblend_rag.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
     DTYPES,
+    REASONING,
     BlendConfig,
     Kind,
+    Reasoning,
     check_options,
     choice,
     declared,
@@ -110,6 +112,22 @@ class FolderRAGOptions:
     dtype: str = option("auto", choice(DTYPES), '"auto", "float32", "bfloat16" or "float16"', flag="dtype")
     top_k: int = option(6, whole(1), "Chunks in the prompt.", flag="top-k", metavar="N")
     max_new_tokens: int = option(64, whole(1), "Longest answer, in tokens.", flag="max-new-tokens", metavar="N")
+    reasoning: Reasoning = option(
+        False,
+        REASONING,
+        "Whether the model thinks first, if it can: off, on, low, medium or high. Thoughts take minutes on a CPU.",
+        flag="reasoning",
+        metavar="LEVEL",
+        shown="off",
+    )
+    reasoning_tokens: int | None = option(
+        None,
+        whole(),
+        "Longest thought, in tokens beside those of the answer. Models that have no switch think anyway, up to 256.",
+        flag="reasoning-tokens",
+        metavar="N",
+        shown="by level",
+    )
     config: BlendConfig
 
     def __post_init__(self) -> None:

@@ -73,6 +73,7 @@ def report_of(
             blend.seconds, split=lookup.fit.seconds, look_up=lookup.seconds, first_token=first_token
         ),
         generated_tokens=0 if decoded is None else len(decoded.token_ids),
+        thought_tokens=0 if decoded is None else decoded.thought_tokens,
         finish_reason="" if decoded is None else decoded.finish_reason,
         documents=_uses(lookup.fit.prompt.documents, tiers),
         verification=verification or Verification(),
@@ -94,6 +95,7 @@ def report_of_images(
         plain_reason="the prompt holds an image",
         seconds=seconds,
         generated_tokens=len(decoded.token_ids),
+        thought_tokens=decoded.thought_tokens,
         finish_reason=decoded.finish_reason,
         verification=verification,
     )

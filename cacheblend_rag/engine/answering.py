@@ -34,6 +34,7 @@ from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
+from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,14 @@ class Answering:
     def to(
         self, prompt: AnyPrompt, options: DecodeOptions, shared: SharedKV | None = None
     ) -> Callable[[Cancelled | None], Generation]:
-        """Function that answers a prompt, handing text to the sink that it is given."""
+        """Function that answers a prompt, handing text to the sink that it is given.
+
+        Raises
+        ------
+        ConfigError
+            If the model shall think and cannot.
+        """
+        check_reasoning(self.tokenizer, options.reasoning)
         if isinstance(prompt, ImagePrompt):
             return partial(self.answer_images, prompt, options)
         return partial(self.answer, prompt, options, shared=shared)
@@ -101,7 +109,7 @@ class Answering:
         """
         cancelled, pipeline = _cancelled_by(sink), self.pipeline
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
-        held = self.turns.beside_others(prompt, options.max_new_tokens)
+        held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
             fit = pipeline.split(prompt, *answer_room(options))
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
@@ -110,7 +118,8 @@ class Answering:
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
-            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), answer.token_ids))
+            later = _later_ids(answer.token_ids, answer.report.thought_tokens)
+            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), later))
             if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
                 self._keep(keep_variants(pipeline, fit.split, cache))
             if blend.choice is not None:
@@ -140,7 +149,7 @@ class Answering:
             verification = self._unchecked(decoded, options, sink)
             self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
-            answer = Generation(decoded.text, decoded.token_ids, report, decoded.logprobs)
+            answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs)
             trace.answered(answer)
         return answer
 
@@ -200,7 +209,9 @@ class Answering:
         decoded = checked.decoded
         self._note(checked.verification, blend.choice)
         report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
-        answer = Generation(decoded.text, decoded.token_ids, report, decoded.logprobs, blend.computed, blend.deviation)
+        answer = Generation(
+            decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs, blend.computed, blend.deviation
+        )
         return answer, checked.cache
 
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
@@ -333,7 +344,8 @@ class Answering:
 
     def _keep_checked(self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
         """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
-        kept, pipeline = (lookup.fit.split, found.decoded.token_ids, found.cache), self.pipeline
+        later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
+        kept, pipeline = (lookup.fit.split, later, found.cache), self.pipeline
         jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
         with self.verifications.storing:
             if not cancelled():
@@ -358,6 +370,11 @@ class Answering:
                 self.turns.write_back.submit(key, job)
             return
         run_all(jobs)
+
+
+def _later_ids(token_ids: list[int], thought_tokens: int) -> list[int]:
+    """Ids of an answer as a later turn begins with them: none of one behind a thought."""
+    return [] if thought_tokens else token_ids
 
 
 def answer_room(options: DecodeOptions) -> tuple[int, int]:

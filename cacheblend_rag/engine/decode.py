@@ -14,11 +14,25 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend_rag.config import FLAG, VERIFY, Kind, check_mapping, check_names, choice, kind_of, number, whole
+from cacheblend_rag.config import (
+    FLAG,
+    VERIFY,
+    Kind,
+    Reasoning,
+    check_mapping,
+    check_names,
+    choice,
+    kind_of,
+    number,
+    read_reasoning,
+    whole,
+)
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenMask, logit_bias
+from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
+from cacheblend_rag.prompt.thoughts import BUDGETS, Thought
 from cacheblend_rag.report import TokenLogProb
 
 DEFAULT_NEW_TOKENS = 256
@@ -69,9 +83,12 @@ class DecodeArguments(TypedDict, total=False):
     additional_kwargs: dict[str, Any]
     seed: int | None
     verify: str | None
+    reasoning: Reasoning
+    reasoning_tokens: int | None
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
     grammar: Grammar | None
+    answer_begins: str
 
 
 def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
@@ -95,6 +112,10 @@ def _checked(kind: Kind) -> BeforeValidator:
         return None if value is None else kind.check(info.field_name or "", value)
 
     return BeforeValidator(check)
+
+
+def _reasoning(value: Any) -> Reasoning:
+    return False if value is None else read_reasoning("reasoning", value)
 
 
 def _bias(given: Any) -> Any:
@@ -153,6 +174,12 @@ class DecodeFields(BaseModel):
     """Makes sampling repeatable."""
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
+    reasoning: Annotated[Reasoning, BeforeValidator(_reasoning)] = False
+    """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. Chat templates
+    that have a switch are told so. A thought is never part of the answer."""
+    reasoning_tokens: Annotated[int | None, _checked(whole())] = None
+    """Most tokens of a thought, which do not count as tokens of the answer. Then it is ended, and the answer begins.
+    None takes 2,048; 512 if reasoning is low, 8,192 if it is high, and 256 if a model thinks without being asked to."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
     """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
     an empty list of a call means that none ends it."""
@@ -179,6 +206,8 @@ class DecodeOptions(DecodeFields):
 
     grammar: Annotated[Grammar | None, _checked(_GRAMMAR)] = None
     """The grammar of the answer, such as a JSON schema; see `BlendEngine.grammar`."""
+    answer_begins: str = ""
+    """Text that is written for the model where its answer begins, behind a thought. It is no part of the answer."""
 
     def __init__(self, **options: Unpack[DecodeArguments]) -> None:
         given: dict[str, Any] = dict(options)
@@ -231,6 +260,16 @@ class DecodeOptions(DecodeFields):
     def requested_tokens(self) -> int | None:
         """Tokens of the answer that were asked for; None if no number was given."""
         return self.max_new_tokens or getattr(self.generation_config, "max_new_tokens", None)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the answer that were asked for, with those of a thought that is wanted before it."""
+        if not self.reasoning:
+            return self.max_new_tokens
+        budget = BUDGETS[self.reasoning]
+        return (self.max_new_tokens or DEFAULT_NEW_TOKENS) + (
+            budget if self.reasoning_tokens is None else self.reasoning_tokens
+        )
 
     def resolve(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """The generation config transformers is given."""
@@ -317,6 +356,10 @@ class DecodedAnswer:
         ``"stop"`` or ``"length"``.
     first_token_at : float
         `time.perf_counter` when the first token was known.
+    thought : str
+        The model's thought before it.
+    thought_tokens : int
+        Generated ids that are of the thought.
     logprobs : tuple of TokenLogProb or None
         Of each token of the text, if they were asked for.
     """
@@ -325,6 +368,8 @@ class DecodedAnswer:
     token_ids: list[int]
     finish_reason: str
     first_token_at: float
+    thought: str = ""
+    thought_tokens: int = 0
     logprobs: tuple[TokenLogProb, ...] | None = None
 
 
@@ -355,7 +400,7 @@ def decode(
     options : DecodeOptions
         How to generate.
     on_text : callable, optional
-        Called with each piece of text as soon as it is certain.
+        Called with each piece of text as soon as it is certain; those of a thought are of the type `Thought`.
     cancelled : callable
         Generation stops at the next token once this returns True.
     step : callable, optional
@@ -421,9 +466,26 @@ def generate(
         _end_within(config, window, prompt_tokens)
     eos = config.eos_token_id
     end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    assembler = _TextAssembler(tokenizer, options, end_ids, prompt_tokens, on_text, cancelled)
+    thinking = Thinking(
+        tokenizer,
+        ids[0].tolist(),
+        options.reasoning,
+        options.reasoning_tokens,
+        options.answer_begins,
+        options.grammar is not None,
+    )
+    most = thinking.make_room(config, prompt_tokens, window)
+    assembler = _TextAssembler(thinking, options, end_ids, prompt_tokens, most, on_text, cancelled)
     noted = options.noted(tokenizer)
-    processors = options.processors(noted, end_ids, model.config.get_text_config().vocab_size)
+    processors = [
+        thinking.within_answer(one)
+        if isinstance(one, TokenMask)
+        else thinking.noting_answer(one)
+        if isinstance(one, LogProbs)
+        else one
+        for one in options.processors(noted, end_ids, model.config.get_text_config().vocab_size)
+    ]
+    processors.append(thinking.forcing(end_ids))
     with evaluating(model), _RandomState(options.seed, ids.device):
         keeping_nothing(model).generate(
             **inputs,
@@ -529,19 +591,20 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
 
     def __init__(
         self,
-        tokenizer: Any,
+        thinking: Thinking,
         options: DecodeOptions,
         end_ids: frozenset[int],
         prompt_tokens: int,
+        most: int | None,
         on_text: Callable[[str], None] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        self._tokenizer, self._stops, self._end_ids = tokenizer, options.stops, end_ids
+        self._thinking, self._stops, self._end_ids = thinking, options.stops, end_ids
         self._longest_stop = max(map(len, self._stops), default=0)
         self._on_text, self._cancelled = on_text, cancelled
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._most = prompt_tokens, most
         self._ids: list[int] = []
-        self._text = ""
+        self._text = self._thought = ""
         self._sent = 0
         self._context, self._read = (
             0,
@@ -552,12 +615,12 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Take the newest id; true when the answer is complete."""
-        if not self._ended():
+        if not self._ended() and not self._full():
             if not self._ids:
                 self._first_token_at = time.perf_counter()
             self._ids = input_ids[0, self._prompt_tokens :].tolist()
             self._take_text(final=False)
-        done = self._stopped or self._cancelled()
+        done = self._stopped or self._full() or self._cancelled()
         return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
 
     def result(self) -> DecodedAnswer:
@@ -567,21 +630,44 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         self._take_text(final=True)
         self._send(len(self._text))
         reason = "stop" if self._ended() else "length"
-        return DecodedAnswer(self._text, self._ids, reason, self._first_token_at)
+        tokens = self._thinking.thought_tokens
+        return DecodedAnswer(self._text, self._ids, reason, self._first_token_at, self._thought, tokens)
 
     def _ended(self) -> bool:
         # On a GPU transformers may run one step past the end; that token is not part of the answer.
         return self._stopped or (bool(self._ids) and self._ids[-1] in self._end_ids)
 
+    def _full(self) -> bool:
+        """Whether the answer has as many tokens as it may have; those of a thought do not count."""
+        if self._most is None or self._thinking.under_way:
+            return False
+        return len(self._ids) - self._thinking.thought_tokens >= self._most
+
     def _take_text(self, final: bool) -> None:
-        before = self._plain(self._ids[self._context : self._read])
-        after = self._plain(self._ids[self._context :])
-        within_character = after.endswith("\N{REPLACEMENT CHARACTER}") and not final
-        if self._stopped or len(after) <= len(before) or within_character:
+        if self._stopped:
             return
+        before = self._thinking.text(self._ids[self._context : self._read])
+        after = self._thinking.text(self._ids[self._context :])
+        new = after[len(before) :]
+        if new.endswith("\N{REPLACEMENT CHARACTER}") and not final:
+            new = ""
+        elif new:
+            self._context, self._read = self._read, len(self._ids)
+        held = self._thinking.splitter.undecided + new
+        if held.isspace() and any(stop in held for stop in self._stops):
+            self._thinking.splitter.settle()
+        for piece in self._thinking.take(new, final):
+            if isinstance(piece, Thought):
+                self._thought += piece
+                if self._on_text is not None:
+                    self._on_text(piece)
+            elif not self._stopped:
+                self._take_answer(piece)
+
+    def _take_answer(self, piece: str) -> None:
+        """A piece of the answer, which may hold what ends it."""
         searched = max(0, len(self._text) - self._longest_stop)
-        self._text += after[len(before) :]
-        self._context, self._read = self._read, len(self._ids)
+        self._text += piece
         found = [at for at in (self._text.find(stop, searched) for stop in self._stops) if at >= 0]
         if found:
             self._stopped = True
@@ -601,9 +687,6 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
             if self._on_text is not None:
                 self._on_text(self._text[self._sent : stop])
             self._sent = stop
-
-    def _plain(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def end_ids_of(model: Any, tokenizer: Any) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Unpack, cast
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
+from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
@@ -308,7 +308,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
         *,
-        begun: str = "",
+        reasoning: Reasoning = False,
         limits: ImageLimits | None = None,
     ) -> ImagePrompt:
         """The prompt of a conversation that holds images, by the model's own processor.
@@ -317,7 +317,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
         Parameters
         ----------
-        turns, tools, options, begun, limits
+        turns, tools, options, reasoning, limits
             As for `cacheblend_rag.prompt.images.image_prompt`.
 
         Raises
@@ -333,7 +333,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         if processor is None:
             remedy = "an image needs the model's own: give processor=AutoProcessor.from_pretrained(name of the model)"
             raise ConfigError("processor", None, remedy)
-        return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
+        return image_prompt(processor, self.tokenizer, turns, tools, options, reasoning=reasoning, limits=limits)
 
     def fitted(self, prompt: AnyPrompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
         """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.

@@ -37,6 +37,8 @@ from cacheblend_rag.store.factory import are_locations
 known_chunks = ChunkRegistry()
 """Chunk texts that models look for unless they are given a registry of their own, whatever framework they belong to."""
 
+# Tokens that the info of an answer counts.
+_COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 
@@ -471,10 +473,7 @@ class LLMBase(DecodeFields):
             "misses": report.misses,
             **{name: list(getattr(report, name)) for name in ("left_out", "variants", "recomputed_tokens")},
             "recompute_ratio": self.engine.config.recompute_ratio,
-            "reused_tokens": report.reused_tokens,
-            "resumed_tokens": report.resumed_tokens,
-            "prompt_tokens": report.prompt_tokens,
-            "generated_tokens": report.generated_tokens,
+            **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),

@@ -139,6 +139,11 @@ class LogProbs:
         self._last.add(input_ids, scores)
         return scores
 
+    def pass_over(self) -> None:
+        """Leave out the tokens so far: they are of a thought."""
+        fresh = self._last.behind_these()
+        self._first, self._last = fresh if self._first is self._last else self._first, fresh
+
     def up_to(self, characters: int) -> list[TokenLogProb]:
         """Tokens not handed out before whose text lies within so many characters of the answer."""
         return self._first.up_to(characters)
@@ -163,8 +168,8 @@ class LogProbs:
 class _NotedAnswer:
     """The tokens of an answer that is decoded once; see `LogProbs`."""
 
-    def __init__(self, tokenizer: Any, top: int) -> None:
-        self._tokenizer, self._top = tokenizer, top
+    def __init__(self, tokenizer: Any, top: int, passed_over: int = 0) -> None:
+        self._tokenizer, self._top, self._passed_over = tokenizer, top, passed_over
         self._row: torch.Tensor | None = None  # of the token that is about to be taken, [vocab]
         self._noted: list[tuple[int, float, list[tuple[int, float]]]] = []
         self._ids: list[int] = []
@@ -172,6 +177,12 @@ class _NotedAnswer:
         self._given: list[TokenLogProb] = []
         self.handed_out = 0
         """How many tokens were."""
+
+    def behind_these(self) -> _NotedAnswer:
+        """The same without the tokens so far; the scores of the next one are known."""
+        fresh = _NotedAnswer(self._tokenizer, self._top, self._passed_over + len(self._noted))
+        fresh._row = self._row
+        return fresh
 
     def add(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
         """Note the newest token; these are the scores of the one behind it."""
@@ -192,6 +203,7 @@ class _NotedAnswer:
 
     def rest(self, token_ids: Sequence[int], text: str, begun: int) -> list[TokenLogProb]:
         """See `LogProbs.rest`; ``begun`` tokens were handed out before."""
+        token_ids = token_ids[self._passed_over :]
         if self._row is not None and len(self._noted) < len(token_ids):
             self._note(token_ids[len(self._noted)], self._row)
         del self._noted[len(token_ids) :]  # a GPU may have run one step past the end
@@ -217,6 +229,8 @@ class _NotedAnswer:
             text = ""
             if len(whole) > len(known) and not whole.endswith("\N{REPLACEMENT CHARACTER}"):
                 text = whole[len(known) :]
+                if self._passed_over and not self._length:
+                    text = text.lstrip()
                 self._context, self._read = self._read, len(self._ids)
             alternatives = [(name, value) for name, (_, value) in zip(names[1:], top, strict=True)]
             self._given.append(TokenLogProb(names[0], text, self._length, logprob, alternatives))

@@ -120,15 +120,17 @@ class SessionCache:
         split : TokenizedPrompt
             The whole prompt, as it was given.
         answer_ids : sequence of int
+            None of an answer whose ids no later turn has: then the prompt alone is kept.
         layers : sequence of LayerKV
             KV of prompt and answer; of sliding layers that is the window alone.
         """
-        ids = (*split.input_ids, *answer_ids)[: layers[0].keys.shape[2]]
-        if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != len(ids) for layer in layers):
+        held = layers[0].keys.shape[2]
+        ids = (*split.input_ids, *answer_ids)[:held]
+        if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != held for layer in layers):
             _log.debug("a prompt of %d tokens is not kept: the cache does not hold it whole", len(split.input_ids))
             return None
-        keys = tuple(layer.keys[0].detach().cpu().clone() for layer in layers)
-        values = tuple(layer.values[0].detach().cpu().clone() for layer in layers)
+        keys = tuple(layer.keys[0, :, : len(ids)].detach().cpu().clone() for layer in layers)
+        values = tuple(layer.values[0, :, : len(ids)].detach().cpu().clone() for layer in layers)
         record = KVRecord(dataclasses.replace(self._like, token_ids=ids), SegmentKV(keys, values, rotated=True))
         key = self.key(split.input_ids[: split.chunks[-1].stop])
         held = sum(tensor.nbytes for tensor in keys + values)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
+from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import Generation
 
 # Set once the interpreter is about to end.
@@ -98,6 +99,8 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         self._done = False
         self.on_result: Callable[[Generation], object] | None = None
         """Called once with the whole answer, on the thread that reads the stream to its end."""
+        self.with_thoughts = False
+        """Whether pieces of thoughts are given, too, as texts of the type `Thought`."""
 
     @property
     def result(self) -> Generation | None:
@@ -112,16 +115,19 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     def __next__(self) -> str:
         self.begin()
-        if self._done:
-            raise StopIteration
-        try:
-            piece = self._sink.queue.get(timeout=self._left())
-        except queue.Empty:
-            raise self._late() from None
-        if piece is None:
-            self._end()
-            raise StopIteration
-        return piece
+        while not self._done:
+            try:
+                piece = self._sink.queue.get(timeout=self._left())
+            except queue.Empty:
+                raise self._late() from None
+            if piece is None:
+                self._end()
+            elif self._wanted(piece):
+                return piece
+        raise StopIteration
+
+    def _wanted(self, piece: str) -> bool:
+        return self.with_thoughts or not isinstance(piece, Thought)
 
     def __aiter__(self) -> TextStream:
         return self
@@ -143,9 +149,10 @@ class TextStream(Iterator[str], AsyncIterator[str]):
                     self.cancel()
                     raise
                 continue
-            if piece is not None:
+            if piece is None:
+                self._end()
+            elif self._wanted(piece):
                 return piece
-            self._end()
         raise StopAsyncIteration
 
     def complete(self) -> Generation:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
@@ -22,6 +22,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
+from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
@@ -38,16 +39,18 @@ from cacheblend_rag.langchain.messages import (
     message_spans,
     parse_answer,
     response_format,
+    thought_fields,
     turns_of,
 )
 from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
+from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
+from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
@@ -131,10 +134,11 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             return self._estimated_tokens(messages, offered)
 
     def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
-        if (seen := self._with_images(messages, offered, self.chat_template_kwargs)) is not None:
+        options, level = self.chat_template_kwargs, self.reasoning
+        if (seen := self._with_images(messages, offered, options, level)) is not None:
             return len(seen.input_ids)
-        turns, options = turns_of(messages), self.chat_template_kwargs
-        return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options)))
+        turns = turns_of(messages)
+        return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options, level)))
 
     def _estimated_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None) -> int:
         frame = tokens = 0  # the frame is written once, whatever is said within
@@ -274,13 +278,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = self._request(messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
+            stream.with_thoughts = True
         held = request.held_back()
         try:
             for piece in stream:
-                if new := request.begun(held, piece):
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=new))
+                if (chunk := request.chunk(held, piece)) is not None:
                     if run_manager is not None:
-                        run_manager.on_llm_new_token(new, chunk=chunk)
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
         finally:
             stream.cancel()
@@ -296,13 +300,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
+            stream.with_thoughts = True
         held = request.held_back()
         try:
             async for piece in stream:
-                if new := request.begun(held, piece):
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=new))
+                if (chunk := request.chunk(held, piece)) is not None:
                     if run_manager is not None:
-                        await run_manager.on_llm_new_token(new, chunk=chunk)
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
         finally:
             stream.cancel()
@@ -316,32 +320,36 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
-        prompt = self._with_images(messages, tools, options, begun) or self._match(messages, tools, options, begun)
-        return _Conversation(prompt, self._arguments(stop, overrides, _CALL, begun), tools, begun)
+        level = read_reasoning("reasoning", overrides.get("reasoning", self.reasoning) or False)
+        seen: AnyPrompt | None = self._with_images(messages, tools, options, level)
+        later = begun
+        if seen is None:
+            text = render_turns(tokenizer, turns_of(messages), tools, options, level)
+            text, later = begin_answer(tokenizer, text, begun, thinks(level, options))
+            seen = self._match(messages, text)
+        arguments = self._arguments(stop, overrides, _CALL, begun)
+        arguments |= {"reasoning": thinks(level, options), "answer_begins": later}
+        return _Conversation(seen, arguments, tools, begun)
 
     def _with_images(
         self,
         messages: Sequence[BaseMessage],
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
-        begun: str = "",
+        reasoning: Reasoning = False,
     ) -> ImagePrompt | None:
         """The prompt of a conversation that holds images, if this one does and the model takes them."""
         turns = turns_of(messages, images=True) if self.engine.takes_images else []
         if not holds_image(turns):
             return None
-        return self.engine.image_prompt(turns, tools, options, begun=begun, limits=self._image_limits())
+        return self.engine.image_prompt(turns, tools, options, reasoning=reasoning, limits=self._image_limits())
 
     def _image_limits(self) -> ImageLimits | None:
         """How large the images of a conversation may be."""
         return None
 
-    def _match(
-        self, messages: Sequence[BaseMessage], tools: list[dict[str, Any]] | None, options: dict[str, Any], begun: str
-    ) -> Prompt:
-        """The prompt of a conversation of text, and the chunks that are found in it."""
-        tokenizer = self.engine.tokenizer
-        text = render_turns(tokenizer, turns_of(messages), tools, options) + begun
+    def _match(self, messages: Sequence[BaseMessage], text: str) -> Prompt:
+        """The prompt of a conversation of text, as it is written, and the chunks that are found in it."""
         spans = message_spans(text, messages)
         prompt = match_chunks(
             text,
@@ -364,7 +372,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return [*(RetrievedDocument((text,)) for text in attached), *of_run]
 
     def _message(self, request: _Conversation, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
+        said, begun = request.opening + answer.text, bool(request.opening)
+        message = parse_answer(said, request.tools, begun, answer.thought)
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = {"model_provider": PROVIDER, **self._info(answer.report)}
         if answer.logprobs is not None:
@@ -389,12 +398,15 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _usage(self, prompt: AnyPrompt, answer: Generation) -> UsageMetadata:
         report = answer.report
         stored = tokens_to_store(prompt, report, self.engine.config)
-        return UsageMetadata(
+        usage = UsageMetadata(
             input_tokens=report.prompt_tokens,
             output_tokens=report.generated_tokens,
             total_tokens=report.prompt_tokens + report.generated_tokens,
             input_token_details=InputTokenDetails(cache_read=report.cached_tokens, cache_creation=stored),
         )
+        if report.thought_tokens:
+            usage["output_token_details"] = OutputTokenDetails(reasoning=report.thought_tokens)
+        return usage
 
 
 @dataclass(frozen=True)
@@ -418,15 +430,17 @@ class _Conversation:
     tools: list[dict[str, Any]] | None
     opening: str
 
-    @property
-    def in_thought(self) -> bool:
-        """Whether the answer begins within a thought."""
-        return begins_in_thought(self.prompt.suffix)
-
     def held_back(self) -> HeldBack:
         """Hands out the text of an answer, and no calls."""
-        return HeldBack(self.tools, self.in_thought)
+        return HeldBack(self.tools)
 
     def begun(self, held: HeldBack, piece: str) -> str:
         """The part of a piece that may be handed out; nothing of an answer that is a call from its start."""
         return "" if self.opening else held.feed(piece)
+
+    def chunk(self, held: HeldBack, piece: str) -> ChatGenerationChunk | None:
+        """The chunk of a stream for a piece of an answer, or of its thought; None if nothing may be handed out."""
+        if isinstance(piece, Thought):
+            return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=thought_fields(piece)))
+        new = self.begun(held, piece)
+        return ChatGenerationChunk(message=AIMessageChunk(content=new)) if new else None

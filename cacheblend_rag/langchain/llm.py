@@ -18,6 +18,7 @@ from cacheblend_rag.engine.logits import completion_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import BlendFields, within_run
+from cacheblend_rag.langchain.messages import thought_fields
 from cacheblend_rag.prompt import Prompt
 
 
@@ -183,8 +184,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         return GenerationChunk(text="", generation_info=self._made(answer) if answer else None)
 
     def _made(self, answer: report.Generation) -> dict[str, Any]:
-        """The info of an answer, with its log-probabilities if they were asked for."""
-        info = self._info(answer.report)
+        """The info of an answer, with the thought before it, and its log-probabilities if they were asked for."""
+        info = {**self._info(answer.report), **thought_fields(answer.thought)}
         return info if answer.logprobs is None else {**info, "logprobs": completion_logprobs(answer.logprobs)}
 
 

@@ -30,6 +30,8 @@ from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
 
+THOUGHT = "reasoning_content"
+"""Where messages of LangChain have a thought as text."""
 _CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
 # Blocks that say nothing to a template: thoughts, as each provider calls them, and calls.
 _UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
@@ -109,6 +111,8 @@ def answer_texts(messages: Iterable[BaseMessage]) -> list[str]:
 def _turn(message: BaseMessage, images: bool) -> dict[str, Any]:
     held = images and isinstance(message.content, list) and any(map(_is_image, message.content))
     turn: dict[str, Any] = {"role": _role(message), "content": _blocks(message) if held else _text(message)}
+    if isinstance(message, AIMessage) and (thought := _thought_of(message)):
+        turn["reasoning_content"] = thought
     if isinstance(message, AIMessage) and message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
@@ -241,16 +245,34 @@ def _check_call(answer: Generation) -> None:
 
 
 def parse_answer(
-    text: str, tools: Sequence[dict[str, Any]] | None, in_thought: bool = False, begun: bool = False
+    text: str, tools: Sequence[dict[str, Any]] | None, begun: bool = False, thought: str = ""
 ) -> AIMessage:
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
 
+    The model's thought before it stands where LangChain looks for it: ``content_blocks`` have it as one of reasoning.
+
     Text that cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
     """
-    parsed = parse_calls(text, tools, in_thought=in_thought, begun=begun)
+    parsed = parse_calls(text, tools, begun=begun)
     # Nine letters or digits: Mistral's templates take no other names.
     calls = [tool_call(name=call.name, args=call.arguments, id=uuid.uuid4().hex[:9]) for call in parsed.calls]
-    return AIMessage(content=parsed.content, tool_calls=calls)
+    return AIMessage(content=parsed.content, tool_calls=calls, additional_kwargs=thought_fields(thought))
+
+
+def thought_fields(thought: str) -> dict[str, Any]:
+    """The ``additional_kwargs`` of a message with a thought, or of a piece of one."""
+    return {THOUGHT: str(thought)} if thought else {}
+
+
+def _thought_of(message: AIMessage) -> str:
+    """The thought before an answer of an earlier turn; empty if it has none that can be read."""
+    if isinstance(own := message.additional_kwargs.get(THOUGHT), str):
+        return own
+    blocks = [one for one in message.content if isinstance(one, dict)] if isinstance(message.content, list) else []
+    texts = [
+        one.get("reasoning") or one.get("thinking") for one in blocks if one.get("type") in ("reasoning", "thinking")
+    ]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def call_chunks(message: AIMessage) -> list[ToolCallChunk]:

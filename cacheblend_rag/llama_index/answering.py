@@ -14,11 +14,19 @@ from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import AnyPrompt
-from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
-from cacheblend_rag.report import Generation
+from cacheblend_rag.prompt.calls import HeldBack
+from cacheblend_rag.prompt.thoughts import Thought
+from cacheblend_rag.report import BlendReport, Generation
 
 R = TypeVar("R")
 CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
+
+
+def usage_of(report: BlendReport) -> dict[str, Any]:
+    """Tokens of an answer as OpenAI counts them."""
+    usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
+    details = {"reasoning_tokens": report.thought_tokens}
+    return {**usage, "total_tokens": sum(usage.values()), "completion_tokens_details": details}
 
 
 class CacheBlendEvent(BaseEvent):
@@ -79,12 +87,24 @@ class AnswerText:
         The whole answer, once it is complete.
     sent : str or None
         The part of it that was handed out in pieces before; None if it was not streamed.
+    thought : str
+        The model's thought before it, so far.
+    thought_delta : str
+        The newest piece of that.
     """
 
     text: str
     delta: str | None = None
     answer: Generation | None = None
     sent: str | None = None
+    thought: str = ""
+    thought_delta: str = ""
+
+    @property
+    def thinking(self) -> dict[str, Any]:
+        """A thought: its newest piece, where LlamaIndex's agents look for it, and all of it."""
+        delta = {"thinking_delta": self.thought_delta} if self.thought_delta else {}
+        return {**delta, "thinking": self.thought} if self.thought else {}
 
     @property
     def logprobs(self) -> list[list[LogProb]] | None:
@@ -170,7 +190,9 @@ class ModelCall(Generic[R]):
         return self._apieces(self._opened())
 
     def _opened(self) -> TextStream:
-        return self.fields._open(self.prompt, self.arguments, self.options, self.operation)
+        stream = self.fields._open(self.prompt, self.arguments, self.options, self.operation)
+        stream.with_thoughts = True
+        return stream
 
     def _pieces(self, stream: TextStream) -> Generator[R, None, None]:
         pieces = _Pieces(self)
@@ -193,28 +215,32 @@ class ModelCall(Generic[R]):
             yield response
 
     def _done(self, answer: Generation) -> R:
-        return self.respond(AnswerText(self.opening + answer.text, None, answer))
+        return self.respond(AnswerText(self.opening + answer.text, None, answer, thought=answer.thought))
 
 
 class _Pieces(Generic[R]):
     """Responses for the pieces of one stream."""
 
     def __init__(self, call: ModelCall[R]) -> None:
-        self._call, self._text = call, ""
+        self._call, self._text, self._thought = call, "", ""
         self._begun = call.opening
-        self._held = HeldBack(call.tools, begins_in_thought(call.prompt.suffix))
+        self._held = HeldBack(call.tools)
 
     def respond(self, piece: str) -> Iterator[R]:
         """A response for what of a piece may be handed out; a call comes when it is complete, or as it grows."""
-        if self._call.opening:
+        if isinstance(piece, Thought):
+            self._thought += piece
+            yield self._call.respond(AnswerText(self._text, "", thought=self._thought, thought_delta=str(piece)))
+        elif self._call.opening:
             if self._call.growing:
                 self._begun += piece
                 yield self._call.respond(AnswerText(self._begun, ""))
         elif new := self._held.feed(piece):
             self._text += new
-            yield self._call.respond(AnswerText(self._text, new))
+            yield self._call.respond(AnswerText(self._text, new, thought=self._thought))
 
     def end(self, answer: Generation | None) -> Iterator[R]:
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
-            yield self._call.respond(AnswerText(self._call.opening + answer.text, None, answer, self._text))
+            said = self._call.opening + answer.text
+            yield self._call.respond(AnswerText(said, None, answer, self._text, answer.thought))

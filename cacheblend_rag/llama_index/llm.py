@@ -30,10 +30,11 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 
+from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
+from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R, usage_of
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, calls_of, turns_of
 from cacheblend_rag.llama_index.tracking import (
@@ -44,10 +45,11 @@ from cacheblend_rag.llama_index.tracking import (
     switch_on,
 )
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.calls import begins_in_thought, begun_call
+from cacheblend_rag.prompt.calls import begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
+from cacheblend_rag.prompt.thoughts import begin_answer
 
 _dispatcher = get_dispatcher(__name__)
 # Where LlamaIndex asks for an object by a tool call.
@@ -187,16 +189,14 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
-        hint = prompt.hint if isinstance(prompt, MarkedText) else None
-        seen = self._see(text, hint)
+        seen = self._see(text, prompt.hint if isinstance(prompt, MarkedText) else None)
         info = self._teller()
 
         def respond(said: AnswerText) -> CompletionResponse:
             if options.get("as_object"):
                 said.check_whole()
-            return CompletionResponse(
-                text=said.text, delta=said.rest(said.text), raw=info(said), logprobs=said.logprobs
-            )
+            more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
+            return CompletionResponse(text=said.text, delta=said.rest(said.text), **more)
 
         return self._call(seen, options, respond, ("as_object",))
 
@@ -204,19 +204,22 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         tools = options.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
-        seen = self._with_images(messages, tools, begun) or self._match(messages, tools, begun)
-        info, in_thought = self._teller(), begins_in_thought(seen.suffix)
-        as_object = bool(options.get("as_object"))
+        level = read_reasoning("reasoning", options.get("reasoning", self.reasoning) or False)
+        later, seen = begun, cast(AnyPrompt | None, self._with_images(messages, tools, level))
+        if seen is None:
+            text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)
+            seen = self._see(text, messages.hint if isinstance(messages, MarkedMessages) else None, messages)
+        info, as_object = self._teller(), bool(options.get("as_object"))
 
         def respond(said: AnswerText) -> ChatResponse:
             if said.answer is not None:
-                message = answer_message(said.text, tools, in_thought, bool(begun))
+                message = answer_message(said.text, tools, bool(begun), said.thought)
             elif begun:
                 message = called_message([call] if (call := begun_call(said.text)) else [])
             else:
-                message = answer_message(said.text)
-            delta = said.rest(message.content or "")
-            response = ChatResponse(message=message, delta=delta, raw=info(said), logprobs=said.logprobs)
+                message = answer_message(said.text, thought=said.thought)
+            more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
+            response = ChatResponse(message=message, delta=said.rest(message.content or ""), **more)
             if as_object and begun and said.answer is not None:
                 self.get_tool_calls_from_response(response)
             elif as_object:
@@ -224,20 +227,17 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             return response
 
         also = ("tools", "tool_choice", "as_object")
-        return self._call(seen, options, respond, also, begun, "chat", growing=as_object)
+        made = self._call(seen, options, respond, also, begun, "chat", growing=as_object)
+        made.arguments["answer_begins"] = later
+        return made
 
     def _with_images(
-        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str
+        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning
     ) -> ImagePrompt | None:
         """The prompt of a conversation that holds images, if this one does and the model takes them."""
         by_template = isinstance(self.messages_to_prompt, ByTemplate)
         turns = turns_of(messages, images=True) if by_template and self.engine.takes_images else []
-        return self.engine.image_prompt(turns, tools, begun=begun) if holds_image(turns) else None
-
-    def _match(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str) -> Prompt:
-        """The prompt of a conversation of text, and the chunks that are found in it."""
-        hint = messages.hint if isinstance(messages, MarkedMessages) else None
-        return self._see(self._spoken(messages, tools) + begun, hint, messages)
+        return self.engine.image_prompt(turns, tools, reasoning=level) if holds_image(turns) else None
 
     def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
         """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
@@ -282,8 +282,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             info = self._info(report)
             note(report)
             _dispatcher.event(CacheBlendEvent.from_answer(info, span))
-            usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
-            return {**info, "usage": {**usage, "total_tokens": sum(usage.values())}}
+            return {**info, "usage": usage_of(report)}
 
         return info
 
@@ -372,10 +371,10 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         lists = {name: value for name in CONTEXT_NAMES if isinstance(value := values.get(name), list)}
         return {**values, **{name: "\n".join(map(str, value)) for name, value in lists.items()}}
 
-    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None) -> str:
+    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning) -> str:
         """A conversation as the model reads it."""
         if isinstance(self.messages_to_prompt, ByTemplate):
-            return self.messages_to_prompt(messages, tools)
+            return self.messages_to_prompt(messages, tools, level)
         if tools:
             remedy = "leave out messages_to_prompt and use a model whose chat template takes tools"
             raise ConfigError("tools", [tool["function"]["name"] for tool in tools], remedy)

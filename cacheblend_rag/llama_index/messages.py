@@ -20,6 +20,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.llm import ToolSelection
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
 from cacheblend_rag.prompt.images import IMAGE
@@ -46,9 +47,14 @@ class ByTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def __call__(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None = None,
+        reasoning: Reasoning = False,
+    ) -> str:
         """The prompt of a conversation; tools are in OpenAI's form."""
-        return render_turns(self._tokenizer, turns_of(messages), tools)
+        return render_turns(self._tokenizer, turns_of(messages), tools, reasoning=reasoning)
 
 
 def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict[str, Any]]:
@@ -69,11 +75,11 @@ def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict
 
 
 def answer_message(
-    text: str, tools: Sequence[dict[str, Any]] | None = None, in_thought: bool = False, begun: bool = False
+    text: str, tools: Sequence[dict[str, Any]] | None = None, begun: bool = False, thought: str = ""
 ) -> ChatMessage:
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`."""
-    parsed = parse_calls(text, tools, in_thought=in_thought, begun=begun)
-    return called_message(parsed.calls, parsed.content)
+    parsed = parse_calls(text, tools, begun=begun)
+    return called_message(parsed.calls, parsed.content, thought)
 
 
 def calls_of(message: ChatMessage) -> list[ToolSelection]:
@@ -89,14 +95,17 @@ def calls_of(message: ChatMessage) -> list[ToolSelection]:
     ]
 
 
-def called_message(calls: Sequence[WrittenCall], text: str = "") -> ChatMessage:
-    """A text and calls as a message.
+def called_message(calls: Sequence[WrittenCall], text: str = "", thought: str = "") -> ChatMessage:
+    """A text and calls as a message, behind the thought that came before them.
 
     The calls stand in blocks, and once more in OpenAI's form where LlamaIndex's streams of objects look for them.
     """
-    if not calls:
+    thoughts = [ThinkingBlock(content=str(thought))] if thought else []
+    if not calls and not thoughts:
         return ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    blocks: list[ContentBlock] = [TextBlock(text=text)] if text else []
+    blocks: list[ContentBlock] = [*thoughts, *([TextBlock(text=text)] if text or not calls else [])]
+    if not calls:
+        return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
     written = list[dict[str, Any]]()
     for call in calls:
         name = uuid4().hex[:9]  # nine letters or digits: Mistral's templates take no other names
@@ -113,6 +122,8 @@ def _turn(message: ChatMessage, images: bool) -> dict[str, Any]:
             raise not_text(block.block_type)
     held = any(isinstance(block, ImageBlock) for block in message.blocks)
     turn: dict[str, Any] = {"role": role, "content": _blocks(message) if held else message.content or ""}
+    if thought := "".join(block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock)):
+        turn["reasoning_content"] = thought
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
         turn["tool_calls"] = [

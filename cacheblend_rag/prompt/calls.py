@@ -103,16 +103,10 @@ class _QuotedError(_NoCallError):
         self.end = end
 
 
-def begins_in_thought(prompt: str) -> bool:
-    """Whether a chat template has opened a thought at the end of a prompt, so that the answer goes on with it."""
-    return prompt.rstrip().endswith(_THOUGHT_START)
-
-
 def parse_calls(
     text: str,
     tools: Sequence[Mapping[str, Any]] | None,
     *,
-    in_thought: bool = False,
     whole: bool = True,
     begun: bool = False,
 ) -> ParsedAnswer:
@@ -128,8 +122,6 @@ def parse_calls(
     tools : sequence of dict or None
         Tools that are offered, in OpenAI's form; without any, all is text. An answer that begins with JSON which names
         one of them calls it.
-    in_thought : bool
-        Whether the answer begins within a thought; see `begins_in_thought`.
     whole : bool
         Whether the answer has ended. Otherwise its content is as far as it is certain.
     begun : bool
@@ -138,7 +130,7 @@ def parse_calls(
     if not tools:
         return ParsedAnswer(text)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    at = _behind_thought(text, in_thought)
+    at = _thought_end(text, 0) if text.lstrip().startswith(_THOUGHT_START) else 0
     kept, calls, certain = [text[:at]], list[WrittenCall](), True
     free = at  # a call may stand directly behind it
     found = _NOTHING_BUT_JSON.match(text, at) or _START.search(text, at)
@@ -191,13 +183,10 @@ class HeldBack:
     ----------
     tools : sequence of dict or None
         Tools that may be called; without any, nothing is held back.
-    in_thought : bool
-        As for `parse_calls`.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, in_thought: bool = False) -> None:
-        self._tools, self._in_thought = tools, in_thought
-        self._text = ""
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._tools, self._text = tools, ""
         self.handed_out = ""
         """All that was."""
 
@@ -206,7 +195,7 @@ class HeldBack:
         new = piece
         if self._tools:
             self._text += piece
-            read = parse_calls(self._text, self._tools, in_thought=self._in_thought, whole=False)
+            read = parse_calls(self._text, self._tools, whole=False)
             new = read.content[len(self.handed_out) :]
         self.handed_out += new
         return new
@@ -219,13 +208,6 @@ class HeldBack:
 def _may_begin(text: str, free: int, start: int) -> bool:
     """Whether a call that begins at ``start`` begins a line or a sentence; ``free`` text begins before it."""
     return _MAY_BEGIN.search(text, max(free, start - _LOOKED_BACK), start) is not None
-
-
-def _behind_thought(text: str, in_thought: bool) -> int:
-    """Where the thought ends with which an answer begins."""
-    if not in_thought and not text.lstrip().startswith(_THOUGHT_START):
-        return 0
-    return _thought_end(text, 0)
 
 
 def _thought_end(text: str, at: int) -> int:

@@ -11,8 +11,10 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
+from cacheblend_rag.prompt.thoughts import switched, thinks, turns_to_think
 
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
@@ -57,6 +59,7 @@ def render_turns(
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
+    reasoning: Reasoning = False,
 ) -> str:
     """The prompt of a conversation, with the opening of the answer at its end.
 
@@ -65,11 +68,14 @@ def render_turns(
     tokenizer : transformers tokenizer
         Its chat template is used.
     turns : sequence of dict
-        Messages as chat templates take them.
+        Messages as chat templates take them. A thought of an earlier answer, as ``reasoning_content``, is shown to
+        templates that read it.
     tools : sequence of dict, optional
         Tools in OpenAI's form, for templates that take them. Templates do not see ``strict``.
     options : dict, optional
         Anything else the template takes, such as ``enable_thinking``.
+    reasoning : bool or str
+        Whether the model shall think. It is told by the template's switch, unless that is among the options.
 
     Raises
     ------
@@ -100,7 +106,9 @@ def render_turns(
         if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
             _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
     try:
-        return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+        options = {**switched(str(template), reasoning), **(options or {})}
+        turns = turns_to_think(str(template), turns, thinks(reasoning, options))
+        return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **options)
     except TemplateSyntaxError as error:
         raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
     except _REFUSALS as error:

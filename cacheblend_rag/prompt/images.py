@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ContextLengthError, ImageError, MissingExtraError, PromptError
 from cacheblend_rag.prompt.chat import render_turns
 from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
@@ -53,7 +54,7 @@ def image_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
     *,
-    begun: str = "",
+    reasoning: Reasoning = False,
     limits: ImageLimits | None = None,
 ) -> ImagePrompt:
     """The prompt of a conversation with images, made as transformers' ``apply_chat_template`` makes it.
@@ -69,8 +70,8 @@ def image_prompt(
         ``{"type": "image", …}`` with ``bytes``, ``base64``, or a ``url`` that begins ``data:``.
     tools, options
         As for `render_turns`.
-    begun : str
-        Beginning of the answer.
+    reasoning : bool or str
+        As for `render_turns`.
     limits : ImageLimits, optional
         By default Pillow's own, which is on the pixels of each image.
 
@@ -89,7 +90,7 @@ def image_prompt(
     template = {"chat_template": own} if isinstance(own, str) else {}
     shown = [{**turn, "content": _show(turn["content"])} for turn in turns]
     _check_marks(processor, shown)
-    text = render_turns(tokenizer, shown, tools, {**template, **(options or {})}) + begun
+    text = render_turns(tokenizer, shown, tools, {**template, **(options or {})}, reasoning)
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     try:
         made = processor(

@@ -12,10 +12,12 @@ import torch
 from cacheblend_rag import __version__
 from cacheblend_rag.app import options
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
 from tests import tiny
 from tests.integrations.retrieval.office import make_docx
 from tests.programs import run_program
+from tests.thinking import Writer, thinking_tokenizer
 from tests.toy import EMBEDDER_PATH
 
 STRONGER = "qwen2.5-coder-1.5b"
@@ -102,6 +104,8 @@ def test_full_store_leaves_chunks_out_and_still_answers(
         (["--docs", "nowhere"], "the folder nowhere does not exist"),
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--size-limit", "lots"], "size_limit='lots' is not usable"),
+        (["--reasoning", "loud"], "reasoning='loud' is not usable: use True, False, 'low', 'medium' or 'high'"),
+        (["--reasoning"], "reasoning=True is not usable: leave it out, or use a model that thinks"),
     ],
 )
 def test_bad_values_are_named(
@@ -298,3 +302,16 @@ def test_the_package_runs_as_its_command_does(given: str, status: int, said: str
     done = run_program(["-m", "cacheblend_rag", *given.split()], tmp_path)
     assert done.returncode == status
     assert said in (done.stderr if status else done.stdout)
+
+
+def test_thought_is_shown_above_the_answer(
+    docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420).save_pretrained(tmp_path / "model")
+    tokenizer = thinking_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path / "model")
+    writer, generate = Writer(tokenizer, "<think>\nHm, leaves.\n</think>\n\nIt"), BlendEngine.generate
+    process = {"logits_processor": [writer]}
+    monkeypatch.setattr(BlendEngine, "generate", lambda *args, **more: generate(*args, **more | process))
+    assert ask(tmp_path / "model", docs, tmp_path / "data", "--reasoning", "--reasoning-tokens", "30") == 0
+    assert "Thought:  Hm, leaves.\nAnswer:   It\n" in capsys.readouterr().out

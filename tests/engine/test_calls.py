@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought, begun_call, parse_calls
+from cacheblend_rag.prompt.calls import HeldBack, begun_call, parse_calls
 from cacheblend_rag.prompt.chat import render_turns
 from tests import tiny
 
@@ -178,14 +178,6 @@ def test_text_that_is_no_call_stays_text(text: str) -> None:
     assert parse_calls(text, TOOLS).content == text
 
 
-def test_thought_may_have_begun_in_the_prompt() -> None:
-    assert begins_in_thought("[assistant] <think>\n")
-    assert not begins_in_thought("[assistant] <think>\n\n</think>\n\n")
-    text = f"I could write\n{TAGGED}\n</think>{TAGGED}"
-    assert len(calls_of(text)) == 2
-    assert calls_of(text, in_thought=True) == [LEAF]
-
-
 @pytest.mark.parametrize(
     ("name", "written", "value"),
     [
@@ -244,13 +236,12 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
     parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
     for _ in range(60):
         text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
-        thought = chance.random() < 0.2
-        held, at, sent = HeldBack(TOOLS, thought), 0, ""
+        held, at, sent = HeldBack(TOOLS), 0, ""
         while at < len(text):
             size = chance.choice((1, 2, 7))
             sent += held.feed(text[at : at + size])
             at += size
-        assert parse_calls(text, TOOLS, in_thought=thought).content.startswith(sent), (text, sent)
+        assert parse_calls(text, TOOLS).content.startswith(sent), (text, sent)
         assert held.handed_out == sent
 
 

@@ -13,6 +13,7 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.decode import DecodeOptions, _TextAssembler
+from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.report import Generation
@@ -182,7 +183,10 @@ class _Feed:
     def __init__(self, tokenizer: Any, ids: list[int], stops: tuple[str, ...]) -> None:
         self.pieces: list[str] = []
         options = DecodeOptions(stop=stops)
-        assembler = _TextAssembler(tokenizer, options, frozenset({2}), 1, self.pieces.append, cancelled=lambda: False)
+        thinking = Thinking(tokenizer, [1])
+        assembler = _TextAssembler(
+            thinking, options, frozenset({2}), 1, None, self.pieces.append, cancelled=lambda: False
+        )
         self.taken = 0
         for count in range(1, len(ids) + 1):
             self.taken = count

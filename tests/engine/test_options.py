@@ -141,12 +141,12 @@ def test_option_of_earlier_versions_is_refused_with_the_remedy(
 def test_decoding_options_are_declared_once() -> None:
     """`DecodeArguments` is for type checkers alone; nothing is read from it."""
     assert set(DecodeArguments.__annotations__) == set(DecodeOptions.model_fields)
-    assert set(DecodeFields.model_fields) == set(DecodeOptions.model_fields) - {"grammar"}
+    assert set(DecodeFields.model_fields) == set(DecodeOptions.model_fields) - {"grammar", "answer_begins"}
     own = {name for name in inspect.get_annotations(LLMBase) if not name.startswith("_")}
     assert not own & set(DecodeOptions.model_fields)
     for name, there in DecodeOptions.model_fields.items():
         assert there.description, name
-        assert name == "grammar" or LLMBase.model_fields[name].description == there.description
+        assert name in ("grammar", "answer_begins") or LLMBase.model_fields[name].description == there.description
 
 
 def test_types_of_decoding_arguments_are_those_of_the_options() -> None:

@@ -39,6 +39,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     **{option.flag: {"metavar": option.metavar, "help": option.help_line} for option in _OF_ENGINE},
 }
+_ARGUMENTS["reasoning"] |= {"nargs": "?", "const": "on"}
 
 
 class Screen:

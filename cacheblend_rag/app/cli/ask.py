@@ -32,7 +32,7 @@ def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     ask = commands.add_parser("ask", help="answer a question from a folder of documents")
     ask.add_argument("question")
     add_rag_arguments(ask)
-    add_arguments(ask, "top-k", "ratio", "max-new-tokens")
+    add_arguments(ask, "top-k", "ratio", "max-new-tokens", "reasoning", "reasoning-tokens")
     ask.add_argument("--compare", action="store_true", help="answer by all four methods and show them side by side")
     ask.add_argument("--verify", action="store_true", help="hold the answer against full prefill, and correct it")
     ask.add_argument("--warm", action="store_true", help="afterwards, compute and store the KV of all chunks")
@@ -124,6 +124,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     info, report = answer.info, answer.report
     screen.show("")
     screen.show("Question: ", question)
+    if answer.thought:
+        screen.show("Thought:  ", (answer.thought, "dim"))
     screen.show("Answer:   ", (answer.text or "(the model gave no words)", "bold green"))
     screen.show("")
     _show_verification(screen, report.verification)

@@ -265,11 +265,12 @@ def test_text_that_only_looks_like_a_call_stays_text(
         events = streamed(chatty.url, options)
         parts = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
         whole = client.responses.create(**options)
-        assert "".join(parts) == whole.output_text == said
+        thought, _, answer = said.rpartition("</think>")
+        assert "".join(parts) == whole.output_text == answer
         assert (
             [one["type"] for one in events[-1]["response"]["output"]]
             == [one.type for one in whole.output]
-            == ["message"]
+            == ["reasoning"] * bool(thought) + ["message"]
         )
 
 
@@ -324,7 +325,8 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         "conversation": {"conversation": "conv_1"},
         "background": {"background": True},
         "include.0": {"include": ["reasoning.encrypted_content"]},
-        "reasoning": {"reasoning": {"effort": "low"}},
+        "reasoning.effort": {"reasoning": {"effort": "low"}},
+        "reasoning.summary_of": {"reasoning": {"summary_of": 1}},
         "truncation": {"truncation": "auto"},
         "prompt": {"prompt": {"id": "pmpt_1"}},
         "max_tool_calls": {"max_tool_calls": 2},

@@ -18,6 +18,7 @@ from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
@@ -26,6 +27,7 @@ from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
+from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
 from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
 
 _DONE = "data: [DONE]\n\n"
@@ -47,6 +49,7 @@ class AnswerRequest:
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:
             raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
+        self.reasoning, self.thought_most = self.thinking()
         self.documents = document_texts(body)
         self.id, self.created = f"{self.mark}{secrets.token_hex(12)}", int(time.time())
         self._reports: list[BlendReport] = []
@@ -64,6 +67,10 @@ class AnswerRequest:
     def choices(self, slot: Slot) -> Iterator[Choice]:
         """The answers in their order; each is to be read to its end before the next is taken."""
         raise NotImplementedError
+
+    def thinking(self) -> tuple[Reasoning, int | None]:
+        """Whether the model shall think, and the most tokens of its thought."""
+        return False, self.model.thought_tokens(False)
 
     def arguments(self) -> DecodeArguments:
         """How to decode."""
@@ -85,6 +92,8 @@ class AnswerRequest:
             logit_bias=body.logit_bias,
             stop=body.stops,
             verify=body.verify,
+            reasoning=self.reasoning,
+            reasoning_tokens=self.thought_most,
         )
 
     def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
@@ -97,7 +106,8 @@ class AnswerRequest:
     def charge(self, prompts: Sequence[AnyPrompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
         fits = [self.model.check_length(prompt, self.most) for prompt in prompts]
-        self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
+        most = self.most + (self.thought_most or 0)
+        self.here.charge([len(fit.split.input_ids) + most for fit in fits for _ in range(self.body.n)])
 
     def left(self) -> float:
         """Seconds left for all answers together, from the first time this is asked."""
@@ -243,7 +253,11 @@ class _TextChoice(Choice):
     async def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """See `Choice.pieces`."""
         sent = 0
+        self.stream.with_thoughts = True
         async for piece in self.stream:
+            if isinstance(piece, Thought):
+                yield {**self._choice("", None, None), **_thought(piece)}
+                continue
             sent += len(piece)
             yield self._choice(piece, None, self.up_to(sent))
         answer = self.stream.result
@@ -251,7 +265,8 @@ class _TextChoice(Choice):
 
     def whole(self, answer: Generation) -> dict[str, Any]:
         """See `Choice.whole`."""
-        return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
+        whole = self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
+        return {**whole, **_thought(answer.thought)}
 
     def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
         logprobs = completion_logprobs(tokens) if tokens else None
@@ -282,6 +297,16 @@ class Chat(AnswerRequest):
         )
         self._request: Any = None
 
+    def thinking(self) -> tuple[Reasoning, int | None]:
+        """See `AnswerRequest.thinking`."""
+        body: Any = self.body
+        asked, most, own = body.level, body.most_thought, self.here.service.settings.rag
+        level = thinks(own.reasoning if asked is None else asked, body.chat_template_kwargs)
+        if asked is None and level and not self.model.thinks:  # what the server has for its other models
+            level = False
+        check_reasoning(self.engine.tokenizer, level, "reasoning_effort")
+        return level, self.model.thought_tokens(level, own.reasoning_tokens if most is None else most)
+
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
@@ -303,9 +328,12 @@ class _ChatChoice(Choice):
     conversation: Conversation
 
     async def texts(self) -> AsyncIterator[tuple[str, Sequence[TokenLogProb] | None]]:
-        """Text as soon as it is certain that it is no tool call, with its log-probabilities."""
+        """Text as soon as it is certain that it is no tool call, with its log-probabilities; thoughts without any."""
         sent = 0
         async for piece in self.conversation.pieces():
+            if isinstance(piece, Thought):
+                yield piece, None
+                continue
             sent += len(piece)
             yield piece, self.up_to(sent)
 
@@ -313,7 +341,7 @@ class _ChatChoice(Choice):
         """See `Choice.pieces`."""
         yield self._delta({"role": "assistant", "content": ""})
         async for piece, tokens in self.texts():
-            yield self._delta({"content": piece}, tokens)
+            yield self._delta(_thought(piece) if isinstance(piece, Thought) else {"content": piece}, tokens)
         message, answer = self.conversation.message(), self.stream.result
         if rest := self.conversation.held.rest(str(message.content)):
             yield self._delta({"content": rest})
@@ -326,7 +354,7 @@ class _ChatChoice(Choice):
     def whole(self, answer: Generation) -> dict[str, Any]:
         """See `Choice.whole`."""
         found = self.conversation.message()
-        message: dict[str, Any] = {"role": "assistant", "content": str(found.content)}
+        message: dict[str, Any] = {"role": "assistant", "content": str(found.content), **_thought(answer.thought)}
         if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         reason = "tool_calls" if calls else answer.report.finish_reason
@@ -338,6 +366,11 @@ class _ChatChoice(Choice):
     ) -> dict[str, Any]:
         logprobs = conversation_logprobs(tokens or None)
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _thought(text: str) -> dict[str, str]:
+    """A thought under both names that clients look for."""
+    return {"reasoning": str(text), "reasoning_content": str(text)} if text else {}
 
 
 def _calls(message: AIMessage) -> list[dict[str, Any]]:
@@ -357,6 +390,7 @@ def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in reports)},
     }
 
 

@@ -21,6 +21,7 @@ from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.thoughts import Thought
 
 # Instructions before documents that come without a system message.
 _INSTRUCTIONS = (
@@ -110,6 +111,7 @@ class ServedChat(ChatCacheBlend):
             Seconds it may take.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
+        stream.with_thoughts = True
         return Conversation(self, request, stream, request.held_back())
 
 
@@ -123,9 +125,11 @@ class Conversation:
     held: HeldBack = field(repr=False)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Text as soon as it is certain that it is no tool call."""
+        """Text as soon as it is certain that it is no tool call, and the thought before it."""
         async for piece in self.stream:
-            if new := self.request.begun(self.held, piece):
+            if isinstance(piece, Thought):
+                yield piece
+            elif new := self.request.begun(self.held, piece):
                 yield new
 
     def message(self) -> AIMessage:
@@ -163,4 +167,7 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
     plain.setdefault("content", "")
+    thought = message.reasoning_content or message.reasoning
+    if message.role == "assistant" and isinstance(thought, str):
+        plain["reasoning_content"] = thought  # for chat templates that read it
     return plain

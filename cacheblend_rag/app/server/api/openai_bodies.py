@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from cacheblend_rag.config import Verify
+from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.engine.decode import LEAST_PENALTY
 
 _Count = Annotated[int, Field(ge=1, le=16)]
@@ -29,6 +29,7 @@ _Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Text = Annotated[str, StringConstraints(max_length=4_000_000)]
 _Argument = Annotated[str, StringConstraints(max_length=200)]
 _TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)]
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _TopLogProbs = Annotated[int, Field(ge=0, le=20)]
 _T = TypeVar("_T")
 # The first element that is wrong is the only one that is told.
@@ -207,7 +208,7 @@ class ToolCall(_OpenAIBody):
 
 
 class ChatMessage(_OpenAIBody):
-    """One message of a conversation; thoughts that another model had in it are passed over."""
+    """One message of a conversation; a thought in it is read by chat templates that read thoughts, and by no other."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | _List[_AnyPart] | None = None
@@ -264,6 +265,24 @@ class BySchema(_OpenAIBody):
     json_schema: NamedSchema
 
 
+class ReasoningOptions(_OpenAIBody):
+    """Whether the model thinks before it answers, and how much. A thought is given as it is, never summed up."""
+
+    effort: _Effort | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    enabled: bool | None = None
+    exclude: Literal[False] = False
+    summary: Any = None
+    generate_summary: Any = None
+
+    @property
+    def level(self) -> Reasoning | None:
+        """How much; None if that is not said."""
+        if self.effort is not None:
+            return read_reasoning("effort", self.effort)
+        return True if self.enabled is None and self.max_tokens else self.enabled
+
+
 class ChatBody(Sampling):
     """A conversation."""
 
@@ -277,6 +296,20 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool = True
     modalities: _List[Literal["text"]] | None = None
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
+    reasoning_effort: _Effort | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+
+    @property
+    def level(self) -> Reasoning | None:
+        """Whether the model shall think; None if that is not said."""
+        if self.reasoning_effort is None:
+            return self.reasoning.level
+        return read_reasoning("reasoning_effort", self.reasoning_effort)
+
+    @property
+    def most_thought(self) -> int | None:
+        """Most tokens of a thought, if that is said."""
+        return self.reasoning.max_tokens
 
     @property
     def top_of_each(self) -> int | None:
@@ -340,7 +373,7 @@ class CallOutputItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """A thought that another model had in an earlier turn; it is passed over."""
+    """A thought of an earlier turn, for chat templates that read it; what is summed up or encrypted is passed over."""
 
     type: Literal["reasoning"]
     summary: Any = None
@@ -416,6 +449,7 @@ class ResponsesBody(AnswerBody):
     top_logprobs: _TopLogProbs | None = None
     include: _List[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
+    reasoning: ReasoningOptions = ReasoningOptions()
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"

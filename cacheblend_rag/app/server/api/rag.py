@@ -50,12 +50,14 @@ from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.storage.catalogue import PendingFile
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError, DocumentError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.thoughts import Thought, check_reasoning
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
@@ -83,6 +85,7 @@ async def state(here: Here) -> PageState:
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
             verify=config.verify,
+            reasoning=service.settings.rag.reasoning,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -132,7 +135,7 @@ def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
 
 def _model_info(one: ServedModel) -> ModelInfo:
     layers, instructions = one.engine.adapter.num_layers, one.question_prompt.instructions
-    return ModelInfo(name=one.name, layers=layers, starter=one.starter, instructions=instructions)
+    return ModelInfo(name=one.name, layers=layers, starter=one.starter, instructions=instructions, thinks=one.thinks)
 
 
 def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
@@ -338,7 +341,7 @@ async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[
     responses={
         200: {
             "content": {"text/event-stream": {}},
-            "description": "Events `sources`, `token`, `report`, `error` and `done`, or one answer.",
+            "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
         }
     },
 )
@@ -349,11 +352,14 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
     most = here.service.answer_tokens(body.max_tokens)
     here.check_quota(most)
+    level, thought_most = _thinking(here, model, body)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
-        here.charge([question.tokens + most])
-    arguments = DecodeArguments(max_new_tokens=most, temperature=0.0, verify=body.verify)
+        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most, level))
+        here.charge([question.tokens + most + (thought_most or 0)])
+    arguments = DecodeArguments(
+        max_new_tokens=most, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
+    )
     answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
     if body.stream:
         return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
@@ -392,8 +398,9 @@ class _Answering:
         """The answer as events."""
         stream = self._begin()
         yield event("sources", [asdict(one) for one in self._question.found])
+        stream.with_thoughts = True
         async for piece in stream:
-            yield event("token", {"text": piece})
+            yield event("thought" if isinstance(piece, Thought) else "token", {"text": str(piece)})
         if stream.result is not None:
             yield event("report", await self._report(stream.result))
 
@@ -402,7 +409,7 @@ class _Answering:
         answer = await self._begin().acomplete()
         report = await self._report(answer)
         sources = [FoundChunk(**asdict(one)) for one in self._question.found]
-        return WholeAnswer(answer=answer.text, sources=sources, report=report)
+        return WholeAnswer(answer=answer.text, thought=answer.thought, sources=sources, report=report)
 
 
 @router.post(
@@ -480,20 +487,45 @@ class _Question:
     stands_alone: bool = True
 
 
+def _thinking(here: Session, model: ServedModel, body: AskBody) -> tuple[Reasoning, int | None]:
+    """Whether the model shall think, and the most tokens of its thought.
+
+    Raises
+    ------
+    ConfigError
+        If it is asked to and cannot.
+    """
+    own = here.service.settings.rag
+    level = (own.reasoning and model.thinks and own.reasoning) if body.reasoning is None else body.reasoning
+    check_reasoning(model.engine.tokenizer, level)
+    return level, model.thought_tokens(level, own.reasoning_tokens)
+
+
 async def _retrieved(
-    here: Session, model: ServedModel, collection: Collection, body: CompareBody, slot: Slot, most: int
+    here: Session,
+    model: ServedModel,
+    collection: Collection,
+    body: CompareBody,
+    slot: Slot,
+    most: int,
+    level: Reasoning = False,
 ) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
     k = body.k or here.service.settings.rag.top_k
     found, alone = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
-    if not alone and (continued := await asyncio.to_thread(_continued, model, collection, body, found, most)):
+    if not alone and (continued := await asyncio.to_thread(_continued, model, collection, body, found, most, level)):
         return continued
-    return await asyncio.to_thread(_fitting, model, body, found, earlier, most)
+    return await asyncio.to_thread(_fitting, model, body, found, earlier, most, level)
 
 
 def _continued(
-    model: ServedModel, collection: Collection, body: CompareBody, found: list[SearchHit], most: int
+    model: ServedModel,
+    collection: Collection,
+    body: CompareBody,
+    found: list[SearchHit],
+    most: int,
+    level: Reasoning,
 ) -> _Question | None:
     """A prompt that begins as that of the turn before did, so that its KV is there; None if it cannot.
 
@@ -517,7 +549,9 @@ def _continued(
     if not first:  # the client does not say what the turns before were answered from
         return None
     texts = [one.text for one in more.values()]
-    prompt = model.question_prompt.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
+    prompt = model.question_prompt.ask(
+        body.question, [one.text for one in first], turns, texts, body.instructions, level
+    )
     try:
         fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
@@ -528,19 +562,26 @@ def _continued(
 
 
 def _fitting(
-    model: ServedModel, body: CompareBody, found: list[SearchHit], earlier: list[EarlierTurn], most: int
+    model: ServedModel,
+    body: CompareBody,
+    found: list[SearchHit],
+    earlier: list[EarlierTurn],
+    most: int,
+    level: Reasoning,
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     passages = [one.text for one in found]
-    prompt = model.question_prompt.ask(body.question, passages, earlier, instructions=body.instructions)
+    prompt = model.question_prompt.ask(
+        body.question, passages, earlier, instructions=body.instructions, reasoning=level
+    )
     try:
         fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
         if not earlier:
             raise
-        return _fitting(model, body, found, earlier[1:], most)
+        return _fitting(model, body, found, earlier[1:], most, level)
     if earlier and len(fit.prompt.chunks) < len(found):
-        return _fitting(model, body, found, earlier[1:], most)
+        return _fitting(model, body, found, earlier[1:], most, level)
     return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.config import Verify
+from cacheblend_rag.config import Reasoning, Verify
 
 Name = Annotated[str, StringConstraints(max_length=500)]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
@@ -71,21 +71,26 @@ class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
-    prefill, and the report says whether it was corrected.
+    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
     """
 
     stream: bool = True
     show_prompt: bool = False
     verify: Verify | None = None
+    reasoning: Reasoning | None = None
 
 
 class ModelInfo(BaseModel):
-    """A model that answers; ``instructions`` is what it is told before the passages unless a request says otherwise."""
+    """A model that answers; ``instructions`` is what it is told before the passages unless a request says otherwise.
+
+    ``thinks`` says whether it can be asked to think first.
+    """
 
     name: str
     layers: int
     starter: bool
     instructions: str
+    thinks: bool
 
 
 class CollectionInfo(BaseModel):
@@ -108,6 +113,7 @@ class SettingsInfo(BaseModel):
     passages: int
     answer_tokens: int
     verify: str
+    reasoning: Reasoning
 
 
 class Suggestion(BaseModel):
@@ -205,5 +211,6 @@ class WholeAnswer(BaseModel):
     """An answer that was not streamed; ``report`` is that of the event of this name."""
 
     answer: str
+    thought: str
     sources: list[FoundChunk]
     report: dict[str, object]

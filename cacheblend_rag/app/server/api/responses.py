@@ -25,6 +25,7 @@ from cacheblend_rag.app.server.api.openai_bodies import (
     ImagePart,
     MessageItem,
     NamedTool,
+    ReasoningItem,
     ResponsesBody,
     TextItem,
     TextPart,
@@ -38,11 +39,13 @@ from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.logits import logprob_dicts
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.messages import call_chunks
+from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import TokenLogProb
 
 # Fields of a response by their names in a conversation.
 _FIELDS = {
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
@@ -55,6 +58,7 @@ _REPEATED = {
     "model",
     "parallel_tool_calls",
     "previous_response_id",
+    "reasoning",
     "store",
     "temperature",
     "text",
@@ -116,13 +120,17 @@ class Response(Chat):
         """The events of an answer; an error ends them."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
-        choice, message = next(self.choices(slot)), _Message()
+        choice, thought = next(self.choices(slot)), _Thought()
+        message = _Message(thought)
         with _own_fields(), self.in_time():
             async for piece, tokens in choice.texts():
-                for one in message.goes_on(piece, tokens):
+                part: _Part = thought if isinstance(piece, Thought) else message
+                for one in part.goes_on(piece, tokens):
                     yield one
             answer = await choice.stream.acomplete()
         self.count(answer)
+        if not answer.thought.startswith(thought.text):  # corrected since
+            thought.becomes(answer.thought)
         found = choice.conversation.message()
         rest = None if found.tool_calls else choice.rest(answer)
         if not str(found.content).startswith(message.text):  # corrected since
@@ -151,9 +159,14 @@ class Response(Chat):
         status, output = "incomplete" if cut else "completed", list[dict[str, Any]]()
         if rest or not calls:
             yield from message.goes_on(rest, tokens)
+        thought = message.behind
+        if thought.begun:
+            if not thought.ended:
+                yield from thought.ends("completed")
+            output.append(thought.item("completed"))
         if message.begun:
+            yield from message.ends("completed" if calls else status)
             output.append(message.item("completed" if calls else status))
-            yield from message.ends(output[0])
         for number, call in enumerate(calls, 1):
             item = _call_item(call, status if number == len(calls) else "completed")
             yield from _call_events(item, len(output))
@@ -190,43 +203,99 @@ class Response(Chat):
         yield {"type": "response.failed", "response": self._response("failed", error=failure)}
 
 
-class _Message:
-    """The message of a response, which stands before its calls."""
+class _Part:
+    """An item of a response that has one text, which comes piece by piece."""
+
+    mark = delta = ""
 
     def __init__(self) -> None:
-        self.text, self.begun = "", False
-        self._id, self._logprobs = _new_id("msg"), list[dict[str, Any]]()
+        self.text, self.begun, self.ended, self.index = "", False, False, 0
+        self._id = _new_id(self.mark)
 
     def goes_on(self, piece: str, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
-        """Events of one more piece; the first begins the message."""
+        """Events of one more piece; the first begins the item."""
         if not self.begun:
             empty = self.item("in_progress")
-            yield {"type": "response.output_item.added", "output_index": 0, "item": {**empty, "content": []}}
+            added = {"output_index": self.index, "item": {**empty, "content": []}}
+            yield {"type": "response.output_item.added", **added}
             yield self._event("content_part.added", part=empty["content"][0])
             self.begun = True
         if piece or tokens:
-            logprobs = logprob_dicts(tokens or ())
             self.text += piece
-            self._logprobs += logprobs
-            yield self._event("output_text.delta", delta=piece, logprobs=logprobs)
+            yield self._event(f"{self.delta}.delta", delta=str(piece), **self._beside(tokens))
+
+    def ends(self, status: str) -> Iterator[dict[str, Any]]:
+        """Events of the end, with the whole item."""
+        self.ended, item = True, self.item(status)
+        yield self._event(f"{self.delta}.done", text=self.text, **self._beside(None))
+        yield self._event("content_part.done", part=item["content"][0])
+        yield {"type": "response.output_item.done", "output_index": self.index, "item": item}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The whole item, as far as it is known."""
+        raise NotImplementedError
+
+    def _beside(self, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
+        """Fields beside a piece of the text, or, for None, beside all of it."""
+        return {}
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        where = {"item_id": self._id, "output_index": self.index, "content_index": 0}
+        return {"type": f"response.{kind}", **where, **more}
+
+
+class _Thought(_Part):
+    """The thought of a response, which stands before its message."""
+
+    mark, delta = "rs", "reasoning_text"
+
+    def becomes(self, text: str) -> None:
+        """Another text from its beginning on; see `_Message.becomes`."""
+        self.text = text
+
+    def item(self, status: str) -> dict[str, Any]:
+        """See `_Part.item`."""
+        content = [{"type": "reasoning_text", "text": self.text}]
+        return {"id": self._id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+class _Message(_Part):
+    """The message of a response, which stands before its calls.
+
+    Parameters
+    ----------
+    behind : _Thought
+        It ends where the message begins.
+    """
+
+    mark, delta = "msg", "output_text"
+
+    def __init__(self, behind: _Thought) -> None:
+        super().__init__()
+        self.behind, self._logprobs = behind, list[dict[str, Any]]()
+
+    def goes_on(self, piece: str, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
+        """See `_Part.goes_on`."""
+        if self.behind.begun and not self.behind.ended:
+            yield from self.behind.ends("completed")
+        self.index = int(self.behind.begun)
+        yield from super().goes_on(piece, tokens)
 
     def becomes(self, text: str, tokens: Sequence[TokenLogProb] | None) -> None:
         """Another text from its beginning on: what was handed out cannot be taken back, but its end has this one."""
         self.text, self._logprobs = text, logprob_dicts(tokens or ())
 
-    def ends(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of the end, with the whole message."""
-        yield self._event("output_text.done", text=self.text, logprobs=self._logprobs)
-        yield self._event("content_part.done", part=item["content"][0])
-        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
-
     def item(self, status: str) -> dict[str, Any]:
-        """The message as an item."""
+        """See `_Part.item`."""
         part = {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
         return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
-        return {"type": f"response.{kind}", "item_id": self._id, "output_index": 0, "content_index": 0, **more}
+    def _beside(self, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
+        if self.ended:
+            return {"logprobs": self._logprobs}
+        logprobs = logprob_dicts(tokens or ())
+        self._logprobs += logprobs
+        return {"logprobs": logprobs}
 
 
 def _call_item(call: ToolCallChunk, status: str) -> dict[str, Any]:
@@ -261,7 +330,7 @@ def _usage(message: AIMessage) -> dict[str, Any] | None:
             "cache_write_tokens": details.get("cache_creation", 0),
         },
         "output_tokens": used["output_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": used.get("output_token_details", {}).get("reasoning", 0)},
         "total_tokens": used["total_tokens"],
     }
 
@@ -307,6 +376,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         top_logprobs=body.top_logprobs,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning=body.reasoning,
     )
 
 
@@ -314,16 +384,23 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
     """The items as messages; calls belong to the assistant's message before them."""
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
+    thought: str | None = None  # of the message or the call behind it
     for item in items:
+        if isinstance(item, ReasoningItem):
+            texts = item.content if isinstance(item.content, list) else []
+            thought = "".join(str(one.get("text", "")) for one in texts if isinstance(one, dict)) or None
+            continue
         if isinstance(item, MessageItem):
-            messages.append(ChatMessage(role=item.role, content=_content(item.content)))
+            own = thought if item.role == "assistant" else None
+            messages.append(ChatMessage(role=item.role, content=_content(item.content), reasoning_content=own))
         elif isinstance(item, CallItem):
             if not messages or messages[-1].role != "assistant":
-                messages.append(ChatMessage(role="assistant"))
+                messages.append(ChatMessage(role="assistant", reasoning_content=thought))
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
         elif isinstance(item, CallOutputItem):
             messages.append(ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id))
+        thought = None
     return messages
 
 

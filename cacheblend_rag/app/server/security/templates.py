@@ -9,34 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
-from jinja2.ext import Extension
-from jinja2.parser import Parser
 
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.prompt.thoughts import template_variables
 
 # Names that transformers gives every template, besides the arguments of `apply_chat_template`.
 _GIVEN = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
 
-class _Generation(Extension):
-    """The tag with which transformers marks answers in a template."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def template_arguments(tokenizer: Any) -> frozenset[str]:
     """Arguments of the tokenizer's own chat template that a request may set, such as ``enable_thinking``."""
-    environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    try:
-        read = meta.find_undeclared_variables(environment.parse(str(tokenizer.chat_template or "")))
-    except TemplateSyntaxError:  # it can make no prompt either
-        return frozenset()
+    read = template_variables(str(tokenizer.chat_template or ""))
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     return frozenset(read - _GIVEN - set(taken) - set(tokenizer.special_tokens_map))
 

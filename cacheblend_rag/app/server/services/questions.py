@@ -11,6 +11,7 @@ from typing import Any
 
 from cacheblend_rag.app.server.services.collection import SearchHit
 from cacheblend_rag.calibration.comparison import compare
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
@@ -60,6 +61,7 @@ class QuestionPrompt:
         earlier: Sequence[EarlierTurn] = (),
         more: Sequence[str] = (),
         instructions: str | None = None,
+        reasoning: Reasoning = False,
     ) -> Prompt:
         """The prompt; whatever passages, questions and answers hold, they stay in their places.
 
@@ -75,6 +77,8 @@ class QuestionPrompt:
             Passages that stand with the question. The prompt then begins as that of the turn before did, word for word.
         instructions : str, optional
             Text before the passages; by default that of `CHAT` or `STUFF`.
+        reasoning : bool or str
+            Whether the model shall think.
 
         Raises
         ------
@@ -93,7 +97,7 @@ class QuestionPrompt:
             before = mark(turn.passages, True) + _CHUNK_SEPARATOR if turn.passages else ""
             said += [before + mark([turn.question]), mark([turn.answer])]
         parts.pop()  # the answer is what is asked for
-        prefix, _, rest = self._written(context, said[:-1], instructions).partition(context)
+        prefix, _, rest = self._written(context, said[:-1], instructions, reasoning).partition(context)
         chunks, between, text = list(passages), [_CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
         for one, are_passages, texts in parts[1:]:
             before, found, rest = rest.partition(one)
@@ -115,7 +119,7 @@ class QuestionPrompt:
         """The default instructions before the passages."""
         return (CHAT if self._template else STUFF).prefix.strip()
 
-    def _written(self, context: str, said: Sequence[str], instructions: str | None) -> str:
+    def _written(self, context: str, said: Sequence[str], instructions: str | None, reasoning: Reasoning) -> str:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
         if not self._template:
             pieces = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
@@ -123,7 +127,7 @@ class QuestionPrompt:
         roles = ("user", "assistant")
         turns = question_turns(self._tokenizer, context, said[0], instructions)
         turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]
-        return render_turns(self._tokenizer, turns)
+        return render_turns(self._tokenizer, turns, reasoning=reasoning)
 
 
 def search(
@@ -216,6 +220,7 @@ def report_of(
         "plain": report.plain,
         "plain_reason": report.plain_reason,
         "finish_reason": report.finish_reason,
+        "thought_tokens": report.thought_tokens,
         "turns": turns,
         "stands_alone": stands_alone,
         "resumed": report.resumed_tokens,

@@ -9,8 +9,10 @@ from typing import Any
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import AnyPrompt
+from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
 from cacheblend_rag.prompt.tokenizer import FittedPrompt
 
 # For models without a chat template.
@@ -87,6 +89,24 @@ class ServedModel:
                 if len(self._engines) > _ENGINES:
                     self._engines.popitem(last=False)
             return self._engines[key]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether its thoughts are told apart, and can be asked for."""
+        return marks_of(self.engine.tokenizer).known
+
+    def thought_tokens(self, reasoning: Reasoning, most: int | None = None) -> int | None:
+        """Most tokens of a thought, which are charged; None if none is to be expected.
+
+        Parameters
+        ----------
+        reasoning : bool or str
+        most : int, optional
+            As many as are allowed; this server allows a thought as many as an answer.
+        """
+        if not self.thinks or (not reasoning and has_switch(self.engine.tokenizer)):
+            return None
+        return min(BUDGETS[reasoning] if most is None else most, self._limits.answer_tokens)
 
     def check_length(self, prompt: AnyPrompt, answer_tokens: int) -> FittedPrompt:
         """Refuse what the model cannot take; see `BlendEngine.fitted`.

@@ -5,7 +5,7 @@ import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
 import { takeVerification, verifyOf } from "./verifying.js";
-import { addPoint, changed, comparing, conversationFor, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
+import { addPoint, changed, comparing, conversationFor, model, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
 let running = null; // the AbortController of the answer being written
@@ -50,6 +50,7 @@ export async function ask(question, { earlier = null, tokens = state.tokens } = 
   const { turns } = conversationFor(collection);
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
   turn.model = modelName();
+  turn.reasoning = model()?.thinks ? state.reasoning : null;
   turn.passages = state.passages ?? state.server.settings.passages;
   Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
   turns.push(turn);
@@ -78,6 +79,7 @@ async function answer(turn) {
   try {
     const verify = verifyOf(state);
     const body = { ...request(turn), stream: true, show_prompt: true, ...(verify && { verify }) };
+    if (turn.reasoning !== null) body.reasoning = turn.reasoning;
     for await (const { event, data } of stream("POST", path(turn.collection, "ask"), body, running.signal)) {
       take(turn, event, data);
     }
@@ -96,7 +98,10 @@ async function answer(turn) {
 
 function take(turn, event, data) {
   if (event === "sources") turn.sources = data;
-  else if (event === "token") {
+  else if (event === "thought") {
+    turn.status = "thinking";
+    turn.thought = (turn.thought ?? "") + data.text;
+  } else if (event === "token") {
     turn.status = "streaming";
     turn.answer += data.text;
   } else if (event === "report") {

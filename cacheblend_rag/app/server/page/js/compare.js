@@ -4,6 +4,7 @@ import { compare, stopComparing } from "./asking.js";
 import { button, el } from "./dom.js";
 import { estimate, left } from "./estimate.js";
 import { sooner, time } from "./format.js";
+import { isWaiting } from "./store.js";
 
 const METHODS = {
   full: ["Full recompute", "no KV is reused"],
@@ -87,7 +88,7 @@ export function compareView(turn, wanted) {
     if (rows.length < ORDER.length && estimate(turn)) parts.push(el("p", { class: "hint", text: estimate(turn) }));
     parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
   } else if (!rows.length && !turn.comparing) {
-    const waiting = turn.status === "asking" || turn.status === "streaming";
+    const waiting = isWaiting(turn);
     const text = waiting ? (wanted ? "Begins when the answer has ended." : "Off.") : "Nothing to compare: the answer did not end.";
     parts.push(el("p", { class: "hint", text }));
   }

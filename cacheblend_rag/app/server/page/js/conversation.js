@@ -8,7 +8,8 @@ import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
-import { collection, on, state, turns } from "./store.js";
+import { collection, isWaiting, on, state, turns } from "./store.js";
+import { thoughtView } from "./thought.js";
 import { showVerification } from "./verification.js";
 
 const QUOTED = 120; // characters of another method's answer
@@ -24,7 +25,8 @@ function turnView(turn) {
   const foot = el("div", { class: "foot" });
   const question = el("h2", { class: "question", text: turn.question, dir: "auto" });
   const root = el("article", { class: "turn", data: { turn: turn.id }, "aria-label": turn.question }, question);
-  root.append(answer, status, verification, sources, verdict, foot);
+  const thought = thoughtView(turn);
+  root.append(thought.fold, answer, status, verification, sources, verdict, foot);
   const shown = { text: null, first: false, marked: false }; // the finished text on show, which has its citations
   const turnOver = () => {
     shown.first = !shown.first;
@@ -32,7 +34,7 @@ function turnView(turn) {
     verification.querySelector("button").focus();
   };
   const update = () => {
-    const waiting = turn.status === "asking" || turn.status === "streaming";
+    const waiting = isWaiting(turn);
     const text = (shown.first ? turn.first : turn.answer).trimStart();
     if (shown.text !== null && shown.text !== text) {
       showMarkdown(words, ""); // what stands there holds citations of another text
@@ -46,6 +48,7 @@ function turnView(turn) {
     words.hidden = !text;
     root.dataset.status = turn.status;
     answer.setAttribute("aria-busy", String(waiting));
+    thought.update();
     showStatus(status, turn);
     showVerification(verification, turn, shown, turnOver);
     showSources(sources, turn);
@@ -81,6 +84,7 @@ function remark(turn) {
 function showStatus(node, turn) {
   const said = {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
+    thinking: "Thinking…",
     stopped: "Stopped before the end.",
     failed: turn.error,
   }[turn.status];
@@ -131,7 +135,7 @@ function showFoot(node, turn) {
     class: "link copy",
     "aria-label": "Copy the answer",
   });
-  const ended = turn.status !== "asking" && turn.status !== "streaming";
+  const ended = !isWaiting(turn);
   if (ended && turn.answer.trim()) node.append(copyAnswer);
   if (!report) return;
   const chunks = report.hits + report.misses;

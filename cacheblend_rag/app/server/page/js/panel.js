@@ -7,7 +7,7 @@ import { setComparing } from "./asking.js";
 import { $, el } from "./dom.js";
 import { markSelected } from "./conversation.js";
 import { promptView } from "./prompt.js";
-import { changed, comparing, on, selectedTurn, state } from "./store.js";
+import { changed, comparing, isWaiting, on, selectedTurn, state } from "./store.js";
 import { ttftView } from "./ttft.js";
 
 const body = (id) => $(id).querySelector(".body");
@@ -32,7 +32,7 @@ function showReport(force = false) {
     put("prompt", promptView(turn));
     return;
   }
-  const waiting = turn && (turn.status === "asking" || turn.status === "streaming");
+  const waiting = turn && isWaiting(turn);
   const told = waiting ? "The figures come with the answer." : turn ? "No figures: the answer did not end." : null;
   put("ttft", hint(told ?? "How long an answer's first token took: look-up, load, fuse and first token."));
   put("chunks", hint(told ?? "Which passages were in the store, on which device, and how large."));

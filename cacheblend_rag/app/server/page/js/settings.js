@@ -28,12 +28,20 @@ function build() {
   const help = el("p", { class: "hint", id: "rule-help" });
   const passages = numberField("passages", "Passages", "How many passages an answer is made from.");
   const tokens = numberField("tokens", "Longest answer", "In tokens; about four letters each.");
-  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null, verify: null }), { class: "link" });
+  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null, verify: null, reasoning: null }), { class: "link" });
   const told = el("textarea", { id: "instructions", rows: 3, "aria-describedby": "instructions-help" });
   told.addEventListener("change", () => set({ instructions: told.value.trim() || null }));
   const again = button("Ask again with these", () => askAgain(selectedTurn()), { id: "ask-with" });
   const verify = el("input", { type: "checkbox", role: "switch", id: "verify-switch", "aria-describedby": "verify-help" });
   verify.addEventListener("change", () => set({ verify: verify.checked ? null : false }));
+  const reasoning = el("input", { type: "checkbox", role: "switch", id: "reasoning-switch", "aria-describedby": "reasoning-help" });
+  reasoning.addEventListener("change", () => set({ reasoning: reasoning.checked === Boolean(state.server.settings.reasoning) ? null : reasoning.checked }));
+  const thinking = el(
+    "div",
+    {},
+    el("label", { class: "switch field" }, el("span", { text: "Think first" }), reasoning, el("span", { class: "track", "aria-hidden": "true" })),
+    el("p", { class: "hint", id: "reasoning-help", text: "The model thinks before it answers. That can take minutes." }),
+  );
   slider.addEventListener("input", () => set({ ratio: Number(slider.value) / 100 }));
   rule.addEventListener("change", () => set({ rule: rule.value }));
   $("settings").querySelector(".body").append(
@@ -48,9 +56,10 @@ function build() {
     el("label", { class: "switch field" }, el("span", { text: "Check answers" }), verify, el("span", { class: "track", "aria-hidden": "true" })),
     el("p", { class: "hint", id: "verify-help", text: "Holds each answer against the full model when nothing else is asked, and corrects it." }),
     el("p", { class: "hint", id: "verified" }),
+    thinking,
     el("div", { class: "row" }, again, reset),
   );
-  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, verify, reset, again };
+  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, verify, reasoning, thinking, reset, again };
 }
 
 /** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
@@ -73,7 +82,7 @@ function refresh() {
   const settings = state.server?.settings;
   if (!settings) return;
   const { limits } = state.server;
-  const { slider, shown, rule, help, passages, tokens, told, verify, reset, again } = parts;
+  const { slider, shown, rule, help, passages, tokens, told, verify, reasoning, thinking, reset, again } = parts;
   passages.max = limits.passages;
   passages.value = state.passages ?? settings.passages;
   tokens.max = limits.answer_tokens;
@@ -82,6 +91,8 @@ function refresh() {
   told.placeholder = model().instructions;
   told.value = state.instructions ?? "";
   verify.checked = state.verify !== false;
+  thinking.hidden = !model()?.thinks;
+  reasoning.checked = state.reasoning ?? Boolean(settings.reasoning);
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);
   slider.value = Math.round(ratio * 100);
@@ -96,7 +107,7 @@ function refresh() {
   rule.value = state.rule ?? settings.rule;
   const found = settings.rules.find((one) => named(one) === rule.value);
   help.textContent = found?.description ?? RULES[rule.value] ?? "";
-  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions, state.verify].every((one) => one === null);
+  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions, state.verify, state.reasoning].every((one) => one === null);
   again.disabled = !selectedTurn() || isAsking();
 }
 

@@ -21,6 +21,7 @@ export const state = {
   tokens: null, // of the longest answer
   instructions: null, // what the model is told before the passages
   verify: null, // whether answers are checked; null: yes
+  reasoning: null, // whether the model thinks first; null: as the server has it
   compare: null, // null: on for the small starter model
   pace: null, // seconds that the latest comparison took, for each token of the prompt
   points: [], // {ttft, hits, misses}
@@ -55,6 +56,9 @@ export const turns = () => conversation()?.turns ?? [];
 
 /** A turn by its id, of whatever conversation. */
 export const turnOf = (id) => state.conversations.flatMap((one) => one.turns).find((turn) => turn.id === id) ?? null;
+
+/** Whether an answer is on its way. */
+export const isWaiting = ({ status }) => status === "asking" || status === "thinking" || status === "streaming";
 
 export const selectedTurn = () => turns().find((turn) => turn.id === state.selected) ?? null;
 
@@ -207,11 +211,12 @@ export function restore() {
   state.conversations = sound(state.conversations);
   for (const name of ["points", "jobs"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
-    if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
+    if (isWaiting(turn)) turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
     turn.instructions ??= null;
     turn.model ??= null;
+    turn.reasoning ??= null;
     turn.passages ??= 6;
     if (!Array.isArray(turn.earlier)) turn.earlier = []; // kept by an older page, where each question was asked by itself
     if (!Array.isArray(turn.rows)) turn.rows = null;

@@ -1,0 +1,113 @@
+"""LlamaIndex over models that think: thinking blocks, their deltas, and agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import AgentStream, FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
+
+from cacheblend_rag.llama_index import CacheBlendLLM
+from tests.integrations.llama_index.test_llm import CHAT_FORMS, FORMS, HELLO, responses
+from tests.thinking import KINDS, Writer, thinking_engine
+
+THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
+CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
+
+
+def model_of(kind: str, said: Any, **fields: Any) -> CacheBlendLLM:
+    engine = thinking_engine(kind)
+    options = {"max_new_tokens": 90, "reasoning": True} | fields
+    return CacheBlendLLM.from_engine(engine, logits_processor=[Writer(engine.tokenizer, said)], **options)
+
+
+def find(what: str) -> str:
+    """Find something."""
+    return f"The {what} is red."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_thoughts_are_blocks_of_their_own_in_every_form(kind: str) -> None:
+    llm = model_of(kind, KINDS[kind].thought.format(t=THOUGHT, a=ANSWER))
+    for form in CHAT_FORMS:
+        got = await responses(llm, form, HELLO)
+        last = got[-1]
+        assert last.message.blocks == [ThinkingBlock(content=THOUGHT), TextBlock(text=ANSWER)]
+        assert last.message.content == ANSWER
+        assert last.raw["usage"]["completion_tokens_details"]["reasoning_tokens"] == last.raw["thought_tokens"] > 0
+        if "stream" in form:
+            assert "".join(one.delta for one in got) == ANSWER
+            deltas = [one.additional_kwargs.get("thinking_delta", "") for one in got]
+            assert "".join(deltas) == THOUGHT
+            assert len(list(filter(None, deltas))) > 5
+
+
+async def test_completions_have_the_answer_as_their_text() -> None:
+    llm = model_of("qwen3", KINDS["qwen3"].thought.format(t=THOUGHT, a=ANSWER))
+    for form in FORMS:
+        got = await responses(llm, form, "What fell?")
+        assert (got[-1].text, got[-1].additional_kwargs["thinking"]) == (ANSWER, THOUGHT)
+        if "stream" in form:
+            assert "".join(one.delta for one in got) == ANSWER
+
+
+async def test_switch_is_off_unless_a_call_or_the_model_turns_it_on() -> None:
+    llm = model_of("qwen3", ANSWER, reasoning=False)
+    (writer,) = llm.logits_processor
+    for form in CHAT_FORMS:
+        for call, thinks in (({}, False), ({"reasoning": "high"}, True)):
+            await responses(llm, form, HELLO, **call)
+            assert writer.prompts[-1].endswith("[assistant] " if thinks else "</think>\n\n")
+
+
+async def test_thoughts_are_not_sent_back_with_later_turns() -> None:
+    llm = model_of("qwen3", KINDS["qwen3"].thought.format(t=THOUGHT, a=ANSWER))
+    earlier = llm.chat(HELLO).message
+    (writer,) = llm.logits_processor
+    llm.chat([*HELLO, earlier, ChatMessage(role="user", content="And then?")])
+    assert THOUGHT not in writer.prompts[-1]
+    assert ANSWER in writer.prompts[-1]
+    llm.engine.tokenizer.chat_template += "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
+    llm.chat([*HELLO, earlier, ChatMessage(role="user", content="And then?")])
+    assert writer.prompts[-1].endswith(THOUGHT)
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+@pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek", "mistral"])
+async def test_agents_call_tools_behind_a_thought_and_stream_it(kind: str) -> None:
+    def said(prompt: str) -> str:
+        thought, answer = (THOUGHT, ANSWER) if "is red" in prompt else (f"{THOUGHT} {CALL}", CALL)
+        return KINDS[kind].thought.format(t=thought, a=answer)
+
+    agent = FunctionAgent(tools=[FunctionTool.from_defaults(find)], llm=model_of(kind, said, max_new_tokens=120))
+    handler = agent.run("What fell?")
+    streamed = [event async for event in handler.stream_events() if isinstance(event, AgentStream)]
+    answer = await handler
+    assert [call.tool_name for call in answer.tool_calls] == ["find"]
+    assert answer.response.content == ANSWER
+    thoughts = "".join(event.thinking_delta or "" for event in streamed)
+    assert thoughts == f"{THOUGHT} {CALL}{THOUGHT}"
+    assert "".join(event.delta for event in streamed) == ANSWER
+
+
+class Found(BaseModel):
+    """A finding."""
+
+    what: str
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
+def test_objects_come_behind_a_thought() -> None:
+    from llama_index.core.prompts import PromptTemplate
+
+    def said(prompt: str) -> str:
+        return f'{THOUGHT}\n</think>\n\n{{"name": "Found", "arguments": {{"what": "leaf"}}}}'
+
+    llm = model_of("deepseek", said, max_new_tokens=120)
+    assert llm.structured_predict(Found, PromptTemplate("What fell?")) == Found(what="leaf")
+    *_, last = llm.stream_structured_predict(Found, PromptTemplate("What fell?"))
+    assert last == Found(what="leaf")
