@@ -537,7 +537,7 @@ class LLMBase(DecodeFields):
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),
-            "documents": [one.asdict() for one in report.documents],
+            **_finds(report),
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
 
@@ -547,6 +547,12 @@ def _form_of_call(call: CallText, forced: bool) -> Form:
     if call.strict or forced:
         return Form(close_objects(call.schema), call.before, call.after, lenient=not call.strict)
     return Form({"type": "object"}, call.before, call.after)
+
+
+def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
+    """The use of documents, and of text that repeats, as plain values."""
+    documents = [dict[str, Any](one.asdict()) for one in report.documents]
+    return {"documents": documents, "found": [one.asdict() for one in report.found]}
 
 
 # Fields of loading that `model_kwargs` may hold, too.

@@ -16,7 +16,7 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
+from cacheblend_rag.engine.segments import FOUND, Segment, Segments
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
@@ -89,6 +89,11 @@ class Lookup:
     def hits(self) -> tuple[bool, ...]:
         """Of each chunk, whether it is read from the store."""
         return tuple(segment.key in self.records for segment in self.chunks)
+
+    @property
+    def found(self) -> bool:
+        """Whether a chunk is one because its text repeats."""
+        return any(chunk.found for chunk in self.split.located)
 
     def without(self, key: str) -> Lookup:
         """The same, as if a record had never been stored."""
@@ -244,10 +249,8 @@ class Pipeline:
     def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
         model = self.segments.model.with_prepacking(config.prepack_weights)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        policy, latest = self.policy, self.segments.latest
-        return _pipeline(
-            model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, latest=latest
-        )
+        policy, own = self.policy, self.segments
+        return _pipeline(model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, beside=own)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -473,10 +476,14 @@ class Pipeline:
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
-        contexts = segments.contexts([chunk.text for chunk in lookup.split.located])
+        located = lookup.split.located
+        contexts = segments.contexts([chunk.text for chunk in located])
+        # Text that was found stays in records of its own kind, so that all of it can be erased.
+        known = segments.contexts([one.text for one in located if not one.found]) if lookup.found else contexts
         for segment in sorted(lookup.chunks, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.token_ids and segment.key not in lookup.records:
-                behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
+                beside = contexts if segment.key.startswith(FOUND) else known
+                behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
                 one = partial(self.compute_and_store, [behind])
                 jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
         return jobs
@@ -527,7 +534,7 @@ def _pipeline(
     learned: LearnedContext | None,
     controller: LoadingController | None,
     minimum: MinimumRatio | None = None,
-    latest: LatestContexts | None = None,
+    beside: Segments | None = None,
 ) -> Pipeline:
     """Choose the condition and the rule by the options, what was calibrated, and what was learned."""
     digest = "" if learned is None else learned.digest
@@ -540,7 +547,8 @@ def _pipeline(
     if condition == "learned" and learned is None:
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
-    segments = Segments(model, tokenizer, config, condition, learned, latest or LatestContexts())
+    shared = {} if beside is None else {"latest": beside.latest, "repeated": beside.repeated}
+    segments = Segments(model, tokenizer, config, condition, learned, **shared)
     return Pipeline(segments, policy, store)
 
 

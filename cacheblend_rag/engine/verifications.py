@@ -16,7 +16,7 @@ import random
 import threading
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -212,18 +212,20 @@ class Verifications:
             raised,
         )
 
-    def give_up(self, reason: str, salt: str, texts: Container[str]) -> None:
+    def give_up(self, reason: str, salt: str, texts: Iterable[str]) -> None:
         """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
 
         Parameters
         ----------
         reason : str
         salt : str
-        texts : container of str
+        texts : iterable of str
+            A chunk that holds one of them, or is part of one, counts, too.
         """
+        wanted = [*filter(None, texts)]
 
         def holds(one: _Waiting) -> bool:
-            return one.salt == salt and any(text in texts for text in one.texts)
+            return one.salt == salt and any(text in chunk or chunk in text for chunk in one.texts for text in wanted)
 
         with self._lock:
             given_up = [one for one in self._waiting if holds(one)]

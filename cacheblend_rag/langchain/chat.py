@@ -46,6 +46,7 @@ from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
+from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
@@ -336,7 +337,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ) -> Prompt:
         """The prompt of a conversation of text, and the chunks that are found in it."""
         tokenizer = self.engine.tokenizer
-        text = render_turns(tokenizer, turns_of(messages), tools, options) + begun
+        turns = turns_of(messages)
+        text = render_turns(tokenizer, turns, tools, options) + begun
         spans = message_spans(text, messages)
         prompt = match_chunks(
             text,
@@ -348,7 +350,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)
-        return prompt
+        return self.engine.chunks.with_repeated(prompt, said_in(text, turns))
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""

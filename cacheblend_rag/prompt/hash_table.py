@@ -91,7 +91,7 @@ class HashTable:
     limit : int
         Hashes that are kept at least; never more than twice as many.
     **fields : dtype
-        What is known of each.
+        Fields of each, all 0 at first.
     """
 
     def __init__(self, limit: int, **fields: Any) -> None:

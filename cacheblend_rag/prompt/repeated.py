@@ -8,14 +8,19 @@ beginnings. A stretch of repeated windows is a span, and ends where a window was
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cacheblend_rag.prompt.hash_table import HashTable
+from cacheblend_rag.prompt.matching import rebuild
 from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
+from cacheblend_rag.prompt.prompt import Prompt
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
 
 SHORTEST_SPAN = 64
@@ -33,6 +38,7 @@ _SLIGHT = 24
 _CLOSE = frozenset(".!?…。！？\"'”)")
 # Spans that may begin with the same window.
 _SAME_START = 4
+_TENANTS = 128
 _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
 
@@ -60,15 +66,48 @@ class Said:
     call: str = ""
 
 
-def said_in(text: str, messages: Iterable[tuple[str, str, str]]) -> list[Said]:
+def with_repeated(
+    prompt: Prompt, finder: RepeatedText, said: Sequence[Said] | None, is_long: Callable[[str], bool]
+) -> Prompt:
+    """The prompt with text that repeats as further chunks. What the model reads is the same.
+
+    Parameters
+    ----------
+    prompt : Prompt
+        As chunk matching made it. Its own chunks stay, and so does its prefix. One whose segments are joined by the
+        engine's separator is left alone.
+    finder : RepeatedText
+    said : sequence of Said or None
+        As for `RepeatedText.find`.
+    is_long : callable
+        Whether a span is long enough for a chunk.
+    """
+    if prompt.chunks and prompt.between is None:
+        return prompt
+    written = prompt.written("")
+    text, own = written.text, [Match(*span) for span in written.chunks]
+    repeated = [one for one in finder.find(text, said) if one.start >= written.prefix_stop]
+    taken = DisjointMatches(own)
+    taken.offer(one for one in repeated if is_long(text[one.start : one.stop]))
+    if len(taken.matches) == len(own):
+        return prompt
+    numbers = [taken.matches.index(one) for one in own]
+    places = [one if one.chunk is None else replace(one, chunk=numbers[one.chunk]) for one in prompt.documents]
+    # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
+    questions_from = len(prompt.prefix) if own else 0
+    found = [number for number in range(len(taken.matches)) if number not in numbers]
+    return replace(rebuild(text, taken.matches, questions_from=questions_from, documents=places), found=found)
+
+
+def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
     """Where messages stand in the prompt that was rendered of them, and the template's own text before the first.
 
     Parameters
     ----------
     text : str
         The prompt.
-    messages : iterable of (str, str, str)
-        Role, content and call of each.
+    turns : iterable of dict
+        Messages as chat templates take them.
 
     Returns
     -------
@@ -76,21 +115,46 @@ def said_in(text: str, messages: Iterable[tuple[str, str, str]]) -> list[Said]:
         Nothing at all if one message does not stand there as it is: then it cannot be told whose words are whose.
     """
     parts, behind = list[Said](), 0
-    for role, content, call in messages:
-        if not (content := content.strip()):
+    for turn in turns:
+        if not (content := str(turn["content"]).strip()):
             continue
         at = text.find(content, behind)
         if at < 0:
             return []
-        parts.append(Said(at, at + len(content), role, call))
+        call = str(turn.get("tool_call_id") or "") if turn["role"] == "tool" else ""
+        parts.append(Said(at, at + len(content), turn["role"], call))
         behind = at + len(content)
     return [Said(0, parts[0].start, "template"), *parts] if parts else []
+
+
+class RepeatedTexts:
+    """What repeats in the prompts of each tenant; those who asked longest ago are forgotten first."""
+
+    def __init__(self) -> None:
+        self._finders: OrderedDict[str, RepeatedText] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, salt: str) -> RepeatedText:
+        """The finder of a tenant, by its salt."""
+        with self._lock:
+            finder = self._finders.setdefault(salt, RepeatedText())
+            self._finders.move_to_end(salt)
+            if len(self._finders) > _TENANTS:
+                self._finders.popitem(last=False)
+            return finder
+
+    def forget(self, salt: str, texts: Iterable[str]) -> None:
+        """`RepeatedText.forget` for a tenant, if anything of it is known."""
+        with self._lock:
+            finder = self._finders.get(salt)
+        if finder is not None:
+            finder.forget(texts)
 
 
 class RepeatedText:
     """Says of each prompt of one tenant which stretches of it were seen before; see the module.
 
-    What counts as seen:
+    This counts as seen:
 
     - Words that one message alone has held never count, however often a client sends it again.
     - A beginning that two prompts have in common never counts.
@@ -108,7 +172,7 @@ class RepeatedText:
     Safe to use from several threads. Hashes are of a key that is drawn anew for each object.
     """
 
-    def __init__(self, limit: int = 1_000_000) -> None:
+    def __init__(self, limit: int = 250_000) -> None:
         self._windows = HashTable(
             limit, message=np.uint16, place=np.uint16, before=np.uint8, behind=np.uint16, flags=np.uint8
         )
@@ -289,7 +353,7 @@ class _Windows:
     def messages(self, parts: Sequence[Said]) -> Hashes:
         """Identity of the message of each part: its words, and the call that it answers."""
         starts, stops = np.array([(one.start, one.stop) for one in parts], dtype=np.int64).T
-        calls = np.array([hash(one.call) & 2**63 - 1 if one.call else 0 for one in parts], dtype=np.uint64)
+        calls = np.array([zlib.crc32(one.call.encode()) for one in parts], dtype=np.uint64)
         return mixed(self._hashed.hashes(starts, stops) ^ calls)
 
     def end_of(self, part: int) -> Hashes:

@@ -72,6 +72,13 @@ def found_in(finder: RepeatedText, text: str, said: Sequence[Said] | None = None
     return [text[one.start : one.stop] for one in finder.find(text, said)]
 
 
+def chat(*turns: tuple[str, ...]) -> tuple[str, list[Said]]:
+    """A conversation as a chat template writes it, and its messages."""
+    text = "\n".join(f"<|{role}|>{content}" for role, content, *_ in turns)
+    written = [{"role": role, "content": content, "tool_call_id": "".join(call)} for role, content, *call in turns]
+    return text, said_in(text, written)
+
+
 def form_in(template: Callable[[Sequence[str], str], str], passage: str) -> str:
     """A passage as a template writes it, without what stands around it."""
     if template is as_json:
@@ -158,7 +165,7 @@ def test_ten_thousand_edits_are_never_taken_for_the_passage_and_what_is_unchange
     assert covered > 0.9 * unchanged
 
 
-def test_a_common_beginning_is_no_span_however_often_it_comes():
+def test_common_beginnings_are_no_span_however_often_they_come():
     a, b, c = passages()[:3]
     finder = RepeatedText()
     for number in range(5):
@@ -169,49 +176,45 @@ def test_words_that_one_message_alone_has_held_are_no_span_wherever_it_is_sent_a
     long = "\n\n".join(passages()[:2])
     finder = RepeatedText()
     for number in range(5):  # a client leaves out what was said first, so that all that follows moves
-        turns = [("system", f"It is {number} o'clock. Be kind.", ""), ("user", long + "\nWhat is this?", "")]
-        turns += [("assistant", passages()[5], ""), ("user", f"And number {number}?", "")]
-        text = "\n".join(f"<|{role}|>{content}" for role, content, _ in turns[number % 2 :])
-        assert finder.find(text, said_in(text, turns[number % 2 :])) == []
+        turns = [("system", f"It is {number} o'clock. Be kind."), ("user", long + "\nWhat is this?")]
+        turns += [("assistant", passages()[5]), ("user", f"And number {number}?")]
+        assert finder.find(*chat(*turns[number % 2 :])) == []
 
 
-def test_a_question_asked_in_a_hundred_chats_is_no_span_and_the_passages_beside_it_are():
+def test_questions_asked_in_a_hundred_chats_are_no_span_and_the_passages_beside_them_are():
     question = "Please tell me all of it.\n" + passages()[9] + "\n" + passages()[10] + "\nWhat do you say to that?"
     draw, finder, found = random.Random(3), RepeatedText(), list[str]()
     for number in range(100):
-        context = tagged(draw.sample(passages()[:9], 3), question)
-        turns = [("system", "Be kind.", ""), ("user", context, "")]
+        turns = [("system", "Be kind."), ("user", tagged(draw.sample(passages()[:9], 3), question))]
         if number % 3 == 1:
-            turns = [("system", "Be kind.", ""), ("user", question, "")]
+            turns[1:] = [("user", question)]
         if number % 3 == 2:  # the next turn of a client that keeps no passages
-            turns[1:] = [("user", question, ""), ("assistant", f"Well, {number}.", ""), ("user", "Why?", "")]
-        text = "\n".join(f"<|{role}|>{content}" for role, content, _ in turns)
-        found += found_in(finder, text, said_in(text, turns))
+            turns[1:] = [("user", question), ("assistant", f"Well, {number}."), ("user", "Why?")]
+        found += found_in(finder, *chat(*turns))
     assert len(found) > 60
-    assert not any(span in question or question in span for span in found)
-    assert all(any(line in passage for passage in passages()[:9]) for span in found for line in span.split("\n")[1:-1])
+    assert all(any(span in passage for passage in passages()[:9]) for span in found)
 
 
 def test_text_of_answers_and_of_messages_that_were_not_found_counts_for_nothing():
     a, b = passages()[:2]
     finder = RepeatedText()
     for number in range(4):
-        turns = [("user", f"Hello {number}", ""), ("assistant", f"{number}\n{a}\n{b}", ""), ("user", "Go on", "")]
-        text = "\n".join(f"<|{role}|>{content}" for role, content, _ in turns)
-        assert finder.find(text, said_in(text, turns)) == []
-        turns = [("user", f"{a} {number}", ""), ("user", "rewritten by the template", "")]
-        assert said_in(text, turns) == []
-        assert finder.find(text, []) == []
+        text, said = chat(("user", f"Hello {number}"), ("assistant", f"{number}\n{a}\n{b}"), ("user", "Go on"))
+        assert finder.find(text, said) == []
+        assert said_in(text, [{"role": "user", "content": "rewritten by the template"}]) == []
+        assert finder.find(f"{number}\n{a}\n{b}\nWhat is it?", []) == []
 
 
-def test_what_tools_answer_counts_by_the_call_and_tool_schemas_that_move_are_found():
+def test_tools_answers_count_by_their_calls_and_schemas_that_move_are_found():
     a, schema = passages()[0], json.dumps({"name": "search", "description": passages()[1]})
     finder = RepeatedText()
 
     def asked(number: int, call: str) -> list[str]:
+        tools = f"Version {number}.\nTools:\n{schema}\n"
+        text, _ = chat(("system", f"It is {number} o'clock."), ("user", "Look it up"), ("tool", a, call))
         turns = [("system", f"It is {number} o'clock.", ""), ("user", "Look it up", ""), ("tool", a, call)]
-        text = f"Version {number}.\nTools:\n{schema}\n" + "\n".join(f"<|{role}|>{said}" for role, said, _ in turns)
-        return found_in(finder, text, said_in(text, turns))
+        said = said_in(tools + text, [{"role": r, "content": c, "tool_call_id": i} for r, c, i in turns])
+        return found_in(finder, tools + text, said)
 
     assert asked(1, "call-1") == []
     for number in (2, 3):
@@ -232,7 +235,7 @@ def test_spans_of_erased_text_and_those_that_hold_it_must_be_seen_twice_again():
     assert any(b[-200:] in span for span in found_in(finder, joined([a, c, b], "And the fourth one?")))
 
 
-def test_a_full_table_forgets_what_was_not_seen_for_longest_and_takes_no_more_room():
+def test_full_tables_forget_what_was_not_seen_for_longest_and_takes_no_more_room():
     table = HashTable(1000, value=np.uint32)
     kept = np.arange(2, 102, dtype=np.uint64) << np.uint64(50)
     table.enter(kept, np.ones(100, dtype=bool))
@@ -246,7 +249,7 @@ def test_a_full_table_forgets_what_was_not_seen_for_longest_and_takes_no_more_ro
         assert len(table) <= 2000
 
 
-def test_a_table_agrees_with_a_dict():
+def test_tables_agree_with_a_dict():
     table, plain, draw = HashTable(10_000, value=np.uint32), dict[int, int](), np.random.default_rng(1)
     for _ in range(40):
         keys = draw.integers(2, 2000, size=100, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

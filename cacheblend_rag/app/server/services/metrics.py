@@ -51,6 +51,12 @@ class Metrics:
         self.chunks = Counter(
             name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
         )
+        self.found = Counter(
+            name + "found_chunks",
+            "Chunks found because their text repeats, read from the store or not.",
+            ["found"],
+            registry=one,
+        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
         )
@@ -87,6 +93,9 @@ class Metrics:
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
+        for found in report.found:
+            self.found.labels("hit" if found.hit else "miss").inc()
+            self.tokens.labels("found").inc(found.tokens * found.hit)
         self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
