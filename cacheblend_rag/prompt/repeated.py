@@ -159,8 +159,8 @@ class RepeatedText:
     - Words that one message alone has held never count, however often a client sends it again.
     - A beginning that two prompts have in common never counts.
     - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once.
-    - The end of what the user said last, which is the question, never counts, and neither does all that was seen
-      before directly in front of the same end.
+    - The end of what the user said last, which is the question, never counts. Neither does text that was seen before
+      directly in front of the same end, back to text that was found already.
 
     Parameters
     ----------
@@ -246,8 +246,8 @@ class RepeatedText:
         slots, was_known = slots[: len(keys)], was_known[: len(keys)]
         asked = windows.last_lines(parts[latest]) if latest >= 0 else len(windows.pieces)
         if len(end) and end_known:
-            begins = self._windows.young.values["flags"][slots] & _BEGINS_OTHERWISE > 0
-            asked = min(asked, windows.before_end(was_known, begins, latest))
+            once = was_known & (self._windows.young.values["flags"][slots] & _REPEATED == 0)
+            asked = min(asked, windows.before_end(once, latest))
         open_to = matched & ~((windows.last >= asked) & (part == latest))
 
         self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
@@ -362,15 +362,13 @@ class _Windows:
         stops = self.pieces.stops[self.pieces.part == part][-1:]
         return mixed(self._hashed.hashes(self._starts[inside], stops[: len(inside)]) ^ _END)
 
-    def before_end(self, known: Flags, begins: Flags, part: int) -> int:
-        """First piece of the windows before the end of a part that are known, back to one that begins otherwise too."""
+    def before_end(self, marked: Flags, part: int) -> int:
+        """First piece of the windows that are marked in front of the end of a part, without a gap."""
         first = len(self.pieces)
         for at in np.flatnonzero(self.part == part)[::-1].tolist():
-            if not known[at]:
+            if not marked[at]:
                 break
             first = int(self.first[at])
-            if begins[at]:
-                break
         return first
 
     def last_lines(self, part: Said) -> int:

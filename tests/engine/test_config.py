@@ -24,6 +24,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
     "session_cache": ("on", True),
+    "find_repeated": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
     "codec": ("raw", "raw"),
