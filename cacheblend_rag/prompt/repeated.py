@@ -246,8 +246,8 @@ class RepeatedText:
         slots, was_known = slots[: len(keys)], was_known[: len(keys)]
         asked = windows.last_lines(parts[latest]) if latest >= 0 else len(windows.pieces)
         if len(end) and end_known:
-            once = was_known & (self._windows.young.values["flags"][slots] & _REPEATED == 0)
-            asked = min(asked, windows.before_end(once, latest))
+            repeated = self._windows.young.values["flags"][slots] & _REPEATED > 0
+            asked = min(asked, windows.before_end(was_known, was_known & repeated, latest))
         open_to = matched & ~((windows.last >= asked) & (part == latest))
 
         self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
@@ -362,11 +362,13 @@ class _Windows:
         stops = self.pieces.stops[self.pieces.part == part][-1:]
         return mixed(self._hashed.hashes(self._starts[inside], stops[: len(inside)]) ^ _END)
 
-    def before_end(self, marked: Flags, part: int) -> int:
-        """First piece of the windows that are marked in front of the end of a part, without a gap."""
+    def before_end(self, known: Flags, repeated: Flags, part: int) -> int:
+        """First piece in front of the end of a part from which on all is known and nothing repeats."""
         first = len(self.pieces)
         for at in np.flatnonzero(self.part == part)[::-1].tolist():
-            if not marked[at]:
+            if repeated[at]:
+                return max(first, int(self.last[at]) + 1)
+            if not known[at]:
                 break
             first = int(self.first[at])
         return first
