@@ -100,7 +100,7 @@ class FoundText:
     start, tokens : int
         Position of its first token in the prompt, and how many can be reused.
     tier : str
-        What its KV was read from; empty if it was not stored yet.
+        The tier that its KV was read from; empty if it was not stored yet.
     """
 
     start: int

@@ -128,7 +128,7 @@ def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
 
 
 class RepeatedTexts:
-    """What repeats in the prompts of each tenant; those who asked longest ago are forgotten first."""
+    """A finder for the prompts of each tenant; those who asked longest ago are forgotten first."""
 
     def __init__(self) -> None:
         self._finders: OrderedDict[str, RepeatedText] = OrderedDict()
