@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ Keys = npt.NDArray[np.uint64]
 
 # Share of the slots that are taken at most; with more, searches become long.
 _FULL = 0.82
-_SMALLEST = 1024
+_SMALLEST = 1021
 # Keys that no hash has.
 _FREE, _FORGOTTEN = np.uint64(0), np.uint64(1)
 _HALF = np.uint64(32)
@@ -25,6 +26,7 @@ class Generation:
     Parameters
     ----------
     slots : int
+        A prime number, so that every step leads through all slots.
     fields : mapping of str to dtype
 
     Attributes
@@ -67,9 +69,11 @@ class Generation:
         return np.flatnonzero(self.keys > _FORGOTTEN)
 
     def _slots(self, keys: Keys, insert: bool) -> Rows:
+        # Another step for each key: with steps of one, slots that are taken would lie in long rows.
         size, found = len(self.keys), np.full(len(keys), -1, dtype=np.int64)
         left = np.arange(len(keys))
         slots = ((keys >> _HALF) * np.uint64(size) >> _HALF).astype(np.int64)
+        steps = 1 + (keys % np.uint64(max(1, size - 1))).astype(np.int64)
         while len(left):
             there, wanted = self.keys[slots], keys[left]
             free = there == _FREE
@@ -79,7 +83,8 @@ class Generation:
             hit = there == wanted
             found[left[hit]] = slots[hit]
             on = ~hit if insert else ~(hit | free)
-            left, slots = left[on], (slots[on] + 1) % size
+            left = left[on]
+            slots = (slots[on] + steps[left]) % size
         return found
 
 
@@ -96,7 +101,7 @@ class HashTable:
 
     def __init__(self, limit: int, **fields: Any) -> None:
         self._limit, self._fields = limit, fields
-        self.young, self._old = Generation(_SMALLEST, fields), Generation(1, fields)
+        self.young, self._old = Generation(_SMALLEST, fields), Generation(2, fields)
 
     def __len__(self) -> int:
         return len(self.young.rows()) + len(self._old.rows())
@@ -138,6 +143,15 @@ class HashTable:
         if len(rows) + more > self._limit:
             self._old, self.young = self.young, Generation(_SMALLEST, self._fields)
             rows = rows[:0]
-        grown = Generation(int(min(max(self._limit, more), 2 * (len(rows) + more)) / _FULL) + 1, self._fields)
+        wanted = min(max(self._limit, more), 2 * (len(rows) + more))
+        grown = Generation(_prime(int(wanted / _FULL) + 1), self._fields)
         self.young.move_to(grown, rows)
         self.young = grown
+
+
+def _prime(least: int) -> int:
+    """The smallest prime number that is no smaller."""
+    number = max(2, least)
+    while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):
+        number += 1
+    return number
