@@ -565,11 +565,11 @@ class BlendConfig:
         The tokens that a chunk is computed behind before it is stored. 'context': stretches of chunks that it belongs
         with, those beside it where chunks are warmed, those retrieved with it otherwise; the chunk hits wherever it
         stands. 'learned': these, and one more context that `cacheblend-rag adapt` learned for this model. 'sink': only
-        the fixed tokens that open every text, as in the paper; storing takes half of the time, and answers are further
-        from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another prefix is another
-        record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was adapted, else
-        'context'. Change it where storing takes too long, or where every prompt has one chunk behind one prefix. See
-        docs/explanation/engine.md#what-is-stored.
+        the fixed tokens that open every text, as in the paper; storing takes half of the time, and on SmolLM2-135M
+        answers are further from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another
+        prefix is another record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was
+        adapted, else 'context'. Change it where storing takes too long, or where every prompt has one chunk behind one
+        prefix. See docs/explanation/engine.md#what-is-stored.
         """,
         identity="kv",
     )
@@ -577,10 +577,10 @@ class BlendConfig:
         2,
         whole(0, MOST_CONTEXTS),
         """
-        Number of stretches of other chunks over which the KV of a chunk is averaged. Each one more brings answers a
-        little nearer to full prefill, and storing time grows in proportion. Raise it where chunks are stored once and
-        read often; lower it where storing takes too long. It may be 0 only beside a learned context, which counts as
-        one more.
+        Number of stretches of other chunks over which the KV of a chunk is averaged. On SmolLM2-135M each one more
+        brings answers a little nearer to full prefill; storing time grows in proportion. Raise it where chunks are
+        stored once and read often; lower it where storing takes too long. It may be 0 only beside a learned context,
+        which counts as one more.
         """,
         identity="kv",
     )
@@ -705,6 +705,16 @@ class BlendConfig:
         Share of corrected answers, among the last 16 that were checked, past which the recompute ratio is raised by
         half. Lower it where first texts should seldom be corrected; 1 never raises the ratio. See
         docs/explanation/verification.md#what-corrections-teach.
+        """,
+    )
+    try_blending: bool = _engine_option(
+        True,
+        FLAG,
+        """
+        Once for a model that was not calibrated, compare blending with full prefill in idle time, on a dozen prompts
+        made of chunks that were asked about. Where it is clearly further away than another order of the same chunks,
+        more is recomputed from then on. Turn it off where idle time costs money, or where the ratio must stay as it is.
+        See docs/explanation/verification.md#a-model-that-nothing-is-known-of.
         """,
     )
     prepack_weights: bool | str = _engine_option(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -192,7 +194,8 @@ class BlendReport:
     plain : bool
         Whether plain prefill answered.
     plain_reason : str
-        Why it did, where no prompt of this kind is blended: ``"the prompt holds an image"``. Else empty.
+        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``, or ``"blending was found
+        poor on this model"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
@@ -288,6 +291,31 @@ class FusedKV:
 
 
 @dataclass(frozen=True)
+class TokenLogProb:
+    """A token of an answer with its log-probability.
+
+    Parameters
+    ----------
+    token : str
+        Its text, special tokens and incomplete characters included.
+    text : str
+        Its text in the answer. A character of several tokens is added by the last of them.
+    offset : int
+        Where in the answer that begins.
+    logprob : float
+        Of the token.
+    top : sequence of (str, float)
+        Text and log-probability of the likeliest tokens in its place.
+    """
+
+    token: str
+    text: str
+    offset: int
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
 class Generation:
     """An answer.
 
@@ -299,6 +327,8 @@ class Generation:
         The generated ids.
     report : BlendReport
         How it was made.
+    logprobs : tuple of TokenLogProb or None
+        Of each token of the text, if they were asked for.
     recomputed : tuple of Tensor, each [rows] long
         As in `FusedKV`.
     deviation : Tensor or None, [tokens] float32
@@ -308,6 +338,7 @@ class Generation:
     text: str
     token_ids: list[int]
     report: BlendReport
+    logprobs: tuple[TokenLogProb, ...] | None = field(default=None, repr=False)
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -365,6 +396,9 @@ class AnswerStats:
         Those of the hit and the missed ones that a chain had rewritten.
     verified, corrected : int
         Answers that were held against full prefill and stayed, and those that were corrected.
+    least_ratio : float
+        The recompute ratio below which no prompt goes, since blending was found poor on this model; 1 for full prefill,
+        0 if it was not.
     """
 
     requests: int = 0
@@ -379,6 +413,7 @@ class AnswerStats:
     documents_changed: int = 0
     verified: int = 0
     corrected: int = 0
+    least_ratio: float = 0.0
 
     @property
     def unmatched_share(self) -> float:

@@ -17,14 +17,14 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.prompts import Corpus
-from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, TriedRule, greedy_answer
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, TriedRule
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
+from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone, make_rule
-from cacheblend_rag.fusor.teacher_forcing import kl_divergence, prefill_layerwise
+from cacheblend_rag.fusor.teacher_forcing import greedy_answer, kl_divergence, prefill_layerwise
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -147,7 +147,7 @@ def adapt(
     if not taught:
         remedy = f"use more than {options.held_back}, which are held back, of ordinary length"
         raise ConfigError("prompts", len(prompts), remedy)
-    hidden, end_ids = None if progress is None else not progress, end_ids_of(engine)
+    hidden, end_ids = None if progress is None else not progress, end_ids_of(engine.model, engine.tokenizer)
     total = options.steps + 2 * 3 * len(held_back)
     with tqdm(total=total, desc="adapting", unit=" prompts", disable=hidden) as bar:
         chunks, count = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)], engine.config.contexts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,6 +18,7 @@ from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import ComputeKV, FullAnswers, TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
+from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
@@ -105,7 +106,7 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
-        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids_of(engine))
+        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids_of(engine.model, engine.tokenizer))
         computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
 
         def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
@@ -171,15 +172,6 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
         "most": options.most,
         "answer_tokens": options.answer_tokens,
     }
-
-
-def end_ids_of(engine: BlendEngine) -> list[int]:
-    """Tokens that end an answer; none where nothing says so."""
-    end = getattr(engine.model.generation_config, "eos_token_id", None)
-    end = engine.tokenizer.eos_token_id if end is None else end
-    if end is None:
-        return []
-    return list(end) if isinstance(end, Iterable) else [int(end)]
 
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:

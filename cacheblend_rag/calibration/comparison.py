@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from cacheblend_rag.engine.blending_trial import another_order
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -21,8 +22,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
-# Mean KL divergence in nats a token: up to the first an answer counts as full prefill's own, up to the second as close.
-_AS_FULL, _CLOSE = 0.01, 0.06
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
 ROUNDS = 3
 """Rounds in which methods are timed; the passes that answer have warmed up for them."""
@@ -38,22 +37,25 @@ class Nearness:
         Mean KL divergence from full prefill, in nats a token, over the tokens of full prefill's own answer.
     same_answer : bool
         Whether both wrote the same text.
+    order_kl : float or None
+        The divergence of full prefill of the same passages in another order; None if that was not measured.
     """
 
     kl: float
     same_answer: bool
+    order_kl: float | None = None
 
     @property
     def words(self) -> str:
-        """Either "as the full model", "close" or "differs"; "close, other words" if the answer is another all the same.
+        """Either "same words" or "other words", and whether it is nearer than another order of the passages.
 
-        Where two tokens are almost equally likely, an answer goes on otherwise after a rounding.
+        Where two tokens are almost equally likely, an answer goes on otherwise after a rounding. How far another order
+        moves an answer depends on the model, so it is measured on the prompt itself.
         """
-        if self.kl > _CLOSE:
-            return "differs"
-        if not self.same_answer:
-            return "close, other words"
-        return "as the full model" if self.kl <= _AS_FULL else "close"
+        said = "same words" if self.same_answer else "other words"
+        if self.order_kl is None:
+            return said
+        return f"{said}, {'nearer' if self.kl <= self.order_kl else 'further'} than another order"
 
 
 class ReferenceAnswer:
@@ -241,13 +243,14 @@ def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int)
 
 
 def compare(
-    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf, reorder: bool = True
 ) -> Iterator[list[MethodResult]]:
     """Answer a prompt by every method and time all of them, step by step.
 
     A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its answer,
     full recompute first, and all results come again after each round in which every method is timed in turn. Other
-    steps give nothing.
+    steps give nothing. One of them is full prefill of the same passages in another order: how far that moves full
+    recompute's answer stands beside each method.
 
     Parameters
     ----------
@@ -258,12 +261,15 @@ def compare(
         Most tokens of each answer.
     seconds : float
         After this time no further round is begun.
+    reorder : bool
+        Whether another order is measured, where there are several passages.
     """
     ends = time.monotonic() + seconds
     engine.warm(prompt.chunks, progress=False)
     methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids
     yield []
     found: dict[str, MethodResult] = {}
+    order_kl: float | None = None
     options, full = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0), None
     for name, method in methods.items():
         engine.flush()  # storing must not run beside what is timed
@@ -274,10 +280,13 @@ def compare(
             full = ReferenceAnswer(engine.adapter, made.cache, made.logits, decoded.token_ids, text)
             near = Nearness(0.0, same_answer=True)
         else:
-            near = full.nearness(made.cache, made.logits, text)
+            near = replace(full.nearness(made.cache, made.logits, text), order_kl=order_kl)
         found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
         del made  # others need the memory meanwhile
         yield [found[name]]
+        if len(found) == 1 and reorder and len(set(prompt.chunks)) > 1:
+            order_kl = full.nearness(*_prefilled(engine, another_order(prompt)), text).kl
+            yield []
     times: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(1, ROUNDS + 1):
         if time.monotonic() > ends:
@@ -287,6 +296,11 @@ def compare(
             times[name].append(time_once(method)[0])
             yield []
         yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
+
+
+def _prefilled(engine: BlendEngine, prompt: Prompt) -> tuple[Any, torch.Tensor]:
+    made = full_recompute(engine, prompt)()
+    return made.cache, made.logits
 
 
 def decode_from(

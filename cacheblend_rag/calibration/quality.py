@@ -159,7 +159,7 @@ def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
 
 def _answer(engine: BlendEngine, prompt: Prompt, max_new_tokens: int) -> list[MethodResult]:
     """Each method's answer to one prompt; its time is that of the pass that answered."""
-    return [one for results in compare(engine, prompt, max_new_tokens, seconds=0.0) for one in results]
+    return [one for results in compare(engine, prompt, max_new_tokens, 0.0, reorder=False) for one in results]
 
 
 def _score(result: MethodResult, golds: Sequence[str]) -> dict[str, Any]:

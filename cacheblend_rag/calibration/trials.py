@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cacheblend_rag.calibration.statistics import Interval, interval
+from cacheblend_rag.engine.intervals import Interval, interval
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence, prefill_layerwise
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, greedy_answer, kl_divergence, prefill_layerwise
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -348,35 +348,3 @@ class TrialSet:
         cache = self._adapter.new_cache(fused.fusion.layers)
         found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.full.ids)
         return float(kl_divergence(trial.full.log_probs, found).mean()), fused
-
-
-def greedy_answer(
-    adapter: ModelAdapter, cache: Any, logits: torch.Tensor, count: int, end_ids: Collection[int]
-) -> tuple[list[int], torch.Tensor]:
-    """The answer to a prompt by greedy decoding.
-
-    Parameters
-    ----------
-    adapter : ModelAdapter
-    cache : transformers Cache
-        KV of the prompt; it grows by the answer.
-    logits : Tensor, [vocab]
-        Of the prompt's last position.
-    count : int
-        Most tokens.
-    end_ids : collection of int
-        Tokens that end the answer.
-
-    Returns
-    -------
-    list of int, Tensor
-        Ids, the end token included, and the log-probabilities they were taken from, ``[ids, vocab]``.
-    """
-    ids: list[int] = []
-    rows: list[torch.Tensor] = []
-    while True:
-        rows.append(logits.float().log_softmax(dim=-1))
-        ids.append(int(rows[-1].argmax()))
-        if len(ids) == count or ids[-1] in end_ids:
-            return ids, torch.stack(rows)
-        logits = adapter.extend(cache, ids[-1:])[-1]

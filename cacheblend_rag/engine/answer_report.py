@@ -59,6 +59,7 @@ def report_of(
         computed_tokens=tuple(map(len, blend.computed)),
         work=blend.work,
         plain=plain,
+        plain_reason=lookup.why,
         lost=blend.lost,
         recompute_ratio=0.0 if blend.choice is None else blend.choice.ratio,
         expected=None if blend.choice is None else blend.choice.expected,

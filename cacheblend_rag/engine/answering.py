@@ -110,6 +110,8 @@ class Answering:
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
+            if blend.choice is not None:
+                self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
     def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
@@ -135,7 +137,7 @@ class Answering:
             verification = self._unchecked(decoded, options, sink)
             self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
-            answer = Generation(decoded.text, decoded.token_ids, report)
+            answer = Generation(decoded.text, decoded.token_ids, report, decoded.logprobs)
             trace.answered(answer)
         return answer
 
@@ -193,7 +195,8 @@ class Answering:
         decoded = checked.decoded
         self._note(checked.verification, blend.choice)
         report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
-        return Generation(decoded.text, decoded.token_ids, report, blend.computed, blend.deviation), checked.cache
+        answer = Generation(decoded.text, decoded.token_ids, report, decoded.logprobs, blend.computed, blend.deviation)
+        return answer, checked.cache
 
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
@@ -274,10 +277,16 @@ class Answering:
         if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
             return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
         fingerprint = model.fingerprint
-        # Log-probabilities are those of the answer that was given; they are read meanwhile.
+        # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
         config = copy.deepcopy(options.generation_config or model.adapter.model.generation_config)
-        kept = {"logits_processor": others, "generation_config": config, "do_sample": False}
+        kept = {
+            "logits_processor": others,
+            "generation_config": config,
+            "do_sample": False,
+            "logprobs": None,
+            "top_logprobs": None,
+        }
         options = options.model_copy(update=kept)
 
         def has_changed() -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
@@ -14,17 +14,30 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, kind_of, number, whole
+from cacheblend_rag.config import FLAG, VERIFY, Kind, check_mapping, check_names, choice, kind_of, number, whole
 from cacheblend_rag.engine.grammar import Grammar
-from cacheblend_rag.engine.logits import TokenMask
+from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenMask, logit_bias
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
+from cacheblend_rag.report import TokenLogProb
 
 DEFAULT_NEW_TOKENS = 256
 LEAST_PENALTY = 0.01
 """Repetition penalty from which scores divided by it stay finite."""
 _PENALTY = number(f"from {LEAST_PENALTY}", lambda value: value >= LEAST_PENALTY)
 _TEMPERATURE = number("of 0, which decodes greedily, or of 0.000001 or more", lambda t: t == 0 or t >= 1e-6)
+_SHARE = number("from 0 to 1", lambda p: 0 <= p <= 1)
+_TAKEN_OFF = number("from -2 to 2", lambda penalty: -2 <= penalty <= 2)
+_BIAS = number("from -100 to 100", lambda bias: -100 <= bias <= 100)
+# Options that choose among the likeliest tokens, with the values that leave all of them.
+_NARROWING = {"top_k": (None, 0, 1), "top_p": (None, 1), "min_p": (None, 0)}
+_SAMPLING = {"typical_p", "epsilon_cutoff", "eta_cutoff"}
+MORE_OPTIONS = (
+    *("bad_words_ids", "begin_suppress_tokens", "eos_token_id", "exponential_decay_length_penalty"),
+    *("forced_eos_token_id", "max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id"),
+    *("remove_invalid_values", "renormalize_logits", "sequence_bias", "suppress_tokens", *_SAMPLING),
+)
+"""Options of transformers' generation that hold here and are no fields."""
 _GENERATION = kind_of("a GenerationConfig of transformers", lambda value: isinstance(value, GenerationConfig))
 _PROCESSORS = kind_of(
     "a list of logits processors",
@@ -46,7 +59,14 @@ class DecodeArguments(TypedDict, total=False):
     do_sample: bool | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: dict[int, float] | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    additional_kwargs: dict[str, Any]
     seed: int | None
     verify: str | None
     generation_config: GenerationConfig | None
@@ -77,6 +97,26 @@ def _checked(kind: Kind) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _bias(given: Any) -> Any:
+    """The addends by token id; ids may be written as texts, as JSON has them."""
+    if given is None:
+        return None
+    ids = {str(token) for token in given} if isinstance(given, Mapping) else {""}
+    if not all(token.isdecimal() for token in ids):
+        raise ConfigError("logit_bias", given, "use a dict of numbers by token id")
+    return {int(token): float(_BIAS.check(f"logit_bias[{token}]", value)) for token, value in given.items()}
+
+
+def _more(given: Any) -> dict[str, Any]:
+    """More options of generation, by their names in transformers."""
+    check_mapping("additional_kwargs", given, "options of transformers' GenerationConfig")
+    check_names((given or {}).items(), (*DecodeFields.model_fields, "max_tokens", *MORE_OPTIONS))
+    for name in given or {}:
+        if name not in MORE_OPTIONS:
+            raise ConfigError("additional_kwargs", {name: given[name]}, f"give {name} by itself")
+    return dict(given or {})
+
+
 class DecodeFields(BaseModel):
     """Options of decoding: the fields of `DecodeOptions`, and of the models of every adapter."""
 
@@ -94,8 +134,21 @@ class DecodeFields(BaseModel):
     """Nucleus sampling: the share of probability that the likeliest tokens have together."""
     top_k: Annotated[int | None, _checked(whole())] = None
     """Number of the likeliest tokens that are sampled from; 0 for all."""
+    min_p: Annotated[float | None, _checked(_SHARE)] = None
+    """Least probability of the tokens that are sampled from, as a share of the likeliest token's; 0 for all."""
     repetition_penalty: Annotated[float | None, _checked(_PENALTY)] = None
     """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
+    presence_penalty: Annotated[float | None, _checked(_TAKEN_OFF)] = None
+    """Taken off the logit of each token that the answer holds already, as OpenAI defines it; from -2 to 2."""
+    frequency_penalty: Annotated[float | None, _checked(_TAKEN_OFF)] = None
+    """Taken off the logit of a token for each time that the answer holds it; from -2 to 2."""
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
+    """Numbers from -100 to 100 that are added to the logits of single tokens, by token id."""
+    logprobs: Annotated[bool | None, _checked(FLAG)] = None
+    """Return the log-probability of each token of the answer: the model's own, before bias, penalties and
+    temperature. Of a verified answer they are those of its final tokens."""
+    top_logprobs: Annotated[int | None, _checked(whole(0, 20))] = None
+    """How many of the likeliest tokens go with the log-probability of each, up to 20; beside ``logprobs=True``."""
     seed: Annotated[int | None, _checked(whole(-(2**63), 2**64 - 1))] = None
     """Makes sampling repeatable."""
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
@@ -109,6 +162,8 @@ class DecodeFields(BaseModel):
         default_factory=list, exclude=True, repr=False
     )
     """Logits processors of transformers, applied to each step."""
+    additional_kwargs: Annotated[dict[str, Any], BeforeValidator(_more)] = Field(default_factory=dict)
+    """More options of generation by their names in transformers, such as ``{"no_repeat_ngram_size": 3}``."""
 
 
 class DecodeOptions(DecodeFields):
@@ -144,12 +199,17 @@ class DecodeOptions(DecodeFields):
         if self.do_sample is False and self.temperature:
             remedy = f"leave it out to sample at temperature={self.temperature}, or leave out the temperature"
             raise ConfigError("do_sample", False, remedy)
-        for name in ("top_k", "top_p"):
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ConfigError("top_logprobs", self.top_logprobs, "give logprobs=True beside it")
+        for name, wide in _NARROWING.items():
             value = getattr(self, name)
-            if value not in (None, 0, 1, 1.0) and self._greedy and self.temperature != 0:
+            if value not in wide and self._greedy and self.temperature != 0:
                 raise ConfigError(
                     name, value, "use it with do_sample=True or a temperature; greedy decoding ignores it"
                 )
+        for name in sorted(self.additional_kwargs.keys() & _SAMPLING) if self._greedy else ():
+            remedy = f"use {name} with do_sample=True or a temperature; greedy decoding ignores it"
+            raise ConfigError("additional_kwargs", {name: self.additional_kwargs[name]}, remedy)
 
     @property
     def _greedy(self) -> bool:
@@ -177,11 +237,15 @@ class DecodeOptions(DecodeFields):
         config = copy.deepcopy(self.generation_config or model.generation_config)
         if self.max_new_tokens is not None or (config.max_new_tokens is None and config.max_length is None):
             config.max_new_tokens, config.max_length = self.max_new_tokens or DEFAULT_NEW_TOKENS, None
+        for name, value in self.additional_kwargs.items():
+            setattr(config, name, copy.deepcopy(value))
         if self._greedy:
-            config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+            config.do_sample = False
+            for name in ("temperature", *_NARROWING):
+                setattr(config, name, None)
         else:
             config.do_sample = self.do_sample or self.temperature is not None or config.do_sample
-            for name in ("temperature", "top_p", "top_k"):
+            for name in ("temperature", *_NARROWING):
                 if (value := getattr(self, name)) is not None:
                     setattr(config, name, value)
         if self.repetition_penalty is not None:
@@ -195,6 +259,36 @@ class DecodeOptions(DecodeFields):
         config.num_beams, config.num_return_sequences = 1, 1
         config.use_cache, config.cache_implementation, config.stop_strings = True, None, None
         return config
+
+    def noted(self, tokenizer: Any) -> LogProbs | None:
+        """The processor that takes down the log-probabilities of one answer, if they are asked for."""
+        return LogProbs(tokenizer, self.top_logprobs or 0) if self.logprobs else None
+
+    def processors(self, noted: LogProbs | None, end_ids: Collection[int], vocabulary: int) -> list[Any]:
+        """Logits processors of one answer, in their order: first what sees the model's own logits.
+
+        Parameters
+        ----------
+        noted : LogProbs or None
+            From `noted`.
+        end_ids : collection of int
+            Tokens that end the answer.
+        vocabulary : int
+            Number of the model's tokens.
+
+        Raises
+        ------
+        ConfigError
+            If a bias is for a token that the model does not have.
+        """
+        given = list(self.logits_processor)
+        first: list[Any] = [one for one in (noted, *given) if isinstance(one, LogProbs)]
+        if self.logit_bias:
+            first.append(logit_bias(self.logit_bias, vocabulary))
+        if self.presence_penalty or self.frequency_penalty:
+            first.append(Penalties(self.presence_penalty or 0.0, self.frequency_penalty or 0.0))
+        others = [one for one in given if not isinstance(one, LogProbs)]
+        return [*first, *others, *([] if self.grammar is None else [TokenMask(self.grammar, end_ids)])]
 
 
 def field_error(error: ValidationError) -> Exception:
@@ -223,12 +317,15 @@ class DecodedAnswer:
         ``"stop"`` or ``"length"``.
     first_token_at : float
         `time.perf_counter` when the first token was known.
+    logprobs : tuple of TokenLogProb or None
+        Of each token of the text, if they were asked for.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     first_token_at: float
+    logprobs: tuple[TokenLogProb, ...] | None = None
 
 
 def decode(
@@ -325,9 +422,8 @@ def generate(
     eos = config.eos_token_id
     end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
     assembler = _TextAssembler(tokenizer, options, end_ids, prompt_tokens, on_text, cancelled)
-    processors = list(options.logits_processor)
-    if options.grammar is not None:
-        processors.append(TokenMask(options.grammar, end_ids))
+    noted = options.noted(tokenizer)
+    processors = options.processors(noted, end_ids, model.config.get_text_config().vocab_size)
     with evaluating(model), _RandomState(options.seed, ids.device):
         keeping_nothing(model).generate(
             **inputs,
@@ -336,7 +432,8 @@ def generate(
             logits_processor=processors,
             **how,
         )
-    return assembler.result()
+    answer = assembler.result()
+    return answer if noted is None else replace(answer, logprobs=tuple(noted.rest(answer.token_ids, answer.text)))
 
 
 def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> None:
@@ -507,3 +604,12 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
 
     def _plain(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def end_ids_of(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer; none where nothing says so."""
+    end = getattr(model.generation_config, "eos_token_id", None)
+    end = tokenizer.eos_token_id if end is None else end
+    if end is None:
+        return []
+    return list(end) if isinstance(end, Iterable) else [int(end)]

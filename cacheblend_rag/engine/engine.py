@@ -145,7 +145,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             processor=lambda: processor,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
-            verifications=Verifications(),
+            verifications=Verifications(pipeline),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
@@ -365,9 +365,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         prompt : Prompt or str
             A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
-            ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``grammar``;
-            `DecodeOptions` explains each.
+            The fields of `DecodeOptions`, such as ``max_new_tokens``, ``stop``, ``temperature`` or ``logprobs``.
 
         Raises
         ------

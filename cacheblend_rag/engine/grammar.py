@@ -9,9 +9,10 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
@@ -62,10 +63,13 @@ class InText:
     begin, end : str
         Marks around each form. Without ``end``, an answer that begins with a brace, a bracket or ``begin`` is a form,
         or a list of them, and any other is text.
+    otherwise : Form, optional
+        Form of an answer that holds none of the others. There is no free text then.
     """
 
     begin: str
     end: str = ""
+    otherwise: Form | None = None
 
 
 class Grammar:
@@ -112,6 +116,13 @@ class Grammar:
         return schema_error(self.field, error)
 
 
+def can_follow(tokenizer: Any) -> bool:
+    """Whether answers can be held to a grammar: llguidance is installed and reads tokenizers of this kind."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    readable = backend is not None and not isinstance(backend.model, models.WordPiece)
+    return readable and tokenizer.eos_token_id is not None and find_spec("llguidance") is not None
+
+
 def form_of(response_format: Any) -> Form | None:
     """The form that OpenAI's ``response_format`` asks for; None for text.
 
@@ -156,10 +167,13 @@ def _close_each(schema: Any) -> Any:
     return close_objects(schema) if isinstance(schema, Mapping) else schema
 
 
-def write_grammar(forms: Sequence[Form], start: Sequence[str] = ("start: form",)) -> str:
-    """The forms as llguidance reads them (a grammar of Lark), behind rules that say where they stand."""
+def write_grammar(forms: Sequence[Form], start: Sequence[str] = ("start: form",), otherwise: Form | None = None) -> str:
+    """The forms as llguidance reads them (a grammar of Lark), behind rules that say where they stand.
+
+    One that an answer may have otherwise is no ``form`` there. Its name has the number behind theirs.
+    """
     lines = [*start, "form: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
-    for at, form in enumerate(forms):
+    for at, form in enumerate([*forms, *([] if otherwise is None else [otherwise])]):
         style = {**_JSON_STYLE, "lenient": form.lenient}
         before, after = (json.dumps(text, ensure_ascii=False) if text else "" for text in (form.before, form.after))
         lines.append(f"form_{at}: {before} json_{at} {after}")
@@ -174,6 +188,15 @@ def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLT
     others = [id for id, text in added.items() if text not in (style.begin, style.end) and id not in known.eos_tokens]
     other = f"<[{','.join(map(str, others))}]>" if others else '""'
     begin, end = (" | ".join([json.dumps(text), *filter(None, [marks.get(text)])]) for text in (style.begin, style.end))
+    if style.otherwise is not None:
+        calls = "(begin SPACE? form SPACE? end SPACE?)+" if style.end else "(begin SPACE?)? (form | list)"
+        rules = [
+            f"start: form_{len(forms)} | {calls}",
+            f"begin: {begin}",
+            *([f"end: {end}"] if style.end else ['list: "[" form ("," SPACE? form)* "]"']),
+            r"SPACE: /[ \t\r\n]+/",
+        ]
+        return write_grammar(forms, rules, style.otherwise)
     if not style.end:
         return write_grammar(
             forms,

@@ -16,16 +16,17 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
 from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names
+from cacheblend_rag.engine.answer_form import answer_form
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of
+from cacheblend_rag.engine.given_arguments import named_model, one_length, settle
+from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
-from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
@@ -36,61 +37,6 @@ from cacheblend_rag.store.factory import are_locations
 known_chunks = ChunkRegistry()
 """Chunk texts that models look for unless they are given a registry of their own, whatever framework they belong to."""
 
-_WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
-# Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
-_HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
-    "num_return_sequences": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
-    "num_beams": ((1,), "answers are decoded without beams"),
-    "return_full_text": ((False,), "an answer never repeats its prompt"),
-    "skip_prompt": ((True,), "an answer never repeats its prompt"),
-    "stream": ((True, False), "use stream or invoke"),
-    "streaming": ((True, False), "use stream or invoke"),
-    "stream_usage": ((True,), "usage is part of every answer"),
-    "parallel_tool_calls": (
-        (True,),
-        "the model decides how many tools it calls; take the first of an answer's calls where one is to be made",
-    ),
-    "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
-    "response_format": ((), "give it with the call, or use with_structured_output"),
-    "batch_size": ((), "use max_concurrent"),
-    "backend": (("pt", "default"), "models are run by PyTorch"),
-    "torch_dtype": ((), "use dtype"),
-    "device_map": ((), "give it in model_kwargs"),
-    "quantization_config": ((), "give it in model_kwargs"),
-    "trust_remote_code": ((False,), "give it in model_kwargs"),
-    "token": ((), "give it in model_kwargs"),
-    "revision": ((), "give it in model_kwargs"),
-    "cache_dir": ((), "give it in model_kwargs"),
-    "local_files_only": ((), "give it in model_kwargs"),
-    "attn_implementation": ((), "give it in model_kwargs"),
-    "low_cpu_mem_usage": ((True,), "weights are always loaded so"),
-    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
-    "load_in_8bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}'),
-    "task": (("text-generation",), "a model answers with text; leave it out"),
-    "repo_id": ((), "use model_id"),
-    "model_path": ((), "use model_id"),
-    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
-    "tokenizer": ((), "use from_model for a model with its tokenizer"),
-    "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
-    "pipeline": ((), "use from_pipeline"),
-    "num_ctx": ((), _WINDOW),
-    "n_ctx": ((), _WINDOW),
-    "max_model_len": ((), _WINDOW),
-    "num_predict": ((), "use max_new_tokens"),
-    "max_completion_tokens": ((), "use max_new_tokens"),
-    "num_gpu": ((), "use device"),
-    "n_gpu_layers": ((), "use device; a model is on one device as a whole"),
-    "num_thread": ((), "set OMP_NUM_THREADS before the program starts"),
-    "n_threads": ((), "set OMP_NUM_THREADS before the program starts"),
-    "keep_alive": ((), "a model stays in memory as long as its object"),
-    "base_url": ((), "the model runs in this process"),
-    "api_key": ((), "the model runs in this process, and no key is needed"),
-}
-# Dicts in which other packages take options of generation.
-_NESTED = ("pipeline_kwargs", "generate_kwargs")
-# Both names of the length of an answer.
-_LENGTHS = ("max_tokens", "max_new_tokens")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 
@@ -102,7 +48,8 @@ class LLMBase(DecodeFields):
     engine : BlendEngine
         The engine. Without one, it is made of the fields that follow.
     model_id : str
-        Model that an engine is made of: a folder, or an id that transformers can resolve.
+        Model that an engine is made of: a folder, or an id that transformers can resolve. Without one, ``model`` or
+        ``model_name`` names it.
     store : str or list of str, optional
         Where KV is kept: a folder, the address of a store that machines share (``"s3://bucket/kv"``,
         ``"valkey://host:6379/0"``), or several, the nearest first; memory if there is none.
@@ -132,8 +79,9 @@ class LLMBase(DecodeFields):
         other runs, such as those of another tenant.
     report_input_ids : bool
         Give the ids the model was fed with each answer; they are many.
-    pipeline_kwargs, generate_kwargs : dict
-        Some of these fields, in the form in which pipelines of transformers take them.
+    pipeline_kwargs, generate_kwargs, additional_kwargs : dict
+        Some of these fields, in the form in which other packages take them, and more options of transformers'
+        generation.
 
     Raises
     ------
@@ -179,7 +127,8 @@ class LLMBase(DecodeFields):
         if not isinstance(given, dict):
             return given
         known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
-        fields = _settle(given, (*known, *BlendConfig.names()))
+        named = named_model(given) if given.get("engine") is None else given
+        fields = settle(named, (*known, *BlendConfig.names()))
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields and name not in known}
         engine = fields.get("engine")
         if engine is None:
@@ -371,7 +320,7 @@ class LLMBase(DecodeFields):
 
     def stats(self) -> AnswerStats:
         """Counts of this model's requests so far, and how much of them was found in the store."""
-        return self._tally.stats()
+        return dataclasses.replace(self._tally.stats(), least_ratio=self.engine.verifications.least_ratio)
 
     @property
     def last_report(self) -> BlendReport | None:
@@ -400,15 +349,19 @@ class LLMBase(DecodeFields):
             If it was given something else.
         """
         known = ("max_tokens", "timeout", "response_format", "stop", *_DECODING, *also)
-        given = _settle(overrides, known, self.model_name)
+        given = settle(overrides, known, self.model_name)
         own = {name: getattr(self, name) for name in _DECODING}
         # A call that says how tokens are chosen overrules all that contradicts it.
         if given.get("do_sample") is False:
-            own |= dict.fromkeys(("temperature", "top_p", "top_k"))
+            own |= dict.fromkeys(("temperature", "top_p", "top_k", "min_p"))
         elif given.get("do_sample") and own["temperature"] == 0:
             own["temperature"] = None
         elif given.get("temperature") is not None:
             own["do_sample"] = None
+        if given.get("logprobs") is False:
+            own["top_logprobs"] = None
+        if more := given.get("additional_kwargs"):
+            given["additional_kwargs"] = {**self.additional_kwargs, **more}
         own |= {name: given[name] for name in _DECODING if name in given}
         if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
             own["grammar"] = grammar
@@ -428,32 +381,21 @@ class LLMBase(DecodeFields):
 
     def _most(self, overrides: Mapping[str, Any]) -> int | None:
         """Most tokens of the answer of one call; None if no number was given."""
-        return cast(int | None, _one_length(overrides).get("max_new_tokens", self.max_new_tokens))
+        return cast(int | None, one_length(overrides).get("max_new_tokens", self.max_new_tokens))
 
     def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
-        """The grammar of an answer: its response format, or the arguments of the call that it must be."""
-        form = None if response_format is None else form_of(response_format)
-        if form is not None:
-            if tools:
-                remedy = "leave out tools, or use tool_choice='none'; an answer is a call or has a format"
-                raise ConfigError("response_format", response_format["type"], remedy)
-            schema = ".json_schema.schema" if response_format["type"] == "json_schema" else ""
-            return self._compiled([form], "response_format" + schema)
-        called = check_choice(choice, [tool["function"]["name"] for tool in tools or []])
-        strict = any(tool["function"].get("strict") for tool in tools or [])
-        if not tools or choice == "none" or (called is None and not strict):
+        """The grammar of an answer that has a form; see `answer_form`."""
+        if response_format is None and not tools:
             return None
-        if called is None:
-            calls, begin, end = calls_in_text(tools, self.engine.tokenizer)
-            in_text = InText(begin, end)
-        else:
-            calls, in_text = call_rests(called, tools, self.engine.tokenizer), None
+        form = answer_form(response_format, tools, choice, self.engine.tokenizer)
+        if form is None:
+            return None
         try:
-            return self._compiled([_form_of_call(one, called is not None) for one in calls], "tools", in_text)
+            return self._compiled(form.forms, form.field, form.in_text)
         except MissingExtraError:
-            if strict:
-                raise
-            return None
+            if form.optional:
+                return None
+            raise
 
     def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
         return Grammar(self.engine.tokenizer, forms, field=field, in_text=in_text)
@@ -542,13 +484,6 @@ class LLMBase(DecodeFields):
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
 
 
-def _form_of_call(call: CallText, forced: bool) -> Form:
-    """The grammar of a call: its strict schema; else as much of it as can be followed, if it must be called."""
-    if call.strict or forced:
-        return Form(close_objects(call.schema), call.before, call.after, lenient=not call.strict)
-    return Form({"type": "object"}, call.before, call.after)
-
-
 def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
     """The use of documents, and of text that repeats, as plain values."""
     documents = [dict[str, Any](one.asdict()) for one in report.documents]
@@ -578,51 +513,6 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
-    """The options that were given, those in nested dicts beside the others, without those that say nothing new.
-
-    Raises
-    ------
-    ConfigError
-        If one is not known, is given twice, is of the wrong kind, or says what is not so here.
-    """
-    settled = dict(given)
-    check_config(given.get("config"))
-    check_mapping("blend", given.get("blend"), "options of BlendConfig")
-    for outer in _NESTED:
-        check_mapping(outer, settled.get(outer), "options of decoding")
-        for name, value in _one_length(settled.pop(outer, None) or {}).items():
-            twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
-            if twice is not None:
-                raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
-            settled[name] = value
-    for name in [name for name in settled if name not in known]:
-        fits, remedy = _HARMLESS.get(name, ((), ""))
-        if name == "model" and model_name:
-            fits, remedy = (model_name,), f"this model is what it was loaded as, {model_name!r}"
-        if name.startswith("ls_"):  # LangChain's notes for tracing
-            del settled[name]
-        elif remedy:
-            value = settled.pop(name)
-            if value is not None and value not in fits:
-                raise ConfigError(name, value, remedy)
-    check_names(settled.items(), known)
-    return _one_length(settled)
-
-
-def _one_length(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with one name for the length of an answer.
-
-    Of two lengths the last one counts. LangChain puts the options of a call behind those that `bind` has bound, so
-    that the call's win whatever their names are.
-    """
-    lengths = [given[name] for name in given if name in _LENGTHS]
-    if not lengths:
-        return dict(given)
-    others = {name: value for name, value in given.items() if name not in _LENGTHS}
-    return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
 
 
 def _passes(error: BaseException) -> bool:

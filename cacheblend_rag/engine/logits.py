@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,26 @@ from transformers.generation import SequenceBiasLogitsProcessor
 
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import TokenLogProb
 
 
-def logit_bias(bias: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
+def logit_bias(bias: Mapping[int, float], vocabulary: int) -> SequenceBiasLogitsProcessor:
     """The logits processor that adds a number to the logit of each token named.
 
     Parameters
     ----------
     bias : mapping of int to float
         The addends by token id; at least one.
+    vocabulary : int
+        Number of the model's tokens.
+
+    Raises
+    ------
+    ConfigError
+        If it names a token that the model does not have.
     """
+    if (largest := max(bias)) >= vocabulary:
+        raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
     return SequenceBiasLogitsProcessor({(token,): float(value) for token, value in bias.items()})
 
 
@@ -100,31 +110,6 @@ class TokenMask:
             raise self._grammar.error_for(self._matcher.get_error())
         allowed[self._end_ids] = ends
         return torch.from_numpy(allowed)
-
-
-@dataclass(frozen=True)
-class TokenLogProb:
-    """A token of an answer with its log-probability.
-
-    Parameters
-    ----------
-    token : str
-        Its text, special tokens and incomplete characters included.
-    text : str
-        Its text in the answer. A character of several tokens is added by the last of them.
-    offset : int
-        Where in the answer that begins.
-    logprob : float
-        Of the token.
-    top : sequence of (str, float)
-        Text and log-probability of the likeliest tokens in its place.
-    """
-
-    token: str
-    text: str
-    offset: int
-    logprob: float
-    top: Sequence[tuple[str, float]]
 
 
 class LogProbs:
@@ -244,3 +229,34 @@ class _NotedAnswer:
 
     def _decoded(self, ids: list[int], plain: bool = False) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=plain, clean_up_tokenization_spaces=False))
+
+
+def completion_logprobs(tokens: Sequence[TokenLogProb]) -> dict[str, Any]:
+    """Log-probabilities of a plain text, as OpenAI's completions have them."""
+    return {
+        "tokens": [one.token for one in tokens],
+        "token_logprobs": [one.logprob for one in tokens],
+        # The token that was taken is among them, and of several with one text the likeliest counts.
+        "top_logprobs": [{**dict(reversed(one.top)), one.token: one.logprob} for one in tokens],
+        "text_offset": [one.offset for one in tokens],
+    }
+
+
+def conversation_logprobs(tokens: Sequence[TokenLogProb] | None) -> dict[str, Any] | None:
+    """Log-probabilities of an answer in a conversation, as OpenAI has them; None if there are none."""
+    return None if tokens is None else {"content": logprob_dicts(tokens), "refusal": None}
+
+
+def logprob_dicts(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any]]:
+    """One dict a token, as OpenAI has them in conversations."""
+    return [
+        {
+            "token": one.token,
+            "logprob": one.logprob,
+            "bytes": list(one.text.encode()),
+            "top_logprobs": [
+                {"token": name, "logprob": value, "bytes": list(name.encode())} for name, value in one.top
+            ],
+        }
+        for one in tokens
+    ]

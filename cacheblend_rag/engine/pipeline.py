@@ -61,6 +61,8 @@ class Lookup:
         All records that were opened on the way.
     seconds : float
         Seconds of looking up.
+    why : str
+        Why the prompt is prefilled in full, where that is not for its length.
     """
 
     fit: FittedPrompt
@@ -72,6 +74,7 @@ class Lookup:
     kept: ResumedPrompt | None = None
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
+    why: str = ""
 
     def __enter__(self) -> Lookup:
         return self
@@ -289,6 +292,8 @@ class Pipeline:
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
         if plain or few or not self.segments.model.adapter.reusable(len(split.input_ids)):
             return Lookup(fit, split, plain=True)
+        if self.policy.prefills_all:
+            return Lookup(fit, split, plain=True, why="blending was found poor on this model")
         kept = self._session_cache(split).find(split) if self._keeps_sessions else None
         lookup = self._opened(fit, kept, [])
         return dataclasses.replace(lookup, seconds=time.perf_counter() - started)

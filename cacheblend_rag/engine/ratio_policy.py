@@ -53,8 +53,16 @@ class RatioChoice:
         return ExpectedTimes(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
 
 
+def next_ratio(ratio: float) -> float:
+    """The ratio that one found too low is raised to; 1 at last."""
+    return round(min(1.0, max(1.5 * ratio, ratio + 0.05)), 4)
+
+
 class MinimumRatio:
-    """The recompute ratio below which no request of an engine goes; many corrected answers raise it."""
+    """The recompute ratio below which no request of an engine goes.
+
+    Many corrected answers raise it, and a trial that finds blending poor. With 1 every prompt is prefilled in full.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -155,9 +163,16 @@ class RatioPolicy:
             plan = dataclasses.replace(plan, recomputed_chunks=())
         return self._raised(RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
 
+    @property
+    def prefills_all(self) -> bool:
+        """Whether blending has turned out not to be worth it; a rule that has no share, as full KV reuse, is kept."""
+        return self.minimum.value >= 1 and keep_at_least(self.rule, 1.0) is not self.rule
+
     def _raised(self, choice: RatioChoice) -> RatioChoice:
-        """The choice with no fewer rows than the minimum asks for."""
-        least = self.minimum.value
+        return self.at_least(choice, self.minimum.value)
+
+    def at_least(self, choice: RatioChoice, least: float) -> RatioChoice:
+        """The choice with no fewer rows than this ratio asks for."""
         rule = keep_at_least(choice.rule, least) if least else choice.rule
         if rule is choice.rule:  # it keeps that many, or has no share that could be raised
             return choice

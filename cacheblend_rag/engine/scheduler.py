@@ -381,6 +381,13 @@ class Scheduler:
         self._condition.notify_all()
 
 
+def idle_seconds(scheduler: Scheduler) -> float:
+    """Seconds for which nobody has had the model or waited for it; 0 while anybody does."""
+    with scheduler._condition:
+        wanted = scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background
+        return 0.0 if wanted else scheduler._clock() - scheduler._freed
+
+
 def all_schedulers() -> list[Scheduler]:
     """The schedulers in front of all models."""
     with _schedulers_lock:

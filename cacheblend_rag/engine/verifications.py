@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from numbers import Real
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.ratio_policy import MinimumRatio
+from cacheblend_rag.engine.blending_trial import BlendingTrial
+from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.ratio_policy import MinimumRatio, next_ratio
 from cacheblend_rag.engine.streaming import AnswerThread, interpreter_ends
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import Verification
@@ -76,9 +78,19 @@ class Verifications:
 
     An engine and all its views share one. ``verify_share`` and ``verify_bound`` of whichever answered say how likely an
     answer is checked, and how many corrections are too many when its own check is done. A raised ratio holds for all.
+
+    Parameters
+    ----------
+    pipeline : Pipeline, optional
+        The engine's. What was found of its model before is recalled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: Pipeline | None = None) -> None:
+        self.trial = BlendingTrial()
+        """Tries blending on a model that nothing is known of."""
+        self._minimum = MinimumRatio() if pipeline is None else pipeline.policy.minimum
+        if pipeline is not None:
+            self.trial.recall(pipeline)
         self._chooser = random.Random(0)
         self._lock = threading.Lock()
         self._status = VerificationStatus()
@@ -90,6 +102,11 @@ class Verifications:
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
+
+    @property
+    def least_ratio(self) -> float:
+        """The recompute ratio below which no prompt goes, raised by corrections or by the trial; 0 if by neither."""
+        return self._minimum.value
 
     @property
     def status(self) -> VerificationStatus:
@@ -198,7 +215,7 @@ class Verifications:
             if count < _LEAST or share <= config.verify_bound or least >= 1:
                 return
             self._corrections.clear()
-            raised = round(min(1.0, max(1.5 * least, least + 0.05)), 4)
+            raised = next_ratio(least)
             minimum.raise_to(raised)
             self._status = dataclasses.replace(self._status, least_ratio=raised)
             self._add(raised=1)
@@ -227,6 +244,7 @@ class Verifications:
         def holds(one: _Waiting) -> bool:
             return one.salt == salt and any(text in chunk or chunk in text for chunk in one.texts for text in wanted)
 
+        self.trial.forget(salt, texts)
         with self._lock:
             given_up = [one for one in self._waiting if holds(one)]
             self._waiting = deque(one for one in self._waiting if one not in given_up)
@@ -246,6 +264,7 @@ class Verifications:
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token."""
+        self.trial.close()
         with self._lock:
             self._closed, thread = True, self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -1,8 +1,8 @@
-"""Full prefill layer by layer, and how far a fused prompt is from it over an answer's tokens."""
+"""Full prefill layer by layer, its own answer, and how far a fused prompt is from it over that answer's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,46 @@ def prefill_layerwise(
 
     plan = FusionPlan(ids, exact=[], reused=[], unrotated=range(0))
     return fuse(adapter, plan, empty(), SelectNone())
+
+
+def greedy_answer(
+    adapter: ModelAdapter,
+    cache: Any,
+    logits: torch.Tensor,
+    count: int,
+    end_ids: Collection[int],
+    pause: Callable[[], object] = lambda: None,
+) -> tuple[list[int], torch.Tensor]:
+    """The answer to a prompt by greedy decoding.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    cache : transformers Cache
+        KV of the prompt; it grows by the answer.
+    logits : Tensor, [vocab]
+        Of the prompt's last position.
+    count : int
+        Most tokens.
+    end_ids : collection of int
+        Tokens that end the answer.
+    pause : callable
+        Called before each step of one token; others may use the model then.
+
+    Returns
+    -------
+    list of int, Tensor
+        Ids, the end token included, and the log-probabilities they were taken from, ``[ids, vocab]``.
+    """
+    ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    while True:
+        rows.append(logits.float().log_softmax(dim=-1))
+        ids.append(int(rows[-1].argmax()))
+        if len(ids) == count or ids[-1] in end_ids:
+            return ids, torch.stack(rows)
+        pause()
+        logits = adapter.extend(cache, ids[-1:])[-1]
 
 
 def answer_log_probs(

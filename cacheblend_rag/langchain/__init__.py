@@ -14,6 +14,7 @@ from cacheblend_rag.prompt.registry import ChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
+    from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings as HuggingFaceEmbeddings
 
 __all__ = [
     "CacheBlendLLM",
@@ -21,6 +22,7 @@ __all__ = [
     "CacheBlendRetriever",
     "ChatCacheBlend",
     "ChunkRegistry",
+    "HuggingFaceEmbeddings",
     "forgetting",
     "known_chunks",
     "switch_off",
@@ -38,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
 
         return CacheBlendMiddleware
+    if name == "HuggingFaceEmbeddings":
+        from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+
+        return SentenceTransformerEmbeddings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

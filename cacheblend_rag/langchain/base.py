@@ -22,6 +22,9 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.registry import chunk_text
 
+PROVIDER = "cacheblend"
+"""The name of who provides the models, in traces and in the metadata of messages."""
+
 # Settings of a pipeline that change its prompt or its text, with the values that hold here.
 _PIPELINE: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (None, True),
@@ -132,7 +135,7 @@ class BlendFields(LLMBase):
         """LangSmith's names for this model and a call's settings, those given with the call first."""
         temperature = overrides.get("temperature", self.temperature)
         most = self._most(overrides)
-        params.update({"ls_provider": "cacheblend", "ls_model_name": overrides.get("model", self.model_name)})
+        params.update({"ls_provider": PROVIDER, "ls_model_name": overrides.get("model", self.model_name)})
         if temperature is not None:
             params["ls_temperature"] = temperature
         if most is not None:

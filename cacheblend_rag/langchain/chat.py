@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser
@@ -23,10 +23,11 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.langchain.base import BlendFields, within_run
+from cacheblend_rag.langchain.base import PROVIDER, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
     CalledDict,
     CalledObject,
@@ -39,6 +40,7 @@ from cacheblend_rag.langchain.messages import (
     response_format,
     turns_of,
 )
+from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
@@ -98,6 +100,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     @property
     def _llm_type(self) -> str:
         return "cacheblend-chat"
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        return profile_of(self.engine, self.model_name, self.max_new_tokens)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
@@ -363,7 +368,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _message(self, request: _Conversation, answer: Generation) -> AIMessage:
         message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
         message.usage_metadata = self._usage(request.prompt, answer)
-        message.response_metadata = self._info(answer.report)
+        message.response_metadata = {"model_provider": PROVIDER, **self._info(answer.report)}
+        if answer.logprobs is not None:
+            message.response_metadata["logprobs"] = conversation_logprobs(answer.logprobs)
         return message
 
     def _last_chunk(self, request: _Conversation, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:

@@ -14,6 +14,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from cacheblend_rag import report
+from cacheblend_rag.engine.logits import completion_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import BlendFields, within_run
@@ -172,14 +173,19 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         made = sum(answer.report.generated_tokens for answer in answers)
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
         return LLMResult(
-            generations=[[Generation(text=a.text, generation_info=self._info(a.report))] for a in answers],
+            generations=[[Generation(text=a.text, generation_info=self._made(a))] for a in answers],
             llm_output={"token_usage": usage, "model_name": self.model_name},
         )
 
     def _last_chunk(self, stream: TextStream) -> GenerationChunk:
         """An empty piece that carries what a trace shows of the whole answer."""
         answer = stream.result
-        return GenerationChunk(text="", generation_info=self._info(answer.report) if answer else None)
+        return GenerationChunk(text="", generation_info=self._made(answer) if answer else None)
+
+    def _made(self, answer: report.Generation) -> dict[str, Any]:
+        """The info of an answer, with its log-probabilities if they were asked for."""
+        info = self._info(answer.report)
+        return info if answer.logprobs is None else {**info, "logprobs": completion_logprobs(answer.logprobs)}
 
 
 def _those(

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from llama_index.core.base.llms.types import LogProb
 from llama_index.core.instrumentation.events import BaseEvent
 
 from cacheblend_rag.engine.decode import DecodeArguments
@@ -84,6 +85,21 @@ class AnswerText:
     delta: str | None = None
     answer: Generation | None = None
     sent: str | None = None
+
+    @property
+    def logprobs(self) -> list[list[LogProb]] | None:
+        """For each token of a whole answer the likeliest in its place, the token itself first; None if not asked for.
+
+        LlamaIndex's models of OpenAI give the likeliest alone, among which a token that was drawn may be missing.
+        """
+        if self.answer is None or self.answer.logprobs is None:
+            return None
+        found = []
+        for one in self.answer.logprobs:
+            others = [(name, value) for name, value in one.top if name != one.token]
+            named = [(one.token, one.logprob), *others]
+            found.append([LogProb(token=name, logprob=value, bytes=list(name.encode())) for name, value in named])
+        return found
 
     def check_whole(self) -> None:
         """Refuse an answer that was cut, where it is read as JSON.

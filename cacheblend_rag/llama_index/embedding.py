@@ -21,7 +21,7 @@ class SentenceTransformerEmbedding(BaseEmbedding):
     Parameters
     ----------
     model : str, path or SentenceTransformer
-        A model hub id, a folder with a saved model, or a loaded model.
+        A model hub id, a folder with a saved model, or a loaded model. ``model_name`` may name it, too.
     batch_size : int
         Texts embedded at once.
     device : str, optional
@@ -41,12 +41,14 @@ class SentenceTransformerEmbedding(BaseEmbedding):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | SentenceTransformer,
+        model: str | os.PathLike[str] | SentenceTransformer | None = None,
         *,
         batch_size: int = 32,
         device: str | None = None,
         **fields: Any,
     ) -> None:
+        model = fields.get("model_name") if model is None else model
+        batch_size = fields.get("embed_batch_size", batch_size)
         inner = SentenceTransformerEmbeddings(model, batch_size=batch_size, device=device)
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
         super().__init__(**{"model_name": name, "embed_batch_size": batch_size, **fields})
@@ -74,3 +76,7 @@ class SentenceTransformerEmbedding(BaseEmbedding):
 
     async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+
+HuggingFaceEmbedding = SentenceTransformerEmbedding
+"""The same class under the name that it has in LlamaIndex's own package."""

@@ -16,7 +16,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    ToolCallBlock,
 )
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
@@ -36,7 +35,7 @@ from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
-from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, turns_of
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, calls_of, turns_of
 from cacheblend_rag.llama_index.tracking import (
     answers_noted,
     documents_retrieved,
@@ -82,6 +81,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         Renders messages; by default the tokenizer's chat template does.
     completion_to_prompt : callable, optional
         Wraps a prompt that is not formatted yet.
+    json_mode : bool
+        Let each answer be a JSON object, where a call does not ask for another form (extra ``structured``).
     normalise_lists : bool
         Write retrieved text as text where LlamaIndex writes a Python list (``simple_summarize``). This changes the
         prompt.
@@ -95,6 +96,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     context_window: int | None = None
     is_chat_model: bool | None = None
     is_function_calling_model: bool | None = None
+    json_mode: bool = False
     normalise_lists: bool = False
 
     def __init__(self, **fields: Any) -> None:
@@ -141,8 +143,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         formatted : bool
             Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
         **kwargs
-            ``stop``, ``timeout``, ``max_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``response_format``.
+            The fields of `DecodeFields`, ``timeout`` and ``response_format``.
         """
         return self._completion(prompt, formatted, kwargs).collect()
 
@@ -194,7 +195,9 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         def respond(said: AnswerText) -> CompletionResponse:
             if options.get("as_object"):
                 said.check_whole()
-            return CompletionResponse(text=said.text, delta=said.rest(said.text), raw=info(said))
+            return CompletionResponse(
+                text=said.text, delta=said.rest(said.text), raw=info(said), logprobs=said.logprobs
+            )
 
         return self._call(seen, options, respond, ("as_object",))
 
@@ -213,7 +216,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
                 message = called_message([call] if (call := begun_call(said.text)) else [])
             else:
                 message = answer_message(said.text)
-            response = ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
+            delta = said.rest(message.content or "")
+            response = ChatResponse(message=message, delta=delta, raw=info(said), logprobs=said.logprobs)
             if as_object and begun and said.answer is not None:
                 self.get_tool_calls_from_response(response)
             elif as_object:
@@ -257,6 +261,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         growing: bool = False,
     ) -> ModelCall[R]:
         given = {name: value for name, value in options.items() if name != "stop"}
+        if self.json_mode and not begun:
+            given.setdefault("response_format", {"type": "json_object"})
         arguments = self._arguments(options.get("stop"), given, also, begun)
         return ModelCall(self, seen, arguments, given, respond, given.get("tools"), begun, growing, operation)
 
@@ -402,15 +408,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         ValueError
             If there is none and ``error_on_no_tool_call``. It says so if the answer was cut.
         """
-        calls = [
-            ToolSelection(
-                tool_id=block.tool_call_id or "",
-                tool_name=block.tool_name,
-                tool_kwargs=block.tool_kwargs if isinstance(block.tool_kwargs, dict) else {},
-            )
-            for block in response.message.blocks
-            if isinstance(block, ToolCallBlock)
-        ]
+        calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
             cut = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
             why = CUT if cut else "the model called no tool"

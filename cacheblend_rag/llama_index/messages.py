@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
+from llama_index.core.llms.llm import ToolSelection
 
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
@@ -73,6 +74,19 @@ def answer_message(
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`."""
     parsed = parse_calls(text, tools, in_thought=in_thought, begun=begun)
     return called_message(parsed.calls, parsed.content)
+
+
+def calls_of(message: ChatMessage) -> list[ToolSelection]:
+    """The calls of a message, as agents take them."""
+    return [
+        ToolSelection(
+            tool_id=block.tool_call_id or "",
+            tool_name=block.tool_name,
+            tool_kwargs=block.tool_kwargs if isinstance(block.tool_kwargs, dict) else {},
+        )
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
 
 
 def called_message(calls: Sequence[WrittenCall], text: str = "") -> ChatMessage:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from langchain_core.embeddings import Embeddings
 
+from cacheblend_rag.config import check_names
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.starters import starter_folder, starter_named
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
@@ -143,32 +144,53 @@ class SentenceTransformerEmbeddings(Embeddings):
         chooses; a loaded model stays where it is.
     show_progress : bool
         Show a progress bar while documents are embedded, if they are more than one batch.
+    model_name : str, optional
+        Names the model, if ``model`` does not.
+    model_kwargs, encode_kwargs, query_encode_kwargs : dict, optional
+        More arguments of ``SentenceTransformer``, of its ``encode_document`` and of its ``encode_query``, which are
+        those of ``encode_document`` by default. All as langchain-huggingface has them.
 
     Raises
     ------
     EmbedderError
         If the model cannot be loaded.
     ConfigError
-        If ``batch_size`` is no whole number from 1 on, or ``device`` is given with a loaded model.
+        If ``batch_size`` is no whole number from 1 on, an argument of loading is given with a loaded model, or one is
+        not known.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | SentenceTransformer,
+        model: str | os.PathLike[str] | SentenceTransformer | None = None,
         *,
         batch_size: int = 32,
         device: str | None = None,
         show_progress: bool = False,
+        model_name: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        encode_kwargs: Mapping[str, Any] | None = None,
+        query_encode_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        _check_others(others)
+        if (model is None) is (model_name is None):
+            raise ConfigError("model", model, "name one, by model or by model_name")
+        model = model_name if model is None else model
+        self._encode = dict(encode_kwargs or {})
+        self._encode_query = dict(self._encode if query_encode_kwargs is None else query_encode_kwargs)
+        batch_size = self._encode.pop("batch_size", batch_size)
+        show_progress = self._encode.pop("show_progress_bar", show_progress)
+        loading = {**(model_kwargs or {}), **({} if device is None else {"device": device})}
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError("batch_size", batch_size, "use a whole number of texts, 1 or more")
         self.batch_size = batch_size
         self.show_progress = show_progress
         self._warned = False
         if isinstance(model, (str, os.PathLike)):
-            self.model = _load(model, device)
-        elif device is not None:
-            raise ConfigError("device", device, "leave it out: a loaded model stays where it is")
+            self.model = _load(model, loading)
+        elif loading:
+            remedy = "leave it out: a loaded model stays as it is, and where it is"
+            raise ConfigError(*next(iter(loading.items())), remedy)
         else:
             self.model = model
 
@@ -197,12 +219,16 @@ class SentenceTransformerEmbeddings(Embeddings):
             return []
         progress = self.show_progress and len(texts) > self.batch_size
         return self._embed(
-            texts, lambda some: self.model.encode_document(some, batch_size=self.batch_size, show_progress_bar=progress)
+            texts,
+            lambda some: self.model.encode_document(
+                some, batch_size=self.batch_size, show_progress_bar=progress, **self._encode
+            ),
         )
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a question; returns its vector."""
-        return self._embed([text], lambda some: self.model.encode_query(some, show_progress_bar=False))[0]
+        asked = {"show_progress_bar": False, **self._encode_query}
+        return self._embed([text], lambda some: self.model.encode_query(some, **asked))[0]
 
     def _embed(self, texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[list[float]]:
         """Vectors of texts; of one that is too long the mean of those of its parts, as long as these are."""
@@ -309,7 +335,18 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _load(model: str | os.PathLike[str], device: str | None) -> SentenceTransformer:
+def _check_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that are not known, and those of other packages with the one to use in their place."""
+    for name, value in others.items():
+        if name == "multi_process" and value:
+            raise ConfigError(name, value, "leave it out; texts are embedded in this process, batch_size at once")
+        if name == "cache_folder" and value is not None:
+            raise ConfigError(name, value, "use model_kwargs={'cache_folder': …}")
+    known = ("model", "batch_size", "device", "show_progress", "model_name", "model_kwargs", "encode_kwargs")
+    check_names(others.items(), (*known, "query_encode_kwargs", "multi_process", "cache_folder"))
+
+
+def _load(model: str | os.PathLike[str], loading: Mapping[str, Any]) -> SentenceTransformer:
     name = os.fspath(model)
     try:
         starter = starter_named(model, "embedder")
@@ -321,7 +358,7 @@ def _load(model: str | os.PathLike[str], device: str | None) -> SentenceTransfor
     from sentence_transformers import SentenceTransformer
 
     try:
-        return SentenceTransformer(str(path) if path.exists() else name, device=device)
+        return SentenceTransformer(str(path) if path.exists() else name, **loading)
     except Exception as error:  # hub, file and configuration errors have no common base
         remedy = (
             "name a folder that SentenceTransformer.save wrote"

@@ -78,6 +78,9 @@ def test_comparison_shows_every_method(
     output = capsys.readouterr().out
     for method in ("full recompute", "prefix caching", "full reuse", "blended"):
         assert f"  {method}" in output
+    said = "Another order of the same passages moves full recompute's own answer by KL "
+    (line,) = [line for line in output.splitlines() if line.startswith(said)]
+    assert 0 < float(line.removeprefix(said).rstrip(".")) < 10
 
 
 def test_full_store_leaves_chunks_out_and_still_answers(

@@ -35,6 +35,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "verify": ("always", "always"),
     "verify_share": ("0.25", 0.25),
     "verify_bound": ("0.75", 0.75),
+    "try_blending": ("off", False),
     "prepack_weights": ("off", False),
     "check_model": ("0", False),
 }

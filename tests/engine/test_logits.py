@@ -24,7 +24,7 @@ def test_penalties_count_the_answer_and_not_the_prompt() -> None:
 
 
 def test_bias_is_added_to_single_tokens() -> None:
-    biased = logit_bias({2: 1.5, 7: -100})(torch.tensor([[1, 2]]), torch.ones(1, VOCAB))
+    biased = logit_bias({2: 1.5, 7: -100}, VOCAB)(torch.tensor([[1, 2]]), torch.ones(1, VOCAB))
     assert biased[0, 2] == 2.5
     assert biased[0, 7] == -99
     assert biased.sum() == VOCAB + 1.5 - 100

@@ -27,12 +27,11 @@ from typing import Any
 import torch
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.comparison import shared_cache
-from cacheblend_rag.calibration.trials import greedy_answer
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, greedy_answer, kl_divergence
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.measuring import machine, table
@@ -69,7 +68,9 @@ def measure(engine: BlendEngine, prompt: Prompt) -> dict[str, float]:
     if fused.report.hits != len(prompt.chunks):
         raise RuntimeError(f"{fused.report.hits} hits of {len(prompt.chunks)}")
     full = engine.adapter.prefill(engine.tokenize(prompt).input_ids)
-    answer, rows = greedy_answer(engine.adapter, full.cache, full.logits, _ANSWER_TOKENS, end_ids_of(engine))
+    answer, rows = greedy_answer(
+        engine.adapter, full.cache, full.logits, _ANSWER_TOKENS, end_ids_of(engine.model, engine.tokenizer)
+    )
     held = answer_log_probs(engine.adapter, shared_cache(fused.cache), fused.logits.flatten(), answer)
     cold, storing, hit = (end - begin for begin, end in pairwise(times))
     return {"cold": cold, "storing": storing, "hit": hit, "divergence": float(kl_divergence(rows, held).mean())}

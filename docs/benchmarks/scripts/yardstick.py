@@ -40,18 +40,18 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
 from cacheblend_rag.calibration.passages import ChatFrame, build_prompt
 from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.statistics import interval
-from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt, greedy_answer
+from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt
 from cacheblend_rag.config import DTYPES, LEAST_RATIO
+from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, greedy_answer, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
@@ -328,7 +328,7 @@ class Yardstick:
         texts = corpus or [passage.chunk for case in cases for passage in case.passages]
         before = [self.prompt(in_prompt(case, chunks)) for case in earlier]
         self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
-        self.end_ids = end_ids_of(engine)
+        self.end_ids = end_ids_of(engine.model, engine.tokenizer)
         self._other_models: dict[str, Any] = {}
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:

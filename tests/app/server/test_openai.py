@@ -358,7 +358,7 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.Open
         "tool_choice": {"tool_choice": "required"},
         "reasoning_effort": {"reasoning_effort": "high"},
         "store": {"store": True},
-        "min_p": {"extra_body": {"min_p": 0.1}},
+        "min_p": {"extra_body": {"min_p": 1.1}},
         "no-such-field": {"extra_body": {"no-such-field": 1}},
         "messages.0.content.0.image_url.detail": {"messages": [{"role": "user", "content": picture}]},
         "messages.0.content.0": {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},

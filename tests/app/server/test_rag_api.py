@@ -150,6 +150,8 @@ def test_the_comparison_has_a_row_a_method(client: Any) -> None:
     assert rows["blend"]["same_as_full"]  # a ratio of 1 is full recompute
     assert rows["prefix"]["same_as_full"]
     assert all(row["ttft_s"] > 0 for row in rows.values())
+    assert rows["blend"]["nearness"] == "same words, nearer than another order"
+    assert rows["reuse"]["order_kl"] == rows["blend"]["order_kl"] > rows["blend"]["kl"]
 
 
 def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:

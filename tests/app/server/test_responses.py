@@ -330,7 +330,7 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         "max_tool_calls": {"max_tool_calls": 2},
         "text.verbosity": {"text": {"verbosity": "low"}},
         "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
-        "text.format": {"text": {"format": {"type": "json_object"}}, "tools": [TOOL]},
+        "text.format": {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
         "max_output_tokens": {"max_output_tokens": 100_000},
         "temperature": {"temperature": 3},
         "tools.0.type": {"tools": [{"type": "web_search"}]},
@@ -353,7 +353,7 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         assert field in caught.value.body["message"]
     strict = client.responses.create(**asked, tools=[{**TOOL, "strict": True}], max_output_tokens=4)
     assert strict.tools[0].strict is True
-    with pytest.raises(openai.BadRequestError, match=r"send earlier turns in input$"):
+    with pytest.raises(openai.BadRequestError, match=r"send earlier turns in input"):
         client.responses.create(**asked, store=True)
     with pytest.raises(openai.BadRequestError, match="send a text"):
         client.responses.create(**asked | {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]})

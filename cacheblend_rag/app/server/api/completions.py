@@ -19,14 +19,14 @@ from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.decode import DecodeArguments
-from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
+from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
-from cacheblend_rag.report import BlendReport, Generation
+from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
 
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
@@ -70,14 +70,19 @@ class AnswerRequest:
         body, temperature = self.body, self.body.temperature
         if temperature is not None:
             temperature = 0.0 if temperature < _COLDEST else temperature
-        wants_sampling = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or body.n > 1  # who gives them alone
+        narrows = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or bool(body.min_p)
+        wants_sampling = narrows or body.n > 1  # who gives them alone
         return DecodeArguments(
             max_new_tokens=self.most,
             temperature=temperature,
             do_sample=True if temperature is None and wants_sampling else None,
             top_p=body.top_p,
             top_k=body.top_k,
+            min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.logit_bias,
             stop=body.stops,
             verify=body.verify,
         )
@@ -86,13 +91,8 @@ class AnswerRequest:
         """Arguments of one answer alone, such as its seed, by its number among the ``n``."""
         body, top = self.body, self.body.top_of_each
         noted = None if top is None else LogProbs(self.engine.tokenizer, top)
-        processors: list[Any] = [] if noted is None else [noted]
-        if body.logit_bias:
-            processors.append(logit_bias(body.logit_bias))
-        if body.presence_penalty or body.frequency_penalty:
-            processors.append(Penalties(body.presence_penalty, body.frequency_penalty))
         seed = None if body.seed is None else body.seed + number
-        return DecodeArguments(seed=seed, logits_processor=processors), noted
+        return DecodeArguments(seed=seed, logits_processor=[] if noted is None else [noted]), noted
 
     def charge(self, prompts: Sequence[AnyPrompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
@@ -255,14 +255,8 @@ class _TextChoice(Choice):
         return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
 
     def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
-        logprobs = tokens and {
-            "tokens": [one.token for one in tokens],
-            "token_logprobs": [one.logprob for one in tokens],
-            # The token that was taken is among them, and of several with one text the likeliest counts.
-            "top_logprobs": [{**dict(reversed(one.top)), one.token: one.logprob} for one in tokens],
-            "text_offset": [one.offset for one in tokens],
-        }
-        return {"index": self.index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
+        logprobs = completion_logprobs(tokens) if tokens else None
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class Chat(AnswerRequest):
@@ -337,13 +331,13 @@ class _ChatChoice(Choice):
         if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         reason = "tool_calls" if calls else answer.report.finish_reason
-        logprobs = _content_logprobs(self.rest(answer))
+        logprobs = conversation_logprobs(self.rest(answer))
         return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _delta(
         self, delta: dict[str, Any], tokens: Sequence[TokenLogProb] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
-        logprobs = _content_logprobs(tokens or None)
+        logprobs = conversation_logprobs(tokens or None)
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -351,25 +345,6 @@ def _calls(message: AIMessage) -> list[dict[str, Any]]:
     return [
         {"id": one["id"], "type": "function", "function": {"name": one["name"] or "", "arguments": one["args"]}}
         for one in call_chunks(message)
-    ]
-
-
-def _content_logprobs(tokens: Sequence[TokenLogProb] | None) -> dict[str, Any] | None:
-    return None if tokens is None else {"content": logprob_dicts(tokens), "refusal": None}
-
-
-def logprob_dicts(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any]]:
-    """Log-probabilities of a conversation's answer, as OpenAI writes them."""
-    return [
-        {
-            "token": one.token,
-            "logprob": one.logprob,
-            "bytes": list(one.text.encode()),
-            "top_logprobs": [
-                {"token": name, "logprob": value, "bytes": list(name.encode())} for name, value in one.top
-            ],
-        }
-        for one in tokens
     ]
 
 

@@ -59,7 +59,8 @@ class ServedChat(ChatCacheBlend):
         return self.images
 
     def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
-        self.schemas.check(forms, field)
+        also = [] if in_text is None or in_text.otherwise is None else [in_text.otherwise]
+        self.schemas.check([*forms, *also], field)
         return super()._compiled(forms, field, in_text)
 
     def request_of(self, body: ChatBody) -> Any:

@@ -64,8 +64,8 @@ class UsageOptions(StreamOptions):
 class AnswerBody(_OpenAIBody):
     """The common fields of requests for answers.
 
-    Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. The last fields have no
-    part in an answer: they are labels, or they decline what this server does not do.
+    Decoding is greedy unless ``temperature``, ``top_p``, ``top_k``, ``min_p`` or ``n`` asks for sampling. The last
+    fields have no part in an answer: they are labels, or they decline what this server does not do.
     """
 
     model: Annotated[str, StringConstraints(max_length=500)]
@@ -75,6 +75,7 @@ class AnswerBody(_OpenAIBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None

@@ -411,8 +411,9 @@ class _Answering:
         200: {
             "content": {"text/event-stream": {}},
             "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
-            "`nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in nats a token "
-            "of its answer; `nearness` says it in words. A row comes with the answer, then again after each round: "
+            "`order_kl`, `nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in "
+            "nats a token of its answer; `order_kl` is that of full recompute over the same passages in another order, "
+            "or null; `nearness` says both in words. A row comes with the answer, then again after each round: "
             "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
             "is 0.",
         }

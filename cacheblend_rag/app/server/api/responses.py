@@ -12,7 +12,7 @@ from typing import Any
 from langchain_core.messages import AIMessage
 from langchain_core.messages.tool import ToolCallChunk
 
-from cacheblend_rag.app.server.api.completions import Chat, logprob_dicts
+from cacheblend_rag.app.server.api.completions import Chat
 from cacheblend_rag.app.server.api.openai_bodies import (
     AnswerBody,
     CallItem,
@@ -35,9 +35,10 @@ from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
-from cacheblend_rag.engine.logits import TokenLogProb
+from cacheblend_rag.engine.logits import logprob_dicts
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.messages import call_chunks
+from cacheblend_rag.report import TokenLogProb
 
 # Fields of a response by their names in a conversation.
 _FIELDS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,6 +30,8 @@ class Metrics:
         Statistics of the KV store, or None.
     disk : callable
         Bytes that the documents of a tenant take.
+    least : callable
+        By model, the recompute ratio below which none of its prompts goes.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Metrics:
         served: Callable[[], int],
         stats: Callable[[], StoreStats | None],
         disk: Callable[[str], float],
+        least: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -71,6 +74,7 @@ class Metrics:
         ):
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
+        one.register(_LeastRatios(name, least))
         ProcessCollector(registry=one)  # memory and time of the process
         self._tenants = _Tenants(name + "tenant_", disk)
 
@@ -130,6 +134,21 @@ class _StoreCollector(Collector):
         yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
         yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
         yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
+
+
+class _LeastRatios(Collector):
+    """Asks each model when it is scraped."""
+
+    def __init__(self, prefix: str, least: Callable[[], Mapping[str, float]]) -> None:
+        self._prefix, self._least = prefix, least
+
+    def collect(self) -> Iterable[Metric]:
+        """The least recompute ratio of each model."""
+        text = "Recompute ratio below which no prompt goes since blending was found poor; 1 for full prefill, else 0."
+        family = GaugeMetricFamily(self._prefix + "least_recompute_ratio", text, labels=["model"])
+        for model, ratio in self._least().items():
+            family.add_metric([model], ratio)
+        yield family
 
 
 class _Tenants:

@@ -281,6 +281,7 @@ def compare_all(
                 "ttft_s": one.ttft,
                 "same_as_full": one.nearness.same_answer,
                 "kl": one.nearness.kl,
+                "order_kl": one.nearness.order_kl,
                 "nearness": one.nearness.words,
                 "rounds": one.rounds,
             }

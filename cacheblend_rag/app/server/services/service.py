@@ -101,7 +101,11 @@ class Service:
         )
         self.quota = TokenQuota(self.limits.tokens_per_minute)
         self.metrics = Metrics(
-            lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats, self._disk_bytes
+            lambda: self.queue.waiting,
+            lambda: self.queue.served,
+            self.store_stats,
+            self._disk_bytes,
+            lambda: {name: model.engine.verifications.least_ratio for name, model in self.models.items()},
         )
         self.ingestion = Ingestion(
             self.limits,

@@ -275,8 +275,11 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
     assert [row.get_attribute("data-method") for row in rows.all()] == METHODS
     expect(rows.first.locator(".badge")).to_have_text("the yardstick")
     for row in rows.all()[1:]:
-        expect(row.locator(".badge")).to_have_text(re.compile("^(as the full model|close|close, other words|differs)$"))
+        expect(row.locator(".badge")).to_have_text(
+            re.compile("^(same|other) words, (nearer|further) than another order$")
+        )
         expect(row.locator(".took")).to_have_text(re.compile("^First token .* · "))
+    expect(page.locator("#compare .order")).to_have_text(re.compile(r"^Another order of the passages: KL \d\.\d{3}\.$"))
     expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
     assert question.answers[0].lower() in (rows.first.locator(".said").text_content() or "").lower()
     expect(turn.locator(".verdict")).to_contain_text("full recompute")

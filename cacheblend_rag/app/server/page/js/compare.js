@@ -13,6 +13,7 @@ const METHODS = {
 };
 const KL_NOTE =
   "KL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely.";
+const ORDER_NOTE = "How far full recompute over the same passages in another order moves its own answer.";
 const ORDER = ["full", "prefix", "reuse", "blend"];
 
 /** Rounds whose medians all rows show; 0 while any shows the one pass that gave its answer. */
@@ -30,7 +31,7 @@ function rowView(row, slowest, full, timed) {
   const yardstick = row.method === "full";
   const said = row.nearness ?? (row.same_as_full ? "same answer" : "differs"); // kept by an older page
   const mark = yardstick ? "the yardstick" : said;
-  const kind = yardstick || said.endsWith("other words") ? "" : said === "differs" ? "bad" : "good";
+  const kind = yardstick ? "" : row.same_as_full ? "good" : said.endsWith("further than another order") ? "bad" : "";
   const badge = el("span", { class: `badge ${kind}`, text: mark });
   const near = yardstick || row.kl === undefined ? "" : ` · KL ${row.kl.toFixed(3)}`;
   const how = yardstick || !full ? "" : ` · ${sooner(row.ttft_s, full.ttft_s)}`;
@@ -43,6 +44,13 @@ function rowView(row, slowest, full, timed) {
     el("p", { class: "took", text: took, title: yardstick ? "" : KL_NOTE }),
     el("p", { class: "said", dir: "auto", text: row.answer.trim() || "(nothing)" }),
   );
+}
+
+/** How far another order of the passages moves the answer, where that was measured. */
+function orderView(rows) {
+  const known = rows.find((row) => typeof row.order_kl === "number");
+  if (!known) return [];
+  return [el("p", { class: "took order", text: `Another order of the passages: KL ${known.order_kl.toFixed(3)}.`, title: ORDER_NOTE })];
 }
 
 /** How times were taken. */
@@ -61,7 +69,7 @@ export function compareView(turn, wanted) {
     const slowest = Math.max(...rows.map((row) => row.ttft_s)) || 1;
     const full = rows.find((row) => row.method === "full");
     const sorted = [...rows].sort((a, b) => ORDER.indexOf(a.method) - ORDER.indexOf(b.method));
-    parts.push(el("ul", { class: "methods" }, sorted.map((row) => rowView(row, slowest, full, isTimed(turn)))));
+    parts.push(el("ul", { class: "methods" }, sorted.map((row) => rowView(row, slowest, full, isTimed(turn)))), ...orderView(sorted));
   }
   if (turn.comparing) {
     const answered = `${rows.length} of ${ORDER.length} methods have answered…`;

@@ -206,7 +206,7 @@ function showVerdict(node, turn) {
   if (node.hidden) return;
   const how = isTimed(turn) ? `, ${sooner(blend.ttft_s, full.ttft_s)}` : "";
   const same = blend.same_as_full ? "Blending answers as full recompute does" : "Blending answers unlike full recompute";
-  const near = blend.kl === undefined ? "" : ` (${blend.nearness}, KL ${blend.kl.toFixed(3)})`;
+  const near = blend.kl === undefined ? "" : ` (KL ${blend.kl.toFixed(3)}${typeof blend.order_kl === "number" ? `; another order of the passages: ${blend.order_kl.toFixed(3)}` : ""})`;
   const parts = [el("span", { text: `${same}${how}${near}.` })];
   if (!blend.same_as_full) {
     parts.push(" ", el("span", { class: "wrong" }, "Full recompute says: ", el("q", { text: begin(full.answer) })));

@@ -1,0 +1,204 @@
+"""Arguments that users of other packages give: those that hold here, and what to use in place of the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cacheblend_rag.config import check_config, check_mapping, check_names
+from cacheblend_rag.engine.decode import MORE_OPTIONS
+from cacheblend_rag.errors import ConfigError
+
+_WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
+_HERE = (
+    'the model runs in this process; for a server use init_chat_model(…, model_provider="openai", base_url=…), or '
+    "OpenAILike in LlamaIndex"
+)
+_THREADS = "call torch.set_num_threads(…), or set OMP_NUM_THREADS before the program starts"
+_TOKENIZER = "the tokenizer is the model's own; use from_model for another"
+_JSON = 'give response_format={"type": "json_object"} or a schema with the call, or use with_structured_output'
+_MIROSTAT = "sample with temperature, top_p, top_k or min_p"
+_BEAMS = "answers are decoded without beams"
+_NO_DRAFTS = "answers are decoded without another model's drafts"
+_SAID_ONCE = "put it into the prompt template, or into a system message"
+# Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
+_HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_return_sequences": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_beams": ((1,), _BEAMS),
+    "num_beam_groups": ((1,), _BEAMS),
+    "early_stopping": ((False,), _BEAMS),
+    "assistant_model": ((), _NO_DRAFTS),
+    "prompt_lookup_num_tokens": ((), _NO_DRAFTS),
+    "guidance_scale": ((1,), "leave it out; a prompt is read once here"),
+    "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
+    "streamer": ((), "use stream"),
+    "return_dict_in_generate": ((False,), "use logprobs=True, and what an answer says of itself"),
+    "output_scores": ((False,), "use logprobs=True"),
+    "output_logits": ((False,), "use logprobs=True"),
+    "return_full_text": ((False,), "an answer never repeats its prompt"),
+    "skip_prompt": ((True,), "an answer never repeats its prompt"),
+    "stream": ((True, False), "use stream or invoke"),
+    "streaming": ((True, False), "use stream or invoke"),
+    "stream_usage": ((True,), "usage is part of every answer"),
+    "parallel_tool_calls": (
+        (True,),
+        "the model decides how many tools it calls; take the first of an answer's calls where one is to be made",
+    ),
+    "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
+    "response_format": ((), "give it with the call, or use with_structured_output"),
+    "format": (("",), _JSON),
+    "json_mode": ((False,), _JSON),
+    "batch_size": ((), "use max_concurrent"),
+    "backend": (("pt", "default"), "models are run by PyTorch"),
+    "torch_dtype": ((), "use dtype"),
+    "device_map": ((), "give it in model_kwargs"),
+    "quantization_config": ((), "give it in model_kwargs"),
+    "trust_remote_code": ((False,), "give it in model_kwargs"),
+    "token": ((), "give it in model_kwargs"),
+    "revision": ((), "give it in model_kwargs"),
+    "cache_dir": ((), "give it in model_kwargs"),
+    "local_files_only": ((), "give it in model_kwargs"),
+    "attn_implementation": ((), "give it in model_kwargs"),
+    "low_cpu_mem_usage": ((True,), "weights are always loaded so"),
+    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
+    "load_in_8bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}'),
+    "task": (("text-generation",), "a model answers with text; leave it out"),
+    "repo_id": ((), "use model_id"),
+    "model_path": ((), "use model_id"),
+    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
+    "tokenizer": ((), "use from_model for a model with its tokenizer"),
+    "tokenizer_name": ((), _TOKENIZER),
+    "tokenizer_kwargs": (({},), _TOKENIZER),
+    "tokenizer_outputs_to_remove": (([],), _TOKENIZER),
+    "pipeline": ((), "use from_pipeline"),
+    "llm": ((), "use from_pipeline(llm.pipeline), or from_model_id"),
+    "context_window": ((), _WINDOW),
+    "num_ctx": ((), _WINDOW),
+    "n_ctx": ((), _WINDOW),
+    "max_model_len": ((), _WINDOW),
+    "truncate": ((), _WINDOW),
+    "max_length": ((), "use max_new_tokens; tokens of the prompt do not count"),
+    "num_predict": ((), "use max_new_tokens"),
+    "max_completion_tokens": ((), "use max_new_tokens"),
+    "repeat_penalty": ((), "use repetition_penalty"),
+    "repeat_last_n": ((), "use repetition_penalty, which counts all tokens of the prompt and the answer"),
+    "mirostat": ((0,), _MIROSTAT),
+    "mirostat_eta": ((), _MIROSTAT),
+    "mirostat_tau": ((), _MIROSTAT),
+    "tfs_z": ((1,), _MIROSTAT),
+    "watermark": ((False,), "leave it out; answers hold no watermark"),
+    "stop_sequences": (([],), "use stop"),
+    "stop_sequence": ((), "use stop"),
+    "stop_strings": ((), "use stop"),
+    "stopping_ids": (([],), 'use additional_kwargs={"eos_token_id": [...]}'),
+    "request_timeout": ((), "use timeout"),
+    "system_prompt": (("",), _SAID_ONCE),
+    "query_wrapper_prompt": (("",), _SAID_ONCE),
+    "prompt_key": (("prompt",), "leave it out"),
+    "num_gpu": ((), "use device"),
+    "n_gpu_layers": ((), "use device; a model is on one device as a whole"),
+    "num_thread": ((), _THREADS),
+    "n_threads": ((), _THREADS),
+    "keep_alive": (
+        (-1, "-1"),
+        "a model stays in memory as long as its object, and the caller's own model longer: delete both to free it",
+    ),
+    "validate_model_on_init": ((True,), "a model is loaded when its object is made"),
+    "base_url": ((), _HERE),
+    "endpoint_url": ((), _HERE),
+    "inference_server_url": ((), _HERE),
+    "provider": ((), _HERE),
+    "server_kwargs": (({},), _HERE),
+    "client": ((), _HERE),
+    "async_client": ((), _HERE),
+    "client_kwargs": (({},), _HERE),
+    "sync_client_kwargs": (({},), _HERE),
+    "async_client_kwargs": (({},), _HERE),
+    "headers": (({},), _HERE),
+    "huggingfacehub_api_token": ((), "give it as token in model_kwargs; it is used to fetch the model alone"),
+    "api_key": ((), "the model runs in this process, and no key is needed"),
+}
+# Dicts in which other packages take options of generation.
+_NESTED = ("pipeline_kwargs", "generate_kwargs", "additional_kwargs")
+# Both names of the length of an answer.
+_LENGTHS = ("max_tokens", "max_new_tokens")
+
+
+def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
+    """The options that were given, those in nested dicts beside the others, without those that say nothing new.
+
+    Options of transformers' generation that are no fields are kept in ``additional_kwargs``.
+
+    Raises
+    ------
+    ConfigError
+        If one is not known, is given twice, is of the wrong kind, or says what is not so here.
+    """
+    settled = dict(given)
+    check_config(given.get("config"))
+    check_mapping("blend", given.get("blend"), "options of BlendConfig")
+    more: dict[str, Any] = {}
+    for outer in _NESTED:
+        check_mapping(outer, settled.get(outer), "options of decoding")
+        for name, value in one_length(settled.pop(outer, None) or {}).items():
+            twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
+            if name in MORE_OPTIONS:
+                twice, more[name] = name if name in more else None, value
+            if twice is not None:
+                raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
+            if name not in _HARMLESS:
+                check_names([(name, value)], (*known, *MORE_OPTIONS))
+            if name not in MORE_OPTIONS:
+                settled[name] = value
+    if more:
+        settled["additional_kwargs"] = more
+    for name in [name for name in settled if name not in known]:
+        fits, remedy = _HARMLESS.get(name, ((), ""))
+        if name == "model" and model_name:
+            fits, remedy = (model_name,), f"this model is what it was loaded as, {model_name!r}"
+        if name.startswith("ls_"):  # LangChain's notes for tracing
+            del settled[name]
+        elif remedy:
+            value = settled.pop(name)
+            if value is not None and value not in fits:
+                raise ConfigError(name, value, remedy)
+    check_names(settled.items(), known)
+    return one_length(settled)
+
+
+def one_length(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one name for the length of an answer.
+
+    Of two lengths the last one counts. LangChain puts the options of a call behind those that `bind` has bound, so
+    that the call's win whatever their names are.
+    """
+    lengths = [given[name] for name in given if name in _LENGTHS]
+    if not lengths:
+        return dict(given)
+    others = {name: value for name, value in given.items() if name not in _LENGTHS}
+    return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
+
+
+def named_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model with the name that other packages give it as its ``model_id``, where that is missing.
+
+    Raises
+    ------
+    ConfigError
+        If it is named twice, or its tokenizer is another one.
+    """
+    fields, name = dict(given), given.get("model_id")
+    for other in ("model", "model_name"):
+        if other == "model" and isinstance(given.get(other), (str, os.PathLike)):
+            called = os.fspath(fields.pop(other))
+            if name is not None and called != os.fspath(name):
+                raise ConfigError(other, called, f"leave it out; model_id={name!r} is given, too")
+            name = called
+        name = name or fields.get(other)
+    if name is None:
+        return fields
+    if fields.get("tokenizer_name") == name:
+        del fields["tokenizer_name"]
+    return {**fields, "model_id": name}

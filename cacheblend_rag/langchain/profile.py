@@ -1,0 +1,49 @@
+"""A chat model's profile: its limits and abilities, as LangChain's agents and middleware read them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from langchain_core.language_models import ModelProfile
+
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.grammar import can_follow
+from cacheblend_rag.prompt.chat import offers_tools
+
+
+def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None) -> ModelProfile:
+    """The profile of the chat model over an engine.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    model_name : str
+    max_new_tokens : int or None
+        Most tokens of an answer, if a number was given. A prompt has the rest of the context window.
+    """
+    tools, window = offers_tools(engine.tokenizer), engine.context_window
+    profile = ModelProfile(
+        name=model_name,
+        open_weights=True,
+        text_inputs=True,
+        image_inputs=engine.takes_images,
+        image_url_inputs=False,
+        pdf_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        reasoning_output=False,
+        tool_calling=tools,
+        tool_choice=tools,
+        tool_call_streaming=False,
+        structured_output=can_follow(engine.tokenizer),
+        temperature=True,
+    )
+    if window is not None:
+        profile["max_input_tokens"] = max(1, window - (max_new_tokens or 0))
+        profile["max_output_tokens"] = max_new_tokens or window
+    declared = ModelProfile.__annotations__  # earlier versions of langchain-core lack some
+    return cast(ModelProfile, {name: value for name, value in profile.items() if name in declared})

@@ -1,0 +1,62 @@
+"""The four methods side by side, and how far another order of the passages moves full prefill's answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.calibration.comparison import METHODS, MethodResult, Nearness, compare
+from cacheblend_rag.engine.blending_trial import another_order
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from tests.probes import CHUNKS, PROMPT, engine_of
+
+
+def compared(engine: BlendEngine, prompt: Prompt, reorder: bool = True) -> dict[str, MethodResult]:
+    """The results of one pass of each method, by its name."""
+    results = [one for step in compare(engine, prompt, 5, 0.0, reorder) for one in step]
+    assert tuple(one.name for one in results) == METHODS
+    return {one.name: one for one in results}
+
+
+def test_another_order_is_measured_on_the_prompt_itself() -> None:
+    with engine_of() as engine:
+        found = compared(engine, PROMPT)
+        full = engine.adapter.prefill(engine.tokenize(PROMPT).input_ids)
+        other = engine.adapter.prefill(engine.tokenize(another_order(PROMPT)).input_ids)
+        ids = engine.with_config(selection="all").generate(PROMPT, max_new_tokens=5).token_ids
+        rows = [answer_log_probs(engine.adapter, one.cache, one.logits, ids) for one in (full, other)]
+    expected = float(kl_divergence(*rows).mean())
+    assert expected > 0
+    assert found["full recompute"].nearness == Nearness(0.0, same_answer=True)
+    for method in METHODS[1:]:
+        near = found[method].nearness
+        assert near.order_kl == pytest.approx(expected, rel=1e-4)
+        assert near.words.startswith("same words, " if near.same_answer else "other words, ")
+    assert found["prefix caching"].nearness.words == "same words, nearer than another order"
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS[:1], CHUNKS[:1] * 2], ids=["one passage", "one passage twice"])
+def test_passages_without_another_order_have_none(chunks: list[str]) -> None:
+    with engine_of() as engine:
+        found = compared(engine, replace_chunks(chunks))
+    assert found["blended"].nearness.order_kl is None
+    assert found["prefix caching"].nearness.words == "same words"
+
+
+def test_another_order_is_left_out_where_only_answers_are_wanted() -> None:
+    with engine_of() as engine:
+        assert compared(engine, PROMPT, reorder=False)["blended"].nearness.order_kl is None
+
+
+def test_words_say_no_more_than_was_measured() -> None:
+    near = Nearness(0.02, same_answer=False)
+    assert near.words == "other words"
+    assert replace(near, order_kl=0.03).words == "other words, nearer than another order"
+    assert replace(near, order_kl=0.01).words == "other words, further than another order"
+
+
+def replace_chunks(chunks: list[str]) -> Prompt:
+    return Prompt(PROMPT.prefix, chunks, PROMPT.suffix)

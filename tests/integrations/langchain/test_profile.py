@@ -1,0 +1,162 @@
+"""The profile of a chat model, as agents and middleware read it, and answers that are a call or have a format."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain.agents.structured_output import StructuredOutputValidationError, ToolStrategy
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from pydantic import BaseModel
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain import ChatCacheBlend
+from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
+
+CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "oak"}}\n</tool_call>'
+LEAF = '{"kind": "oak", "count": 3}'
+
+
+class Leaf(BaseModel):
+    """A leaf."""
+
+    kind: str
+    count: int
+
+
+def find(what: str) -> str:
+    """Find something."""
+    return f"There is one {what}."
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlendEngine:
+    return tiny_engine()
+
+
+def chat(engine: BlendEngine, *said: str, **fields: Any) -> ChatCacheBlend:
+    """A model that says these texts, one a call, then the last one again."""
+    left = list(said)
+
+    def answer(prompt: str) -> str | None:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    scripts = [Script(tiny_parts()[1], answer)] if said else []
+    return ChatCacheBlend.from_engine(engine, **{"max_new_tokens": 200, "logits_processor": scripts, **fields})
+
+
+def test_profile_says_what_the_model_can_do(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = chat(engine, max_new_tokens=None).profile
+    assert profile is not None
+    assert profile["max_input_tokens"] == profile["max_output_tokens"] == engine.context_window
+    able = ("tool_calling", "tool_choice", "structured_output", "text_inputs", "text_outputs", "temperature")
+    assert [profile[name] for name in able] == [True] * len(able)  # type: ignore[literal-required]
+    unable = ("image_inputs", "image_url_inputs", "audio_inputs", "pdf_inputs", "tool_call_streaming")
+    assert [profile[name] for name in unable] == [False] * len(unable)  # type: ignore[literal-required]
+    limited = chat(engine, max_new_tokens=100).profile
+    assert limited is not None
+    assert (limited["max_input_tokens"], limited["max_output_tokens"]) == (8192 - 100, 100)
+    assert chat(engine, profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("cacheblend_rag.engine.grammar.find_spec", lambda name: None)
+    less = chat(engine).profile
+    assert less is not None
+    assert not any((less["tool_calling"], less["tool_choice"], less["structured_output"]))
+
+
+@pytest.mark.parametrize("tools", [[], [find]], ids=["without tools", "with a tool"])
+async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine, tools: list[Any]) -> None:
+    said = ([CALL] if tools else []) + [LEAF]
+    asked: dict[str, Any] = {"messages": [HumanMessage("What fell?")]}
+    kinds = [HumanMessage, AIMessage, ToolMessage, AIMessage] if tools else [HumanMessage, AIMessage]
+    outs = [create_agent(chat(engine, *said), tools, response_format=Leaf).invoke(asked)]
+    outs.append(await create_agent(chat(engine, *said), tools, response_format=Leaf).ainvoke(asked))
+    steps = list(create_agent(chat(engine, *said), tools, response_format=Leaf).stream(asked, stream_mode="values"))
+    outs.append(steps[-1])
+    for out in outs:
+        assert out["structured_response"] == Leaf(kind="oak", count=3)
+        assert [type(one) for one in out["messages"]] == kinds, "no call stands for the object"
+        assert json.loads(out["messages"][-1].content) == {"kind": "oak", "count": 3}
+
+
+def test_answer_that_is_free_still_is_a_call_or_the_object(engine: BlendEngine) -> None:
+    """The model has learnt nothing: what it writes is held by the grammar alone."""
+    form = {"type": "object", "properties": {"kind": {"enum": ["oak", "ash"]}}, "required": ["kind"]}
+    response_format = {"type": "json_schema", "json_schema": {"name": "leaf", "schema": form, "strict": True}}
+    model = chat(engine, max_new_tokens=120, temperature=2.0).bind_tools([find], response_format=response_format)
+    answers = [model.invoke("What fell?", seed=seed) for seed in range(12)]
+    finished = [one for one in answers if one.response_metadata["finish_reason"] == "stop"]
+    assert finished
+    for one in finished:
+        if one.tool_calls:
+            assert {call["name"] for call in one.tool_calls} == {"find"}
+            assert one.content == ""
+        else:
+            assert json.loads(one.text)["kind"] in ("oak", "ash")
+
+
+def test_call_that_must_be_made_has_no_format(engine: BlendEngine) -> None:
+    model = chat(engine, LEAF).bind_tools([find], tool_choice="any")
+    with pytest.raises(ConfigError, match=r"response_format='json_object' .*tool_choice='auto'"):
+        model.invoke("What fell?", response_format={"type": "json_object"})
+    none = chat(engine, '{"a": 1}').bind_tools([find], tool_choice="none")
+    assert none.invoke("What fell?", response_format={"type": "json_object"}).text == '{"a": 1}'
+
+
+def test_cut_object_is_an_error_of_the_agent(engine: BlendEngine) -> None:
+    agent = create_agent(chat(engine, LEAF, max_new_tokens=4), [], response_format=Leaf)
+    with pytest.raises(StructuredOutputValidationError):
+        agent.invoke({"messages": [HumanMessage("What fell?")]})
+
+
+def test_agent_can_still_take_its_object_from_a_call(engine: BlendEngine) -> None:
+    call = f'<tool_call>\n{{"name": "Leaf", "arguments": {LEAF}}}\n</tool_call>'
+    model = chat(engine, call.removeprefix('<tool_call>\n{"name": "Leaf", "arguments": '))
+    out = create_agent(model, [], response_format=ToolStrategy(Leaf)).invoke({"messages": [HumanMessage("What?")]})
+    assert out["structured_response"] == Leaf(kind="oak", count=3)
+
+
+def test_history_is_summarised_at_a_share_of_the_context_window(engine: BlendEngine) -> None:
+    window = engine.context_window
+    assert window is not None
+    model, summariser = chat(engine, "An oak fell."), chat(engine, "They spoke of leaves.")
+    middle = SummarizationMiddleware(summariser, trigger=("fraction", 0.1), keep=("fraction", 0.03))
+    agent = create_agent(model, [], middleware=[middle], checkpointer=InMemorySaver())
+    config: Any = {"configurable": {"thread_id": "1"}}
+    long = "the quick brown fox " * (window // 40)  # about a tenth of the window, as LangChain counts
+    agent.invoke({"messages": [HumanMessage(long)]}, config)
+    out = agent.invoke({"messages": [HumanMessage("And then?")]}, config)
+    first, *_, last = out["messages"]
+    assert "They spoke of leaves." in first.text
+    assert long not in "".join(one.text for one in out["messages"])
+    assert last.text == "An oak fell."
+
+
+def test_reported_tokens_count_for_the_share(engine: BlendEngine) -> None:
+    """A template may write far more than messages show, such as tools; the model has counted it."""
+    middle = SummarizationMiddleware(chat(engine, "Short."), trigger=("fraction", 0.5), keep=("messages", 1))
+    usage: Any = {"input_tokens": 5000, "output_tokens": 1, "total_tokens": 5001}
+    told = chat(engine, "Yes.").invoke("What?").response_metadata
+    answer = AIMessage("Yes.", usage_metadata=usage, response_metadata=told)
+    changed = middle.before_model({"messages": [SystemMessage("S"), HumanMessage("What?"), answer]}, None)  # type: ignore[arg-type, typeddict-item]
+    assert changed is not None
+
+
+def test_stream_of_an_answer_with_a_format_and_tools_is_that_of_invoke(engine: BlendEngine) -> None:
+    form = {"type": "json_object"}
+    for said in (CALL, LEAF):
+        whole = chat(engine, said).bind_tools([find], response_format=form).invoke("What?")
+        chunks = list(chat(engine, said).bind_tools([find], response_format=form).stream("What?"))
+        total = chunks[0]
+        for one in chunks[1:]:
+            total += one
+        assert isinstance(total, AIMessageChunk)
+        assert total.text == whole.text
+        assert [call["args"] for call in total.tool_calls] == [call["args"] for call in whole.tool_calls]
