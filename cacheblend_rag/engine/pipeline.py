@@ -552,8 +552,9 @@ def _pipeline(
     if condition == "learned" and learned is None:
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
-    shared = {} if beside is None else {"latest": beside.latest, "repeated": beside.repeated}
-    segments = Segments(model, tokenizer, config, condition, learned, **shared)
+    segments = Segments(model, tokenizer, config, condition, learned)
+    if beside is not None:
+        segments = dataclasses.replace(segments, latest=beside.latest, repeated=beside.repeated)
     return Pipeline(segments, policy, store)
 
 

@@ -95,7 +95,7 @@ def with_repeated(
     places = [one if one.chunk is None else replace(one, chunk=numbers[one.chunk]) for one in prompt.documents]
     # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
     questions_from = len(prompt.prefix) if own else 0
-    found = [number for number in range(len(taken.matches)) if number not in numbers]
+    found = tuple(number for number in range(len(taken.matches)) if number not in numbers)
     return replace(rebuild(text, taken.matches, questions_from=questions_from, documents=places), found=found)
 
 
@@ -270,7 +270,7 @@ class RepeatedText:
         """Write down where windows are seen first, and of those that were known whether this is somewhere else."""
         known, place = self._windows.young.values, windows.places()
         fresh, seen = counted & ~was_known, counted & was_known
-        here = {"message": message, "place": place, "before": windows.before, "behind": windows.behind}
+        here: dict[str, npt.NDArray[Any]] = {"message": message, "place": place, "before": windows.before, "behind": windows.behind}
         for name, values in here.items():
             known[name][slots[fresh]] = values[fresh]
         rows = slots[seen]
