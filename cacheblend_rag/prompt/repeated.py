@@ -270,7 +270,12 @@ class RepeatedText:
         """Write down where windows are seen first, and of those that were known whether this is somewhere else."""
         known, place = self._windows.young.values, windows.places()
         fresh, seen = counted & ~was_known, counted & was_known
-        here: dict[str, npt.NDArray[Any]] = {"message": message, "place": place, "before": windows.before, "behind": windows.behind}
+        here: dict[str, npt.NDArray[Any]] = {
+            "message": message,
+            "place": place,
+            "before": windows.before,
+            "behind": windows.behind,
+        }
         for name, values in here.items():
             known[name][slots[fresh]] = values[fresh]
         rows = slots[seen]
