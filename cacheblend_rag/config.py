@@ -592,13 +592,26 @@ class BlendConfig:
         never. Use 'inline' in a program that ends after its answer, and 'off' where chunks never come again.
         """,
     )
+    prompt_cache: int | str = _engine_option(
+        "auto",
+        or_auto(_MEMORY),
+        """
+        Bytes of memory for the KV of the last prompts and their answers; 0 for none. A prompt that begins as one of
+        them goes on from there: the next step of an agent, the next turn of a chat, the same system prompt. 'auto' is
+        1 GiB, or a sixteenth of the memory of the machine (of the GPU, if the model is there) if that is less. Raise it
+        where several long conversations take turns; set 0 where memory is short, or where answers must not depend, by
+        rounding alone, on what was asked before. See docs/explanation/engine.md#the-last-prompts.
+        """,
+    )
     session_cache: bool = _engine_option(
         False,
         FLAG,
         """
-        Keep the KV of finished prompts and their answers, so that the next turn of a conversation, or the same prompt
-        again, continues from it. It is that of a blended pass, and so approximate, unless the answer was verified.
-        Questions and answers are stored, too. Turn it on where people ask several questions about the same documents.
+        Keep the KV of finished prompts that held chunks, and of their answers, in the store too, so that the next turn
+        of a conversation goes on from it after a restart, in another process, or when memory has dropped it. It is that
+        of a blended pass, and so approximate, unless the answer was verified. Nothing of a plain prefill is kept in the
+        store: `prompt_cache` keeps that, in memory. Questions and answers are stored, too. Turn it on where people come
+        back to long conversations, or ask several questions about the same documents.
         """,
     )
     find_repeated: bool | str = _engine_option(

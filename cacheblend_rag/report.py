@@ -179,11 +179,12 @@ class BlendReport:
         Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. All other
         figures of chunks are of the others.
     prefix_hit : bool
-        Whether the prefix was read from the store.
+        Whether the prefix was read from the store, or was the beginning of a kept prompt.
     reused_tokens : int
-        Chunk and prefix tokens whose KV was read from the store.
+        Tokens whose KV was read from the store, or was that of a kept prompt.
     resumed_tokens : int
-        Tokens that were continued from a kept prompt; their chunks count as hits.
+        First tokens that a kept prompt had in common with this one: one of the last, in memory (``prompt_cache``), or
+        one in the store (``session_cache``). Their chunks count as hits.
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int
@@ -389,7 +390,9 @@ class AnswerStats:
     hits, misses : int
         Chunks of those prompts whose KV was read from the store, and chunks whose KV was not there.
     reused_tokens : int
-        Tokens whose KV was read from the store.
+        Tokens whose KV was read from the store, or was that of a kept prompt.
+    resumed_tokens : int
+        Those of them that were the beginning of a kept prompt.
     documents_hit, documents_missed, documents_not_found, documents_left_out : int
         Retrieved documents by what became of them, counted once for each prompt; see `DocumentUse`.
     documents_changed : int
@@ -406,6 +409,7 @@ class AnswerStats:
     hits: int = 0
     misses: int = 0
     reused_tokens: int = 0
+    resumed_tokens: int = 0
     documents_hit: int = 0
     documents_missed: int = 0
     documents_not_found: int = 0
@@ -442,6 +446,7 @@ class Tally:
                 hits=seen.hits + report.hits,
                 misses=seen.misses + report.misses,
                 reused_tokens=seen.reused_tokens + report.reused_tokens,
+                resumed_tokens=seen.resumed_tokens + report.resumed_tokens,
                 documents_hit=seen.documents_hit + outcomes["hit"],
                 documents_missed=seen.documents_missed + outcomes["miss"],
                 documents_not_found=seen.documents_not_found + outcomes["not found"],

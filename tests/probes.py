@@ -28,12 +28,12 @@ PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 
 def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **options: Any) -> BlendEngine:
-    """An engine that blends every prompt by the paper's rule and stores at once, unless told otherwise.
+    """An engine that blends every prompt by the paper's rule, anew, and stores at once, unless told otherwise.
 
     Chunks are computed behind the start of a text alone: a twin of that is a plain pass over the chunk.
     """
     paper = {"condition": "sink", "selection": "hkvd"}
-    options = {"min_tokens": 0, "write_back": "inline"} | paper | options
+    options = {"min_tokens": 0, "write_back": "inline", "prompt_cache": 0} | paper | options
     model = tiny.model() if model is None else model
     tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)

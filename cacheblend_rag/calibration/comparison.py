@@ -144,6 +144,7 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
     form that costs it no loading. "Full reuse" and "blended" read the engine's store.
     """
+    engine = engine.with_config(prompt_cache=0)  # as if nobody had asked before
     reuse = engine.with_config(selection="none", min_tokens=0)
     plain = full_recompute(engine, prompt), prefix_caching(engine, prompt)
     return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))

@@ -52,7 +52,7 @@ def report_of(
         misses=hits.count(False),
         chunk_tiers=tiers,
         left_out=lookup.fit.left_out,
-        prefix_hit=lookup.prefix_hit,
+        prefix_hit=lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix)),
         reused_tokens=reused + len(split.prefix) * lookup.prefix_hit,
         resumed_tokens=0 if kept is None else kept.tokens,
         recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,

@@ -19,7 +19,7 @@ from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -32,7 +32,7 @@ from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptErr
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt, TokenizedPrompt
+from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
 from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
 
@@ -109,7 +109,8 @@ class Answering:
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             answer, cache = self._decode(blend, options, sink)
             trace.answered(answer)
-            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache), answer.token_ids))
+            exact = blend.exact or cache is not blend.cache  # that of a check is
+            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), answer.token_ids))
             if blend.choice is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -244,12 +245,12 @@ class Answering:
             return CheckedAnswer(draft, self._unchecked(draft, options, sink), blend.cache)
         if mode == "idle":
             return CheckedAnswer(draft, self._verify_later(blend, draft, options), blend.cache)
-        checked = self._check(blend.input_ids, draft, options, turns.step, turns.pauses(cancelled), cancelled)
+        checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)
         return checked or CheckedAnswer(draft, _NO_MEMORY, blend.cache)
 
     def _check(
         self,
-        ids: Sequence[int],
+        lookup: Lookup,
         draft: DecodedAnswer,
         options: DecodeOptions,
         step: Step,
@@ -257,12 +258,12 @@ class Answering:
         cancelled: Callable[[], bool],
     ) -> CheckedAnswer | None:
         """The answer that full prefill gives; None if memory ran out."""
-        model = self.pipeline.segments.model
+        model, ids = self.pipeline.segments.model, lookup.split.input_ids
+        begun = self.pipeline.recent_prompts.exact_beginning(lookup.ticket, ids)
+        how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun}
         try:
             with model.products():
-                return check(
-                    model.adapter, self.tokenizer, ids, draft, options, step=step, pauses=pauses, cancelled=cancelled
-                )
+                return check(model.adapter, self.tokenizer, ids, draft, options, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -273,7 +274,8 @@ class Answering:
         """Let an answer be verified when nothing else waits, if it is among the share that is."""
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
-        model, split, choice = self.pipeline.segments.model, blend.lookup.fit.split, blend.choice
+        model, lookup, choice = self.pipeline.segments.model, blend.lookup, blend.choice
+        split = lookup.fit.split
         if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
             return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
         fingerprint = model.fingerprint
@@ -298,24 +300,24 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 pauses = turns.pauses_in_background(cancelled)
-                found = self._check(split.input_ids, draft, options, turns.step_in_background, pauses, cancelled)
+                found = self._check(lookup, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
                 if has_changed():
                     return _CHANGED
                 self._note(found.verification, choice)
-                self._keep_checked(split, found, cancelled)
+                self._keep_checked(lookup, found, cancelled)
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
-    def _keep_checked(self, split: TokenizedPrompt, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
+    def _keep_checked(self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
         """Keep the exact KV of a conversation, unless one of its chunks was forgotten meanwhile."""
-        if self.pipeline.store.traits.read_only:
-            return
-        jobs = self.pipeline.keep_session(split, found.decoded.token_ids, found.cache)
+        kept, pipeline = (lookup.fit.split, found.decoded.token_ids, found.cache), self.pipeline
+        jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
         with self.verifications.storing:
             if not cancelled():
+                pipeline.recent_prompts.keep(lookup.ticket, *kept)
                 run_all(jobs)
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:

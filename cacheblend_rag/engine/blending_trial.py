@@ -9,6 +9,7 @@ result is kept with the store, without any text.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -323,7 +324,8 @@ class _Trial:
     """Passes over prompts, each in the background, and each given up where the whole is."""
 
     def __init__(self, asked: Asked, ends: Callable[[], bool]) -> None:
-        self._pipeline, self._turns, self._ends = asked.pipeline, asked.turns, ends
+        config = dataclasses.replace(asked.pipeline.config, prompt_cache=0)  # nobody asked this before
+        self._pipeline, self._turns, self._ends = asked.pipeline.with_config(config), asked.turns, ends
         self._model = self._pipeline.segments.model
         self._fingerprint = self._model.fingerprint
         self._end_ids = end_ids_of(self._model.adapter.model, asked.tokenizer)

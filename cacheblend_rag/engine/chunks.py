@@ -163,6 +163,7 @@ class Chunks:
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
+        self.pipeline.prompts.forget(segments.config.salt, texts, ids)
         begins, kept, shares = finder(ids), keys_begin(segments.config.salt), sharer(ids)
 
         def holds_chunk(key: str, job: Job) -> bool:

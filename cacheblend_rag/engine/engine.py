@@ -157,8 +157,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def _consist_of(self, parts: EngineParts) -> None:
         self._parts = parts
         self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
-        self.config, self.store, segments = pipeline.config, pipeline.store, pipeline.segments
-        self.adapter = segments.model.adapter
+        self.config, self.store, self.prompts = pipeline.config, pipeline.store, pipeline.prompts
+        self.adapter = (segments := pipeline.segments).model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
         self.takes_images = getattr(self.model.config, "vision_config", None) is not None
@@ -490,8 +490,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         write_back = self.turns.write_back
         if self._parts.base is not None or write_back.closed:
             return
-        self._parts.prefetcher.close()
-        self.verifications.close()
+        for part in (self._parts.prefetcher, self.verifications, self.prompts):
+            part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
             self.turns.segments.model.release()

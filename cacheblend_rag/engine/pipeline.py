@@ -15,9 +15,10 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.segments import FOUND, Segment, Segments
-from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
+from cacheblend_rag.engine.segments import FOUND, LatestContexts, Segment, Segments
+from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
@@ -28,8 +29,9 @@ from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
+from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import Seconds
-from cacheblend_rag.store.base import KVStore, StoredKV, discard
+from cacheblend_rag.store.base import KVStore, RecordInfo, StoredKV, discard
 from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
@@ -57,6 +59,8 @@ class Lookup:
         By key, those that are stored and worth reading.
     kept : ResumedPrompt or None
         The kept prompt that this one goes on from.
+    ticket : Ticket or None
+        Lets it be kept with its answer; None if it is not to be.
     opened : list of StoredKV
         All records that were opened on the way.
     seconds : float
@@ -72,6 +76,7 @@ class Lookup:
     chunks: tuple[Segment, ...] = ()
     records: Mapping[str, StoredKV] = field(default_factory=dict)
     kept: ResumedPrompt | None = None
+    ticket: Ticket | None = None
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
@@ -97,6 +102,16 @@ class Lookup:
     def found(self) -> bool:
         """Whether a chunk is one because its text repeats."""
         return any(chunk.found for chunk in self.split.located)
+
+    @property
+    def exact_tokens(self) -> int:
+        """First tokens whose KV is that of a full prefill: what comes from the store may be in eight bits."""
+        read = [span.start for span, hit in zip(self.split.chunks, self.hits, strict=False) if hit]
+        if isinstance(self.kept, RecentPrompt):
+            read += [] if self.kept.exact else [self.kept.exact_tokens]
+        elif self.prefix_hit:
+            read.append(0)
+        return min(read, default=len(self.split.input_ids))
 
     def without(self, key: str) -> Lookup:
         """The same, as if a record had never been stored."""
@@ -193,7 +208,7 @@ class Blend:
     lost : int
         Records that failed on the way.
     exact : bool
-        Whether the KV is that of a full prefill: nothing was read from the store, which may hold it in eight bits.
+        Whether the KV is that of a full prefill; see `Lookup.exact_tokens`.
     ready_at : float
         When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
@@ -230,11 +245,14 @@ class Pipeline:
     segments : Segments
     policy : RatioPolicy
     store : KVStore
+    prompts : PromptCache
+        Shared by all views of an engine.
     """
 
     segments: Segments
     policy: RatioPolicy
     store: KVStore
+    prompts: PromptCache
 
     @property
     def config(self) -> BlendConfig:
@@ -252,8 +270,8 @@ class Pipeline:
     def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
         model = self.segments.model.with_prepacking(config.prepack_weights)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        policy, own = self.policy, self.segments
-        return _pipeline(model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, beside=own)
+        policy, shared = self.policy, (self.segments.latest, self.segments.repeated, self.prompts)
+        return _pipeline(model, tokenizer, config, self.store, learned, policy.controller, policy.minimum, shared)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -288,15 +306,43 @@ class Pipeline:
 
     def look_up(self, fit: FittedPrompt, plain: bool = False) -> Lookup:
         """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
-        started, split = time.perf_counter(), fit.split
-        few = not split.chunks or split.chunk_tokens < self.config.min_tokens
-        if plain or few or not self.segments.model.adapter.reusable(len(split.input_ids)):
+        started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
+        if not self.segments.model.adapter.reusable(len(split.input_ids)):
             return Lookup(fit, split, plain=True)
-        if self.policy.prefills_all:
-            return Lookup(fit, split, plain=True, why="blending was found poor on this model")
+        ticket = recent.begin(len(split.input_ids))
+        few = self.config.min_tokens
+        why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
+        plain = plain or bool(why) or _has_few_chunks(split, few)
+        begun = recent.find(ticket, split, exact=plain)
+        if plain or (begun is not None and begun.exact and _has_few_chunks(begun.split, few)):
+            lookup = _plainly(fit, begun)
+        else:
+            lookup = self._opened(fit, self._longer(split, begun), [])
+            if begun is not None and lookup.kept is None and not lookup.prefix_hit:  # it is a part of the prefix
+                lookup = self._opened(fit, begun, lookup.opened)
+        return dataclasses.replace(lookup, ticket=ticket, why=why, seconds=time.perf_counter() - started)
+
+    def _longer(self, split: TokenizedPrompt, begun: RecentPrompt | None) -> ResumedPrompt | None:
+        """The kept prompt in memory or in the store, whichever goes further; None if a stored prefix may."""
         kept = self._session_cache(split).find(split) if self._keeps_sessions else None
-        lookup = self._opened(fit, kept, [])
-        return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
+        if begun is None or (kept is not None and kept.tokens > begun.tokens):
+            return kept
+        if kept is not None:
+            kept.record.close()
+        return begun if begun.tokens >= len(split.prefix) else None
+
+    @property
+    def recent_prompts(self) -> RecentPrompts:
+        """The prompt cache under these options."""
+        segments = self.segments
+
+        def like(tokens: int) -> RecordInfo:
+            regime = segments.model.adapter.regime(tokens) or 0
+            return dataclasses.replace(segments.info(segments.describe("session", (), (), regime)), rotated=True)
+
+        config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
+        rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
+        return RecentPrompts(self.prompts, segments.model.adapter, config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
@@ -305,7 +351,8 @@ class Pipeline:
         regime = segments.model.adapter.regime(len(split.input_ids)) or 0
         has_prefix = len(prefix_ids) > len(segments.tokenizer.start_ids)
         prefix = segments.describe("prefix", (), prefix_ids, regime) if has_prefix else None
-        behind = prefix_ids if segments.condition == "prefix" and has_prefix else None
+        own = fit.split.ids(fit.split.prefix)
+        behind = own if segments.condition == "prefix" and len(own) > len(segments.tokenizer.start_ids) else None
         records: dict[str, StoredKV] = {}
         if kept is not None:
             prefix = Segment("session", (), prefix_ids, kept.key, regime)
@@ -319,7 +366,7 @@ class Pipeline:
             if key in stored and self._is_of(stored[key], segment):
                 records[key] = stored[key]
         opened += records.values()
-        return Lookup(fit, split, False, prefix, chunks, records, kept, opened)
+        return Lookup(fit, split, False, prefix, chunks, records, kept, opened=opened)
 
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
@@ -443,7 +490,7 @@ class Pipeline:
             done=fusion.done,
             work=work_share(adapter.shape, len(loading.lookup.split.input_ids), fusion.done),
             lost=lost,
-            exact=not loading.lookup.records,
+            exact=loading.lookup.exact_tokens == len(loading.lookup.split.input_ids),
             ready_at=time.perf_counter(),
             jobs=self._write_back(loading.lookup, fusion),
         )
@@ -451,12 +498,16 @@ class Pipeline:
     def _prefilled(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
         """By the model's own prefill."""
         started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
+        begun = lookup.kept.new_cache() if isinstance(lookup.kept, RecentPrompt) else None
+        first = 0 if begun is None else begun.get_seq_length()
         with self.segments.model.products():
-            result = adapter.prefill(ids, *(pauses or ()))
-        rows = (torch.arange(len(ids), device=adapter.device),) * adapter.num_layers
+            result = adapter.prefill(ids, *(pauses or ()), begun=begun)
+        rows = (torch.arange(first, len(ids), device=adapter.device),) * adapter.num_layers
         ready_at = time.perf_counter()
-        seconds = Seconds(fuse=ready_at - started)
-        return Blend(lookup, result.cache, result.logits, rows, seconds, exact=True, ready_at=ready_at)
+        seconds, work = Seconds(fuse=ready_at - started), 1.0
+        if first:
+            work = work_share(adapter.shape, len(ids), RowsDone(rows))
+        return Blend(lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -498,10 +549,14 @@ class Pipeline:
         return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
 
     def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-        """Jobs that store what is missing of a prompt, and the whole prompt with its answer if that is wanted."""
+        """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted."""
+        lookup = blend.lookup
+        self.segments.model.look()  # adapters may have been switched meanwhile
+        exact = None if blend.exact else lookup.exact_tokens
+        self.recent_prompts.keep(lookup.ticket, lookup.fit.split, answer_ids, blend.cache, exact)
         if blend.choice is None:
             return blend.jobs
-        return {**blend.jobs, **self.keep_session(blend.lookup.fit.split, answer_ids, blend.cache)}
+        return {**blend.jobs, **self.keep_session(lookup.fit.split, answer_ids, blend.cache)}
 
     def keep_session(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> Mapping[str, Job]:
         """The job that stores a whole prompt with its answer, if that is wanted and the cache holds it.
@@ -539,7 +594,7 @@ def _pipeline(
     learned: LearnedContext | None,
     controller: LoadingController | None,
     minimum: MinimumRatio | None = None,
-    beside: Segments | None = None,
+    shared: tuple[LatestContexts, RepeatedTexts, PromptCache] | None = None,
 ) -> Pipeline:
     """Choose the condition and the rule by the options, what was calibrated, and what was learned."""
     digest = "" if learned is None else learned.digest
@@ -552,10 +607,9 @@ def _pipeline(
     if condition == "learned" and learned is None:
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
-    segments = Segments(model, tokenizer, config, condition, learned)
-    if beside is not None:
-        segments = dataclasses.replace(segments, latest=beside.latest, repeated=beside.repeated)
-    return Pipeline(segments, policy, store)
+    latest, repeated, prompts = shared or (LatestContexts(), RepeatedTexts(), PromptCache())
+    segments = Segments(model, tokenizer, config, condition, learned, latest, repeated)
+    return Pipeline(segments, policy, store, prompts)
 
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
@@ -565,6 +619,19 @@ def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None
     except StoreError as error:
         _log.warning("%s", error)
         return None
+
+
+def _has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
+    """Whether so little can be read from the store that the model's own prefill is better."""
+    return not split.chunks or split.chunk_tokens < least
+
+
+def _plainly(fit: FittedPrompt, begun: RecentPrompt | None) -> Lookup:
+    """A prompt that the model itself prefills, perhaps from what it begins with."""
+    if begun is None:
+        return Lookup(fit, fit.split, plain=True)
+    prefix = Segment("session", (), begun.record.info.token_ids, begun.key)
+    return Lookup(fit, begun.split, True, prefix, records={begun.key: begun.record}, kept=begun)
 
 
 def _plan(lookup: Lookup) -> FusionPlan:

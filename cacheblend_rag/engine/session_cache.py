@@ -27,6 +27,20 @@ KEY_PREFIX = "session-"
 _BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
 
 
+def blended_by(config: BlendConfig, condition: str) -> str:
+    """All that the KV of a blended prompt depends on, apart from its ids and the model.
+
+    Parameters
+    ----------
+    config : BlendConfig
+    condition : str
+        The condition that chunks are computed behind, and the digest of a learned context.
+    """
+    options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
+    options |= {"condition": condition, "selection_options": sorted(config.selection_options.items())}
+    return repr(options)
+
+
 @dataclass(frozen=True)
 class ResumedPrompt:
     """A prompt whose first tokens are those of a kept one.
@@ -66,9 +80,7 @@ class SessionCache:
 
     def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo, learned: str = "") -> None:
         self._store, self._salt, self._like = store, config.salt, like
-        options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
-        options["condition"] += learned
-        self._rule = repr({**options, "selection_options": sorted(config.selection_options.items())})
+        self._rule = blended_by(config, config.condition + learned)
 
     def key(self, anchor: Sequence[int]) -> str:
         """Key of the prompt that begins with these ids, up to the end of its last chunk."""
@@ -88,7 +100,7 @@ class SessionCache:
             if tokens < span.stop:
                 record.close()
                 continue
-            return ResumedPrompt(_resume(split, tokens), key, _Beginning(record, tokens))
+            return ResumedPrompt(resume(split, tokens), key, _Beginning(record, tokens))
         return None
 
     def _in_common(self, info: RecordInfo, split: TokenizedPrompt) -> int:
@@ -150,7 +162,7 @@ def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:
     return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
 
 
-def _resume(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
+def resume(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
     """The same ids, the first of them one long prefix."""
     return dataclasses.replace(
         split,

@@ -61,6 +61,7 @@ def check(
     step: Step,
     pauses: Pauses | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    begun: Any = None,
 ) -> CheckedAnswer:
     """Hold an answer against full prefill.
 
@@ -80,6 +81,8 @@ def check(
         Where others may use the model.
     cancelled : callable
         True once nobody wants the answer.
+    begun : transformers Cache, optional
+        Exact KV of the prompt's beginning; see `ModelAdapter.prefill`.
 
     Returns
     -------
@@ -93,7 +96,7 @@ def check(
         If it was cancelled.
     """
     started = time.perf_counter()
-    exact = adapter.prefill(input_ids, *(pauses or ()))
+    exact = adapter.prefill(input_ids, *(pauses or ()), begun=begun)
     steps = _DraftSteps(adapter, exact.cache, draft.token_ids, step, pauses)
     ties = _KeptTies(draft.token_ids, len(input_ids), adapter.dtype)
     if not options.samples(adapter.model, tokenizer):

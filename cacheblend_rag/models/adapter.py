@@ -45,7 +45,7 @@ from cacheblend_rag.models.projections import LatentKV, PlainKV
 from cacheblend_rag.models.quantised import mixes_rows
 from cacheblend_rag.models.rope import Positions, Rotaries
 from cacheblend_rag.models.segments import cut_out
-from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
+from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape, slices_behind
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
@@ -519,6 +519,7 @@ class ModelAdapter:
         ids: Sequence[int],
         between: Callable[[float], object] | None = None,
         each_layer: Callable[[], object] | None = None,
+        begun: Cache | None = None,
     ) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
 
@@ -530,12 +531,12 @@ class ModelAdapter:
             may use the model then.
         each_layer : callable, optional
             Called within each layer.
+        begun : transformers Cache, optional
+            KV that such a pass gives to the first ids, but for the last one at least; it grows by the others.
         """
-        with self._plain():
-            cache = preallocate(DynamicCache(config=self.config))
-        whole = between is None or self.mixes_rows
-        slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
-        for rows in slices:
+        cache = preallocate(DynamicCache(config=self.config)) if begun is None else begun
+        shape = None if between is None or self.mixes_rows else self.shape
+        for rows in slices_behind(cache.get_seq_length(), len(ids), shape, _SLICE):
             began = time.perf_counter()
             with self._plain(), called_at_each_layer(cache, each_layer):
                 logits = self.extend(cache, ids[rows.start : rows.stop], logits_to_keep=1)[-1]
@@ -629,8 +630,7 @@ class ModelAdapter:
 
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
-        layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
-        return tuple(self.layers_of(layers))
+        return tuple(self.layers_of(self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)))
 
     def _run_decoder(
         self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = (), gradients: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.projections import PlainKV
@@ -225,6 +225,42 @@ def take_back(cache: Cache, rows: int) -> None:
     """Forget the newest rows of a cache whose layers all grow in place."""
     for layer in cache.layers:
         layer.take_back(rows)
+
+
+def first_rows(cache: Cache, tokens: int) -> Cache | None:
+    """A cache of the first tokens of another; None if a layer has not kept them.
+
+    It shows the rows of the other one, and writes none of them: what is added to it lies elsewhere.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+    tokens : int
+    """
+    layers = [_cut(layer, tokens) for layer in cache.layers]
+    return None if None in layers else Cache(layers=layers)
+
+
+def _cut(layer: Any, tokens: int) -> Any:
+    if not isinstance(layer, (PreallocatedLayer, DynamicSlidingWindowLayer)) or not layer.is_initialized:
+        return None
+    length = layer.get_seq_length()
+    if length < tokens or (length > tokens and layer.keys.shape[2] < length):
+        return None
+    keys, values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+    if isinstance(layer, PreallocatedLayer):
+        cut = PreallocatedLayer()
+        cut.hold(keys, values)
+        return cut
+    cut = copy.copy(layer)  # it makes new tensors as it grows
+    cut.keys, cut.values, cut.cumulative_length = keys, values, tokens
+    return cut
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes of memory that a cache keeps from being used otherwise."""
+    parts = [part.untyped_storage() for layer in cache.layers for part in (layer.keys, layer.values)]
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
 
 
 class CacheMark:

@@ -72,6 +72,12 @@ class ModelShape:
         yield range(start, tokens)
 
 
+def slices_behind(first: int, tokens: int, shape: ModelShape | None, size: int) -> list[range]:
+    """Positions of a prompt behind the first ones: see `ModelShape.slices`; one slice without a shape."""
+    slices = [range(tokens)] if shape is None else shape.slices(tokens, size)
+    return [range(max(first, rows.start), rows.stop) for rows in slices if rows.stop > first]
+
+
 def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, window: int | None) -> LayerShape:
     """Read off a decoder layer what it costs.
 

@@ -27,6 +27,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "find_repeated": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
+    "prompt_cache": ("2GB", 2 * 10**9),
     "codec": ("raw", "raw"),
     "salt": ("tenant", "tenant"),
     "like": ("llama", "llama"),

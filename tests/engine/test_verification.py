@@ -235,7 +235,7 @@ def test_others_are_answered_while_one_is_verified(monkeypatch: pytest.MonkeyPat
     with reused(max_concurrent=2) as engine:
         prefill = engine.adapter.prefill
 
-        def slow(ids: Any, between: Any = None, each_layer: Any = None) -> Any:
+        def slow(ids: Any, between: Any, each_layer: Any, begun: Any) -> Any:
             if len(ids) > 60:
                 assert between is not None
                 events.append("check begins")
@@ -243,7 +243,7 @@ def test_others_are_answered_while_one_is_verified(monkeypatch: pytest.MonkeyPat
                 until(lambda: engine.turns.scheduler.waiting > 0)
                 between(10.0)
                 events.append("check goes on")
-            return prefill(ids, between, each_layer)
+            return prefill(ids, between, each_layer, begun)
 
         waiting = threading.Event()
         monkeypatch.setattr(engine.adapter, "prefill", slow)

@@ -103,7 +103,7 @@ def test_passages_that_move_hit_at_their_third_sight(way: str, reports: list[Ble
     assert third.hits == 2
     tokens = len(engine.tokenizer(A + B)["input_ids"])
     assert sum(one.tokens for one in third.found) > 0.9 * tokens
-    assert third.reused_tokens == sum(one.tokens for one in third.found)
+    assert third.reused_tokens >= sum(one.tokens for one in third.found)
     assert third.prefix_tokens <= 1, "nothing that only one prompt held is a prefix, which would be stored"
     assert len(found_keys(engine)) == 2
     assert {key for key, _ in engine.store.infos("")} == found_keys(engine)

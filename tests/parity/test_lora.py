@@ -266,6 +266,19 @@ def _replace(model: Any) -> None:
     model.set_adapter("one")
 
 
+@pytest.mark.parametrize("change", [lambda model: model.set_adapter("two"), _train, _scale])
+def test_prompt_kept_with_one_adapter_is_not_gone_on_from_with_another(change: Callable[[Any], None]) -> None:
+    model, text = two_adapters(), "\n\n".join(CHUNKS)
+    with engine_of(model) as engine:
+        engine.generate(text, max_new_tokens=1)
+        assert engine.fuse(text).report.resumed_tokens > 0
+        change(model)
+        fused = engine.fuse(text)
+        assert fused.report.resumed_tokens == 0
+        full = tiny.full_prefill(model, fused.input_ids)
+        torch.testing.assert_close(fused.logits, full.logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("change", [_train, _write_through_data, _scale, _replace])
 def test_changed_adapter_is_another(change: Callable[[Any], None]) -> None:
     model = two_adapters()

@@ -166,7 +166,13 @@ def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> I
     cases = cases or (lambda chunks: read)
     size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
-    fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "session_cache": False, "verify": "off"}
+    fixed: dict[str, Any] = {
+        "min_tokens": 0,
+        "write_back": "inline",
+        "prompt_cache": 0,
+        "session_cache": False,
+        "verify": "off",
+    }
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     kept = data_folder(parsed) / "kv"
     with BlendEngine.from_pretrained(

@@ -77,7 +77,7 @@ class DocumentChains:
         except ImportError as error:
             raise MissingExtraError("langchain-classic", "langchain") from error
         self._load = load_qa_chain
-        plain = engine.with_config(min_tokens=sys.maxsize)
+        plain = engine.with_config(min_tokens=sys.maxsize, prompt_cache=0)
         self._llm = CacheBlendLLM.from_engine(plain, max_new_tokens=max_new_tokens, track=False, **fields)
         self._chains: dict[str, Any] = {}
 

@@ -158,7 +158,7 @@ def _by_programs(texts: Sequence[str], place: str, folder: Path) -> dict[str, in
     docs = folder / "docs"
     docs.mkdir(parents=True)
     _write(docs, texts, place)
-    options = FolderRAGOptions(docs=docs, data_dir=folder / "ask", max_new_tokens=1, config=BlendConfig())
+    options = FolderRAGOptions(docs=docs, data_dir=folder / "ask", max_new_tokens=1, config=BlendConfig(prompt_cache=0))
     with FolderRAG(options) as rag:
         rag.update()
         found = {"ask": _found(_in_index(rag.index), texts)[0]}

@@ -37,7 +37,7 @@ from cacheblend_rag import BlendConfig
 sentence = "The harbour of {0} was dredged in {1} and its mill number {2} burned down in {3}. "
 chunks = ["".join(sentence.format("abcdefgh"[c], 1900 + i, c * 20 + i, 1950 + i) for i in range(12)) for c in range(6)]
 with tempfile.TemporaryDirectory() as folder:
-    config = BlendConfig(min_tokens=0, write_back="inline")
+    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline")
     model = ChatCacheBlend.from_model_id("smollm2", config=config, store=folder, max_new_tokens=48, temperature=0)
     began = time.perf_counter()
     model.warm(chunks, progress=False)

@@ -91,7 +91,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
     documents = [Document(page_content=text) for text in chunk_texts(tokenizer, options.chunks, options.chunk_tokens)]
     with tempfile.TemporaryDirectory() as folder:
-        config = BlendConfig(min_tokens=0, write_back="inline")
+        config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline")
         ours = CacheBlendLLM.from_pipeline(made, config=config, store=folder, logits_processor=[clock])
         warming = ours.warm(documents, progress=False)
         before = _huggingface(made)

@@ -65,7 +65,7 @@ class LookupOptions:
 def measure(options: LookupOptions) -> dict[str, Any]:
     """Measure; a dictionary fit for JSON."""
     torch.set_num_threads(options.threads)
-    config = BlendConfig(min_tokens=0)
+    config = BlendConfig(prompt_cache=0, min_tokens=0)
     with BlendEngine.from_pretrained(options.model, dtype=options.dtype, config=config) as engine:
         cases = open_cases(options.data)
         random.Random(0).shuffle(cases)

@@ -108,7 +108,7 @@ def measure(
     """Measure and fit; a dictionary fit for JSON."""
     if threads:
         torch.set_num_threads(threads)
-    config = BlendConfig(write_back="off", max_concurrent=8, min_tokens=0, condition=condition)
+    config = BlendConfig(prompt_cache=0, write_back="off", max_concurrent=8, min_tokens=0, condition=condition)
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         server = held.enter_context(valkey_server())

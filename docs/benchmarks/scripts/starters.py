@@ -76,7 +76,7 @@ def _processor_seconds() -> float:
 def answers(model: str, questions: Sequence[Mapping[str, Any]], data: Path) -> list[dict[str, Any]]:
     """Every question in every way, the blended ones first."""
     found: list[dict[str, Any]] = [{"question": one["question"]} for one in questions]
-    blended, plain = BlendConfig(), BlendConfig(selection="all", min_tokens=10**9)
+    blended, plain = BlendConfig(prompt_cache=0), BlendConfig(prompt_cache=0, selection="all", min_tokens=10**9)
     for config, ways in ((blended, WAYS[:2]), (plain, WAYS[2:])):
         with FolderRAG(FolderRAGOptions(model=model, data_dir=data, config=config)) as rag:
             rag.update()

@@ -80,7 +80,7 @@ def work() -> None:
     """Measure what comes on standard input, a line each."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with tempfile.TemporaryDirectory() as folder:
-        config = BlendConfig(min_tokens=0)
+        config = BlendConfig(prompt_cache=0, min_tokens=0)
         with BlendEngine.from_pretrained("smollm2", config=config, store=folder) as engine:
             for line in sys.stdin:
                 print(json.dumps(measure(engine, prompt_of(engine.tokenizer, *json.loads(line)))), flush=True)

@@ -169,7 +169,7 @@ def measure(options: ThroughputOptions) -> dict[str, Any]:
 
 
 def _engine(model: Any, tokenizer: Any, options: ThroughputOptions, texts: Sequence[str]) -> BlendEngine:
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.15)
+    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline", recompute_ratio=0.15)
     engine = BlendEngine(model, tokenizer, config=config, store=MemoryStore())
     if not options.capacity:
         return engine

@@ -223,7 +223,7 @@ def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
             engines[place], warming[place] = stack.enter_context(made)
             known = engines[place].fingerprint
         nothing = _store(options.kv[0], folder / "nothing", model)
-        config = BlendConfig(min_tokens=0, write_back="off")
+        config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="off")
         cold = BlendEngine(model, tokenizer, config=config, store=nothing, fingerprint=known)
         stack.enter_context(cold)
         more = stack.enter_context(others(engines[options.kv[0]], prompt)) if others else {}

@@ -213,7 +213,7 @@ def run(parsed: argparse.Namespace) -> None:
     """Ask all questions, and write what was found."""
     torch.set_num_threads(parsed.threads)
     cases = of_half(open_cases(parsed.data), parsed.half)[: parsed.limit]
-    config = BlendConfig(min_tokens=0, write_back="inline")
+    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline")
     with BlendEngine.from_pretrained(parsed.model, dtype=parsed.dtype, config=config) as engine:
         asking, rows = Asking(engine, parsed.ways), list[dict[str, Any]]()
         for case in cases:

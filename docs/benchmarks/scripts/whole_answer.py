@@ -130,7 +130,7 @@ def _engine(case: Case, *, eight_bits: bool = False, **options: Any) -> _Answer:
     if eight_bits:
         in_eight_bits(model)
     store = Path(case.folder, f"{case.chunks} chunks, {'eight bits' if eight_bits else 'plain'}")
-    engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, **options), store=store)
+    engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, prompt_cache=0, **options), store=store)
     prompt = case.prompt(tokenizer)
     engine.warm(prompt.chunks, progress=False)
 

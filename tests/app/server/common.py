@@ -53,6 +53,11 @@ def passage(seed: int, words: int = 60) -> str:
     return f"Passage {seed}\n{tiny.text(words, seed)}\n"
 
 
+def drop_last_prompts(service: Any) -> None:
+    """Let the next prompt find nothing but the store, whatever was asked before."""
+    service.engine.prompts._kept.clear()
+
+
 def settings_for(
     model: Path,
     docs: Path,

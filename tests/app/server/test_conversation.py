@@ -132,7 +132,8 @@ def test_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytest.
     assert len(set(places)) == len(places), "no passage stands in a prompt twice"
     following(monkeypatch, stands_alone=True)
     other = turn_of(client, "archive", "What is the valley?", history, k=2)
-    assert (other["resumed"], other["stands_alone"], len(other["chunks"])) == (0, True, 2)
+    assert (other["stands_alone"], len(other["chunks"])) == (True, 2)
+    assert other["resumed"] < before, "the instructions, and passages that stand behind them again"
     following(monkeypatch)
     assert turn_of(client, "archive", "Is it cold?", history, k=2)["resumed"] > 0.8 * len(other["prompt"])
 

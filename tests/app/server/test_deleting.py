@@ -74,7 +74,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.3)
     data = small_disk / "data"
-    settings = settings_for(model, docs, data, memory_limit=0)
+    settings = settings_for(model, docs, data, memory_limit=0, prompt_cache=0)
     with TestClient(create_app(settings), base_url=BASE) as client:
         id = new_collection(client)
         upload(client, id, {"a.txt": passage(900), "b.txt": passage(901)})
@@ -124,7 +124,9 @@ def test_failed_erasing_is_retried_and_its_kv_is_not_read(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.services.ingestion._RETRY", 0.2)
-    settings = settings_for(model, docs, tmp_path, condition="sink")  # no passage is computed behind another
+    settings = settings_for(
+        model, docs, tmp_path, condition="sink", prompt_cache=0
+    )  # no passage is computed behind another
 
     def fails(*args: object) -> bool:
         raise StoreError("not now")

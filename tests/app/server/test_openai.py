@@ -154,6 +154,24 @@ def test_sampling_stop_and_several_prompts(client: openai.OpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
+def test_conversation_of_plain_messages_goes_on_from_the_turn_before(chat: openai.OpenAI, chatty: Running) -> None:
+    name, messages = name_of(chat), [{"role": "user", "content": passage(140) + " Which leaf fell?"}]
+    first = chat.chat.completions.create(model=name, messages=messages, max_tokens=6)
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Why?"},
+    ]
+    second = chat.chat.completions.create(model=name, messages=messages, max_tokens=6)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 3
+    told = second.model_extra["cacheblend"][0]
+    assert (told["plain"], told["resumed"]) == (True, second.usage.prompt_tokens_details.cached_tokens)
+    other = chatty.service.engine.with_config(salt="another tenant")
+    assert other.fuse(passage(140) + " Which leaf fell?").report.resumed_tokens == 0
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as asking:
+        assert 'cacheblend_rag_tokens_total{kind="resumed"}' in asking.get(chatty.url + "/metrics").text
+
+
 def test_conversation_reuses_the_kv_of_its_documents(chat: openai.OpenAI, chatty: Running) -> None:
     name = name_of(chat)
     messages = [{"role": "user", "content": "Which leaf fell?"}]

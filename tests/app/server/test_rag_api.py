@@ -12,7 +12,16 @@ from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.report import WarmReport
-from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
+from tests.app.server.common import (
+    BASE,
+    drop_last_prompts,
+    new_collection,
+    passage,
+    read_events,
+    settings_for,
+    settle,
+    upload,
+)
 from tests.integrations.retrieval.pdf import make_pdf
 
 QUESTION = "Which old owl?"
@@ -94,6 +103,7 @@ def test_answer_is_verified(client: Any) -> None:
 
 
 def test_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
+    drop_last_prompts(client.app.state.service)
     report = ask(client, "archive", ratio=0.4, show_prompt=True)[-2][
         1
     ]  # a prompt that was answered before is gone on from
@@ -130,6 +140,7 @@ def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) ->
 
 
 def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
+    drop_last_prompts(client.app.state.service)
     assert ask(client, "archive", ratio=1.0)[-2][1]["ratio"] == 1.0
     reused = ask(client, "archive", rule="none")[-2][1]
     assert reused["rule"] == "none"

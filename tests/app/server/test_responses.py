@@ -18,7 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import NO_CALLS, Running, passage, process_logits, running, settings_for
+from tests.app.server.common import NO_CALLS, Running, drop_last_prompts, passage, process_logits, running, settings_for
 from tests.integrations.langchain.models import Script
 
 KEY = "sk-none-needed-here"
@@ -461,11 +461,13 @@ def test_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, c
     body: dict[str, Any] = {"documents": [passage(152), passage(153)], "selection": "none"}
     client.responses.create(**asked, extra_body=body)
     chatty.service.engine.flush()
+    drop_last_prompts(chatty.service)
     draft = client.responses.create(**asked, extra_body=body)
     full = client.responses.create(**asked, extra_body={**body, "selection": "all"})
     assert draft.output_text != full.output_text
     always = {**body, "verify": "always"}
     found = client.responses.create(**asked, extra_body=always)
+    drop_last_prompts(chatty.service)
     events = streamed(chatty.url, {**asked, **always})
     last = Response.model_validate(events[-1]["response"])
     for one in (found, last):

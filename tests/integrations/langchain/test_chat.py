@@ -56,6 +56,7 @@ def test_chunks_inside_a_message_hit_and_bos_stands_once(chat: ChatCacheBlend) -
 def test_usage_counts_what_was_kept_and_what_is_stored(chat: ChatCacheBlend) -> None:
     messages = [SystemMessage(f"Use this:\n{STUFFED}"), HumanMessage("What fell?")]
     known_chunks.add(one.page_content for one in DOCUMENTS)
+    chat = ChatCacheBlend.from_engine(chat.engine.with_config(prompt_cache=0), max_new_tokens=6)
     split = chat.engine.tokenize(chat.segments(messages))
     stored = split.chunk_tokens + len(split.prefix)
     first, second = chat.invoke(messages), chat.invoke(messages)

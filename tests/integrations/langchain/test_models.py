@@ -272,7 +272,10 @@ async def test_request_given_up_while_it_waits_costs_nothing(engine: Any) -> Non
 
 async def test_batch_reads_each_chunk_once(tmp_path: Path) -> None:
     known_chunks.clear()
-    with closing(CountingStore(DiskStore(tmp_path))) as store, tiny_engine(store=store, recompute_ratio=1.0) as engine:
+    with (
+        closing(CountingStore(DiskStore(tmp_path))) as store,
+        tiny_engine(store=store, recompute_ratio=1.0, prompt_cache=0) as engine,
+    ):
         llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
         llm.warm(DOCUMENTS, progress=False)
         texts = [one.page_content for one in DOCUMENTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,9 +52,10 @@ async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "astream"])
-async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
+@pytest.mark.parametrize("kept", [{}, {"session_cache": True, "prompt_cache": 0}], ids=["in memory", "in the store"])
+async def test_each_turn_goes_on_from_the_one_before(mode: str, kept: dict[str, Any]) -> None:
     script = Script(tiny_parts()[1], lambda prompt: "Anna was born there.")
-    config = {"recompute_ratio": RATIO, "session_cache": True}
+    config = {"recompute_ratio": RATIO, **kept}
     llm = make_llm(True, config, logits_processor=[script], max_new_tokens=40)
     retriever = make_index(make_nodes(seed=81, words=40)).as_retriever(similarity_top_k=4)
     memory = ChatMemoryBuffer.from_defaults(token_limit=6000)
@@ -69,6 +71,22 @@ async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
         # But for what merges at the seam between prompt and answer.
         assert before["prompt_tokens"] - 3 <= info["resumed_tokens"] < info["prompt_tokens"]
         assert event.resumed_tokens == info["resumed_tokens"]
+
+
+async def test_conversation_without_documents_goes_on_from_the_turn_before() -> None:
+    script = Script(tiny_parts()[1], lambda prompt: "Anna was born there.")
+    llm = make_llm(True, logits_processor=[script], max_new_tokens=40)
+    messages = [ChatMessage(role="system", content="Answer briefly, in one sentence, and name the place.")]
+    with llm.engine, listening() as answers:
+        for turn in range(3):
+            messages.append(ChatMessage(role="user", content=f"{QUESTION} Turn {turn}."))
+            asked = llm.chat(messages) if turn % 2 else await llm.achat(messages)
+            messages.append(asked.message)
+        assert llm.stats().resumed_tokens == sum(info["resumed_tokens"] for info in answers.infos)
+    for before, info in pairwise(answers.infos):
+        # Prompt and answer, but for what merges at the seam.
+        assert info["resumed_tokens"] >= before["prompt_tokens"] + before["generated_tokens"] - 4
+        assert info["plain"]
 
 
 @pytest.mark.parametrize("mode", ["chat", "achat", "stream_chat", "astream_chat"])

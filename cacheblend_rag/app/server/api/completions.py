@@ -366,6 +366,7 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "ttft_s": report.ttft,
         "hits": report.hits,
         "misses": report.misses,
+        "resumed": report.resumed_tokens,
         "tiers": list(report.chunk_tiers),
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,

@@ -61,7 +61,7 @@ class Metrics:
             registry=one,
         )
         self.tokens = Counter(
-            name + "tokens", "Tokens: of prompts, read from the store, answered.", ["kind"], registry=one
+            name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
         self.ratio = Histogram(name + "recompute_ratio", "Recompute ratio of answers.", buckets=_SHARES, registry=one)
         self.verified = Counter(
@@ -96,6 +96,7 @@ class Metrics:
         self.chunks.labels("miss").inc(report.misses)
         self.tokens.labels("prompt").inc(report.prompt_tokens)
         self.tokens.labels("reused").inc(report.reused_tokens)
+        self.tokens.labels("resumed").inc(report.resumed_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
         for found in report.found:
             self.found.labels("hit" if found.hit else "miss").inc()

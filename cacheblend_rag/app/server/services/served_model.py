@@ -57,15 +57,22 @@ class ServedModel:
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
 
-    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio; it may keep conversations."""
+    def engine_for(
+        self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False, shared: bool = False
+    ) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio.
+
+        It may store conversations. It keeps no prompts at all under a salt that tenants share.
+        """
         changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
         if sessions:
             changes["session_cache"] = True
+        if shared:
+            changes["prompt_cache"] = 0
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
         with self._making:
-            key = (salt, ratio, rule, sessions)
+            key = (salt, ratio, rule, sessions, shared)
             if key not in self._engines:
                 engine = self.engine.with_config(**changes)
                 if ratio is not None:

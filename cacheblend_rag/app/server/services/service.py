@@ -392,10 +392,11 @@ class Session:
     ) -> BlendEngine:
         """A model's engine for a collection: what all may read is stored once for all.
 
-        Conversations are kept only under the tenant's own salt. Elsewhere another tenant's times would tell of them.
+        Prompts are kept only under the tenant's own salt. Elsewhere another tenant's times would tell of them.
         """
         salt = self.tenant.salt if collection.writable else self.service.engine.config.salt
-        return model.engine_for(salt, ratio, rule, sessions and salt == self.tenant.salt)
+        own = salt == self.tenant.salt
+        return model.engine_for(salt, ratio, rule, sessions and own, shared=not own)
 
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""

@@ -1,0 +1,358 @@
+"""Prompt cache: KV of the last prompts and their answers, in memory.
+
+A prompt that begins as one of them goes on from there. So the steps of an agent and the turns of a chat compute only
+what is new in them. What a full prefill gave serves every prompt. What a blended pass gave serves the next turn of the
+same conversation alone: its recomputed rows were chosen for a question that the next turn still holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.session_cache import ResumedPrompt, resume
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.cache import first_rows, held_bytes
+from cacheblend_rag.models.memory import total_memory
+from cacheblend_rag.prompt import Span, TokenizedPrompt
+from cacheblend_rag.prompt.contexts import finder
+from cacheblend_rag.prompt.tokenizer import common_length
+from cacheblend_rag.store.base import RecordInfo, StoredKV
+
+_log = logging.getLogger(__name__)
+# A pass over so few rows is bound by reading the weights, so going on from fewer tokens saves nothing.
+_LEAST = 32
+# Of "auto": most bytes, and the share of memory that they may be.
+_MOST, _SHARE = 2**30, 16
+_KEY = "prompt cache"
+
+Holds = Callable[[Collection[str], Sequence[int]], bool]
+"""Whether a prompt of some chunk texts and ids holds something that was forgotten."""
+
+
+@dataclass(frozen=True)
+class PromptKind:
+    """All that a prompt must have in common with a kept one, ids apart.
+
+    Parameters
+    ----------
+    salt : str
+        Tenant.
+    fingerprint : str
+        Identity of the model, within the frequency regime of the prompt.
+    rule : str
+        How prompts are blended. KV of a full prefill does not depend on it.
+    """
+
+    salt: str
+    fingerprint: str
+    rule: str
+
+
+class Ticket:
+    """A prompt that is being answered, and that may be kept then.
+
+    Parameters
+    ----------
+    kind : PromptKind
+    """
+
+    def __init__(self, kind: PromptKind) -> None:
+        self.kind = kind
+        self.forgotten: list[Holds] = []
+        """Say what was forgotten since the prompt came."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPrompt:
+    """A prompt with its answer.
+
+    Parameters
+    ----------
+    kind : PromptKind
+    token_ids : tuple of int
+    prompt_tokens : int
+        How many of them are the prompt's.
+    exact_tokens : int
+        How many of the first have the KV of a full prefill.
+    texts : frozenset of str
+        Its chunks.
+    cache : transformers Cache
+        KV of these ids; of sliding layers perhaps that of the last alone. Nobody writes to it.
+    """
+
+    kind: PromptKind
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    exact_tokens: int
+    texts: frozenset[str]
+    cache: Any
+
+    def usable(self, kind: PromptKind, ids: Sequence[int], chunks: Sequence[Span], exact: bool) -> int:
+        """First tokens that a prompt can go on from; see `PromptCache.find`."""
+        if (kind.salt, kind.fingerprint) != (self.kind.salt, self.kind.fingerprint):
+            return 0
+        tokens = common_length(ids[:-1], self.token_ids)
+        # The same prompt computes its last token anew.
+        asked_again = not exact and kind.rule == self.kind.rule and tokens >= self.prompt_tokens - 1
+        tokens = tokens if asked_again else min(tokens, self.exact_tokens)
+        tokens = min([tokens, *(span.start for span in chunks if span.start < tokens < span.stop)])
+        # A layer that has lost its first rows is no use to a blended pass.
+        uncut = self.whole or (exact and tokens == len(self.token_ids))
+        return tokens if tokens >= _LEAST and uncut else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer has all rows, so that they can be cut anywhere."""
+        return all(layer.keys.shape[2] == len(self.token_ids) for layer in self.cache.layers)
+
+    def stands_for(self, other: KeptPrompt) -> bool:
+        """Whether it serves every prompt that another one does, or goes on where only the whole other one could."""
+        if other.whole and not self.whole:
+            return False
+        if (self.kind.salt, self.kind.fingerprint) != (other.kind.salt, other.kind.fingerprint):
+            return False
+        alike = self.kind.rule == other.kind.rule or self.exact_tokens >= len(other.token_ids)
+        begins = self.token_ids[: len(other.token_ids)] == other.token_ids
+        return begins and alike and self.exact_tokens >= other.exact_tokens
+
+
+class PromptCache:
+    """The last prompts of an engine and its views: ``engine.prompts``. Those used least recently are dropped first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[KeptPrompt] = []  # the one used last is the last
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take."""
+        return sum(held_bytes(one.cache) for one in list(self._kept))
+
+    def begin(self, kind: PromptKind) -> Ticket:
+        """Let a prompt be kept later, unless something of it is forgotten meanwhile."""
+        ticket = Ticket(kind)
+        with self._lock:
+            self._tickets.add(ticket)
+        return ticket
+
+    def find(
+        self, kind: PromptKind, ids: Sequence[int], chunks: Sequence[Span] = (), exact: bool = True
+    ) -> tuple[KeptPrompt, int] | None:
+        """The kept prompt that most can be gone on from, and with how many tokens.
+
+        Parameters
+        ----------
+        kind : PromptKind
+        ids : sequence of int
+            The prompt. Its last token is always computed.
+        chunks : sequence of Span
+            None of them is cut in two.
+        exact : bool
+            Whether only the KV of a full prefill will do.
+        """
+        best: tuple[int, bool] = 0, False
+        found = None
+        with self._lock:
+            for one in self._kept:
+                if one.token_ids[: best[0]] != tuple(ids[: best[0]]):
+                    continue
+                tokens = one.usable(kind, ids, chunks, exact)
+                if tokens and (tokens, tokens <= one.exact_tokens) >= best:
+                    best, found = (tokens, tokens <= one.exact_tokens), one
+            if found is not None:
+                self._kept.remove(found)
+                self._kept.append(found)
+        return None if found is None else (found, best[0])
+
+    def keep(self, ticket: Ticket, prompt: KeptPrompt, limit: int) -> None:
+        """Keep a prompt in place of those that it stands for.
+
+        Parameters
+        ----------
+        ticket : Ticket
+        prompt : KeptPrompt
+        limit : int
+            Bytes that all may take.
+        """
+        with self._lock:
+            if self._closed or any(holds(prompt.texts, prompt.token_ids) for holds in ticket.forgotten):
+                return
+            if any(one.whole and one.stands_for(prompt) for one in self._kept):
+                return
+            kept = [one for one in self._kept if not prompt.stands_for(one)] + [prompt]
+            sizes = [held_bytes(one.cache) for one in kept]
+            while kept and sum(sizes) > limit:
+                del kept[0], sizes[0]
+            self._kept = kept
+
+    def forget(self, salt: str, texts: Iterable[str], chunks: Iterable[Sequence[int]]) -> None:
+        """Drop each prompt of a tenant that holds a chunk, and keep none that is being answered.
+
+        Parameters
+        ----------
+        salt : str
+        texts : iterable of str
+        chunks : iterable of sequence of int
+            Their ids.
+        """
+        begins, written = finder(chunk for chunk in chunks if chunk), frozenset(texts)
+
+        def holds(texts: Collection[str], ids: Sequence[int]) -> bool:
+            return not written.isdisjoint(texts) or begins(ids)
+
+        with self._lock:
+            for ticket in self._tickets:
+                if ticket.kind.salt == salt:
+                    ticket.forgotten.append(holds)
+            self._kept = [one for one in self._kept if one.kind.salt != salt or not holds(one.texts, one.token_ids)]
+
+    def close(self) -> None:
+        """Drop all, and keep nothing any more."""
+        with self._lock:
+            self._closed, self._kept = True, []
+
+
+@dataclass(frozen=True)
+class RecentPrompt(ResumedPrompt):
+    """A prompt that begins as a kept one."""
+
+    cache: Any
+    """KV of the kept prompt."""
+    exact_tokens: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it begins with has the KV of a full prefill."""
+        return self.exact_tokens >= self.tokens
+
+    def new_cache(self) -> Any:
+        """A cache that holds the KV of its beginning; what is added to it is written elsewhere."""
+        return first_rows(self.cache, self.tokens)
+
+
+@dataclass(frozen=True)
+class RecentPrompts:
+    """The prompt cache as an engine under some options uses it.
+
+    Parameters
+    ----------
+    cache : PromptCache
+    adapter : ModelAdapter
+    config : BlendConfig
+    like : callable
+        Info of a record of a whole prompt with some tokens.
+    rule : str
+        See `PromptKind`.
+    """
+
+    cache: PromptCache
+    adapter: ModelAdapter
+    config: BlendConfig
+    like: Callable[[int], RecordInfo]
+    rule: str
+
+    def kind(self, tokens: int) -> PromptKind:
+        """The kind of a prompt with so many tokens."""
+        return PromptKind(self.config.salt, self.like(tokens).fingerprint, self.rule)
+
+    def begin(self, tokens: int) -> Ticket | None:
+        """See `PromptCache.begin`; None where nothing is kept."""
+        # Where rows depend on one another, no pass over some of them gives what one over all would.
+        if not self.limit or self.adapter.mixes_rows or not self.adapter.reusable(tokens):
+            return None
+        return self.cache.begin(self.kind(tokens))
+
+    @property
+    def limit(self) -> int:
+        """Most bytes that kept prompts may take."""
+        chosen = self.config.prompt_cache
+        return _auto_limit(self.adapter.device) if isinstance(chosen, str) else chosen
+
+    def find(self, ticket: Ticket | None, split: TokenizedPrompt, exact: bool) -> RecentPrompt | None:
+        """The kept prompt that most can be gone on from; see `PromptCache.find`."""
+        ids = split.input_ids
+        found = None if ticket is None else self.cache.find(ticket.kind, ids, split.chunks, exact)
+        if found is None:
+            return None
+        kept, tokens = found
+        info = dataclasses.replace(self.like(len(ids)), token_ids=ids[:tokens])
+        record = _InMemory(info, self.adapter, kept.cache)
+        return RecentPrompt(resume(split, tokens), _KEY, record, kept.cache, kept.exact_tokens)
+
+    def exact_beginning(self, ticket: Ticket | None, ids: Sequence[int]) -> Any:
+        """A cache with the KV that a full prefill gives to the first of some ids; None without any."""
+        found = None if ticket is None else self.cache.find(ticket.kind, ids)
+        return None if found is None else first_rows(found[0].cache, found[1])
+
+    def keep(
+        self,
+        ticket: Ticket | None,
+        split: TokenizedPrompt,
+        answer_ids: Sequence[int],
+        cache: Any,
+        exact_tokens: int | None = None,
+    ) -> None:
+        """Keep a prompt with its answer.
+
+        Parameters
+        ----------
+        ticket : Ticket or None
+            As `begin` gave it.
+        split : TokenizedPrompt
+            The whole prompt, as it was given.
+        answer_ids : sequence of int
+        cache : transformers Cache
+            KV of prompt and answer, perhaps without the last token. It is taken over.
+        exact_tokens : int, optional
+            How many of the first tokens have the KV of a full prefill; by default all.
+        """
+        prompt, ids = split.input_ids, (*split.input_ids, *answer_ids)
+        ids = ids[: cache.get_seq_length()]
+        regime = self.adapter.regime
+        changed = ticket is None or self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
+        if ticket is None or changed or len(ids) < max(_LEAST, len(prompt)):
+            return
+        if (rows := first_rows(cache, len(ids))) is None:
+            _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
+            return
+        exact = len(ids) if exact_tokens is None else exact_tokens
+        texts = frozenset(chunk.text for chunk in split.located)
+        self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(prompt), exact, texts, rows), self.limit)
+
+
+class _InMemory(StoredKV):
+    """The first tokens of a kept prompt, as a blended pass reads them."""
+
+    tier = "memory"
+
+    def __init__(self, info: RecordInfo, adapter: ModelAdapter, cache: Any) -> None:
+        self.info, self._adapter, self._cache = info, adapter, cache
+
+    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (kv,) = self._adapter.layers_of([self._cache.layers[layer]])
+        return kv.keys[0, :, : self.info.tokens], kv.values[0, :, : self.info.tokens]
+
+
+@lru_cache
+def _auto_limit(device: torch.device) -> int:
+    """Bytes that ``"auto"`` stands for: 1 GiB, or a sixteenth of the device's memory if that is less."""
+    if device.type == "cuda":
+        total: int | None = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = total_memory()
+    return _MOST if total is None else min(_MOST, total // _SHARE)

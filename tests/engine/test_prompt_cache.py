@@ -1,0 +1,385 @@
+"""The last prompts in memory: what begins as one of them goes on from it, and gets what full prefill gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.engine.grammar import Form, Grammar
+from cacheblend_rag.prompt.tokenizer import common_length
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+TEXT = tiny.text(90, 7)
+LIMIT = "50MB"
+
+
+def remembering(model: Any = None, **options: Any) -> BlendEngine:
+    """An engine that keeps its last prompts."""
+    return engine_of(model, **{"prompt_cache": LIMIT, "recompute_ratio": 0.2} | options)
+
+
+def assert_is_full_prefill(found: Any, model: Any) -> None:
+    plain = tiny.full_prefill(model, found.input_ids)
+    assert_logits_close(found.logits, plain.logits[0, -1], model, len(found.input_ids))
+    assert_layers_close(found.cache.layers, tiny.cache_of(plain).layers, model)
+
+
+@pytest.mark.parametrize("family", tiny.DIFFERENT)
+def test_plain_prompt_goes_on_from_the_last_one(family: str) -> None:
+    model = tiny.model(family)
+    with remembering(model) as engine:
+        first = engine.generate(TEXT, max_new_tokens=1)
+        assert first.report.resumed_tokens == 0
+        following = engine.fuse(TEXT + " And what then?")
+        report = following.report
+        assert report.resumed_tokens == first.report.prompt_tokens
+        assert report.plain
+        assert report.reused_tokens == report.cached_tokens == report.resumed_tokens
+        assert report.computed_tokens == (report.prompt_tokens - report.resumed_tokens,) * 4
+        assert 0 < report.work < 0.5
+        assert_is_full_prefill(following, model)
+
+
+def test_answer_is_gone_on_from_too() -> None:
+    model = tiny.model()
+    with remembering(model) as engine:
+        words = Grammar(engine.tokenizer, [Form({"enum": ["an answer of some words"]})])
+        first = engine.generate(TEXT, max_new_tokens=20, grammar=words)
+        following = engine.fuse(TEXT + first.text + " And what then?")
+        common = common_length(following.input_ids, [*first.report.input_ids, *first.token_ids[:-1]])
+        assert following.report.resumed_tokens == common > first.report.prompt_tokens + 4
+        assert_is_full_prefill(following, model)
+        first = engine.generate(TEXT, max_new_tokens=6)
+        asked_again = engine.generate(TEXT, max_new_tokens=6)
+        assert asked_again.report.computed_tokens == (1,) * 4
+        assert asked_again.token_ids == first.token_ids
+
+
+def test_kept_kv_stays_while_others_go_on_from_it() -> None:
+    with remembering() as engine:
+        engine.generate(TEXT, max_new_tokens=6)
+        (kept,) = engine.prompts._kept
+        before = [layer.keys.clone() for layer in kept.cache.layers]
+        for question in ("And then?", "What else?", "Why?"):
+            assert engine.generate(f"{TEXT} {question}", max_new_tokens=8).report.resumed_tokens > 60
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(kept.cache.layers, before, strict=True))
+        assert len(engine.prompts) == 4
+
+
+def test_answers_with_tokens_tried_in_vain_are_kept_as_they_are() -> None:
+    repeating = " ".join(["a b c d e f g h"] * 12)
+    model = tiny.model()
+    with remembering(model, prompt_lookup=6) as engine:
+        answer = engine.generate(repeating, max_new_tokens=12)
+        (kept,) = engine.prompts._kept
+        assert kept.token_ids == (
+            *answer.report.input_ids,
+            *answer.token_ids[: len(kept.token_ids) - kept.prompt_tokens],
+        )
+        plain = tiny.full_prefill(model, list(kept.token_ids))
+        assert_layers_close(kept.cache.layers, tiny.cache_of(plain).layers, model)
+
+
+@pytest.mark.parametrize("chunks_at", ["behind", "within"])
+def test_kv_of_a_full_prefill_serves_blended_prompts(chunks_at: str) -> None:
+    model, prefix = tiny.model(), TEXT if chunks_at == "behind" else "Read this:"
+    prompt = Prompt(prefix, CHUNKS, "What fell in the end?")
+    text = prompt.written("\n\n").text
+    opening = text[: text.index(CHUNKS[1]) + 20] if chunks_at == "within" else TEXT
+    with remembering(model, recompute_ratio=1.0) as engine:
+        engine.warm(CHUNKS)
+        engine.generate(opening, max_new_tokens=1)
+        fused = engine.fuse(prompt)
+        split = engine.tokenize(prompt)
+        border = split.chunks[1].start if chunks_at == "within" else len(engine.tokenize(opening).input_ids)
+        assert border - 3 <= fused.report.resumed_tokens <= border
+        assert (fused.report.plain, fused.report.hits) == (False, 3)
+        assert fused.report.chunk_tiers[0] == "memory"
+        assert not set(range(fused.report.resumed_tokens)) & set(fused.recomputed[0].tolist())
+        assert_is_full_prefill(fused, model)
+
+
+def test_few_chunks_behind_an_exact_beginning_are_computed_exactly() -> None:
+    model = tiny.model()
+    prompt = Prompt(TEXT, CHUNKS, "What fell in the end?")
+    with remembering(model, min_tokens=100) as engine:
+        engine.warm(CHUNKS)
+        opening = prompt.written("\n\n").text
+        engine.generate(opening[: opening.index(CHUNKS[2])], max_new_tokens=1)
+        fused = engine.fuse(prompt)
+        assert fused.report.plain
+        assert (fused.report.hits, fused.report.misses) == (2, 1)
+        assert_is_full_prefill(fused, model)
+
+
+def test_blended_prompt_is_gone_on_from_under_its_own_rule_alone() -> None:
+    with remembering() as engine:
+        engine.warm(CHUNKS)
+        first = engine.generate(PROMPT, max_new_tokens=6)
+        again = engine.generate(PROMPT, max_new_tokens=6)
+        assert again.report.computed_tokens == (1,) * 4
+        assert again.token_ids == first.token_ids
+        turn = Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + first.text + " And then?")
+        assert engine.fuse(turn).report.resumed_tokens >= first.report.prompt_tokens - 2
+        for changes in ({"recompute_ratio": 0.5}, {"selection": "boundary"}, {"selection": "all"}, {"prompt_cache": 0}):
+            other = engine.with_config(**changes).fuse(PROMPT).report
+            assert (other.resumed_tokens, other.chunk_tiers[0] == "memory") == (0, changes != {"selection": "all"}), (
+                changes
+            )
+        exact = engine.with_config(min_tokens=10**6).fuse(PROMPT).report
+        assert (exact.plain, exact.resumed_tokens) == (True, 0)
+
+
+def test_other_questions_about_the_same_chunks_get_a_choice_of_their_own() -> None:
+    with remembering() as engine:
+        engine.warm(CHUNKS)
+        engine.generate(PROMPT, max_new_tokens=6)
+        other = engine.fuse(Prompt(PROMPT.prefix, CHUNKS, "Who was there?")).report
+        assert (other.resumed_tokens, other.hits) == (0, 3)
+        assert other.recomputed_tokens[-1] > 0
+
+
+def test_prefix_before_blended_chunks_is_exact_for_plain_prompts() -> None:
+    """It was computed within the blended pass, as nothing of it was stored."""
+    model = tiny.model()
+    with remembering(model) as engine:
+        engine.warm(CHUNKS)
+        engine.generate(Prompt(TEXT, CHUNKS, "What fell?"), max_new_tokens=2)
+        plain = engine.fuse(TEXT + " Who fell?")
+        assert plain.report.resumed_tokens == len(engine.tokenize(TEXT).input_ids)
+        assert_is_full_prefill(plain, model)
+
+
+def test_window_that_forgets_is_gone_on_from_whole_and_never_cut() -> None:
+    model = tiny.model("mistral", sliding_window=16)
+    with remembering(model) as engine:
+        engine.generate(TEXT, max_new_tokens=1)
+        cut = engine.fuse(TEXT[: len(TEXT) // 2] + " And then?")
+        whole = engine.fuse(TEXT + " And then?")
+        blended = engine.fuse(Prompt(TEXT, CHUNKS, "And then?"))
+        assert (cut.report.resumed_tokens, blended.report.resumed_tokens) == (0, 0)
+        assert whole.report.resumed_tokens == len(engine.tokenize(TEXT).input_ids)
+        for one in (cut, whole):
+            assert_logits_close(
+                one.logits, tiny.full_prefill(model, one.input_ids).logits[0, -1], model, len(one.input_ids)
+            )
+
+
+def test_window_that_forgets_does_not_take_the_place_of_what_it_cannot_serve() -> None:
+    begun, longer = " ".join(TEXT.split()[:40]), TEXT
+    with remembering(tiny.model("mistral", sliding_window=64)) as engine:
+        assert 32 < len(engine.tokenize(begun).input_ids) < 64 < len(engine.tokenize(longer).input_ids)
+        engine.generate(begun, max_new_tokens=1)
+        engine.generate(longer, max_new_tokens=1)
+        assert len(engine.prompts) == 2
+        assert engine.fuse(" ".join(TEXT.split()[:39])).report.resumed_tokens > 30
+        engine.generate(longer + " And more?", max_new_tokens=1)
+        engine.generate(longer, max_new_tokens=1)
+        assert engine.fuse(longer + " Why?").report.resumed_tokens == len(engine.tokenize(longer).input_ids)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_kv_of_one_frequency_regime_serves_no_other(rope: str) -> None:
+    """Positions beyond a length change the frequencies of all."""
+    length = tiny.LONG if rope == "longrope" else 120
+    model = (
+        tiny.model("phi3", rope) if rope == "longrope" else tiny.model("llama", rope, max_position_embeddings=length)
+    )
+    words, tokens = 1, 0
+    with remembering(model) as engine:
+        while tokens < length - 12:
+            words += 1
+            tokens = len(engine.tokenize(tiny.text(words)).input_ids)
+        short, long = tiny.text(words - 4), tiny.text(words + 20)
+        engine.generate(short, max_new_tokens=1)
+        within, beyond = engine.fuse(tiny.text(words)), engine.fuse(long)
+        assert within.report.resumed_tokens > 0
+        assert beyond.report.resumed_tokens == 0
+        for one in (within, beyond):
+            assert_is_full_prefill(one, model)
+        kept = len(engine.prompts)
+        engine.generate(tiny.text(words), max_new_tokens=40, seed=1, do_sample=True, temperature=5.0)
+        assert len(engine.prompts) == kept, "the answer went on into the next regime"
+
+
+def test_tenants_share_no_prompt() -> None:
+    with remembering() as engine:
+        engine.generate(TEXT, max_new_tokens=2)
+        other = engine.with_config(salt="another tenant")
+        assert other.fuse(TEXT).report.resumed_tokens == 0
+        other.generate(TEXT, max_new_tokens=2)
+        other.forget([TEXT])
+        assert other.fuse(TEXT).report.resumed_tokens == 0
+        assert engine.fuse(TEXT).report.resumed_tokens > 0
+
+
+def test_forgetting_a_chunk_drops_the_prompts_that_hold_it() -> None:
+    with remembering() as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        engine.generate(f"{TEXT} {CHUNKS[1]} What is this?", max_new_tokens=2)
+        engine.generate(TEXT, max_new_tokens=2)
+        engine.forget(["something else", CHUNKS[1]])
+        (kept,) = engine.prompts._kept
+        assert kept.token_ids[: kept.prompt_tokens] == engine.tokenize(TEXT).input_ids
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT.written("\n\n").text], ids=["chunks", "text"])
+def test_answer_under_way_does_not_put_back_what_was_forgotten(prompt: Prompt | str) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget([CHUNKS[0]])
+        return scores
+
+    with remembering() as engine:
+        engine.generate(prompt, max_new_tokens=2, logits_processor=[forget])
+        assert len(engine.prompts) == 0
+        engine.generate(prompt, max_new_tokens=2)
+        assert len(engine.prompts) == 1
+
+
+def test_limit_drops_what_was_used_least_recently() -> None:
+    texts = [tiny.text(60, seed) for seed in range(4)]
+    with remembering() as engine:
+        engine.generate(texts[0], max_new_tokens=2)
+        size = engine.prompts.nbytes
+        small = engine.with_config(prompt_cache=int(2.5 * size))
+        small.generate(texts[1], max_new_tokens=2)
+        small.fuse(texts[0])
+        small.generate(texts[2], max_new_tokens=2)
+        assert small.prompts.nbytes <= 2.5 * size
+        assert [small.fuse(text).report.resumed_tokens > 0 for text in texts] == [True, False, True, False]
+        tiny_one = engine.with_config(prompt_cache=size // 2)
+        tiny_one.generate(texts[3], max_new_tokens=2)
+        assert tiny_one.fuse(texts[3]).report.resumed_tokens == 0
+
+
+def test_longer_prompt_takes_the_place_of_its_beginning() -> None:
+    with remembering() as engine:
+        for more in ("", " And then?", " And then? Who else?"):
+            engine.generate(TEXT + more, max_new_tokens=1)
+        (kept,) = engine.prompts._kept
+        assert kept.prompt_tokens == len(engine.tokenize(TEXT + " And then? Who else?").input_ids)
+        engine.generate(TEXT, max_new_tokens=1)
+        assert len(engine.prompts) == 1
+
+
+def test_short_prompts_are_left_alone() -> None:
+    with remembering() as engine:
+        engine.generate("What fell?", max_new_tokens=2)
+        assert len(engine.prompts) == 0
+
+
+def test_closing_the_engine_frees_all_and_keeps_nothing_more() -> None:
+    engine = remembering()
+    engine.generate(TEXT, max_new_tokens=2)
+    engine.close()
+    assert (len(engine.prompts), engine.prompts.nbytes) == (0, 0)
+
+
+def test_by_default_there_is_a_bound_that_fits_the_machine() -> None:
+    with BlendEngine(tiny.model(), tiny.tokenizer(), config=BlendConfig()) as engine:
+        engine.generate(TEXT, max_new_tokens=2)
+        assert engine.fuse(TEXT).report.resumed_tokens > 0
+        assert 2**26 < engine._parts.pipeline.recent_prompts.limit <= 2**30
+
+
+def test_check_begins_with_exact_kv_and_leaves_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model(num_hidden_layers=4)
+    opening = Prompt(TEXT, CHUNKS, "What fell in the end?")
+    with remembering(model, recompute_ratio=0.0, selection="boundary") as engine:
+        engine.warm(CHUNKS)
+        engine.generate(TEXT, max_new_tokens=1)
+        begun: list[int] = []
+        prefill = engine.adapter.prefill
+
+        def watched(ids: Any, between: Any, each_layer: Any, cache: Any) -> Any:
+            begun.append(0 if cache is None else cache.get_seq_length())
+            return prefill(ids, between, each_layer, cache)
+
+        monkeypatch.setattr(engine.adapter, "prefill", watched)
+        checked = engine.generate(opening, max_new_tokens=40, verify="always")
+        assert checked.verification.status == "corrected"
+        assert begun == [checked.report.resumed_tokens]
+        assert begun[0] >= len(engine.tokenize(TEXT).input_ids) - 2
+        kept = engine.prompts._kept[-1]
+        assert kept.token_ids == (*checked.report.input_ids, *checked.token_ids[:-1])
+        assert kept.exact_tokens == len(kept.token_ids)
+        plain = tiny.full_prefill(model, list(kept.token_ids))
+        assert_layers_close(kept.cache.layers, tiny.cache_of(plain).layers, model)
+        again = engine.generate(opening, max_new_tokens=40, verify="always")
+        assert again.token_ids == checked.token_ids
+        assert again.verification.reason == "the prompt was prefilled in full"
+        assert again.report.computed_tokens == (1,) * 4
+
+
+def test_idle_check_leaves_exact_kv_of_the_answer_that_it_gives() -> None:
+    with remembering(tiny.model(num_hidden_layers=4), recompute_ratio=0.0, verify="idle") as engine:
+        engine.warm(CHUNKS)
+        answer = engine.generate(PROMPT, max_new_tokens=40)
+        engine.flush()
+        found = engine.verifications.result(answer.verification.id)
+        assert found is not None
+        assert found.status == "corrected"
+        kept = engine.prompts._kept[-1]
+        assert kept.exact_tokens == len(kept.token_ids)
+        assert kept.token_ids[kept.prompt_tokens :] != tuple(answer.token_ids[:-1])
+        again = engine.generate(PROMPT, max_new_tokens=40)
+        assert again.text == answer.text[: found.position] + found.after
+        assert again.verification.reason == "the prompt was prefilled in full"
+
+
+def test_idle_check_of_a_forgotten_chunk_puts_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with remembering(verify="idle") as engine:
+        engine.warm(CHUNKS)
+        prefill = engine.adapter.prefill
+
+        def forgetting(*given: Any) -> Any:
+            monkeypatch.undo()
+            engine.prompts.forget("", [CHUNKS[0]], [])
+            return prefill(*given)
+
+        monkeypatch.setattr(engine.adapter, "prefill", forgetting)
+        engine.generate(PROMPT, max_new_tokens=4)
+        engine.flush()
+        assert len(engine.prompts) == 0
+
+
+def test_memory_and_store_go_on_from_whichever_holds_more() -> None:
+    with remembering(session_cache=True) as engine:
+        engine.warm(CHUNKS)
+        first = engine.generate(PROMPT, max_new_tokens=4)
+        assert engine.fuse(PROMPT).report.chunk_tiers == ("memory",) * 3
+        longer = Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + " " + TEXT)
+        engine.generate(longer, max_new_tokens=4)
+        engine.prompts.forget("", [CHUNKS[0]], [])
+        report = engine.fuse(longer).report
+        assert report.resumed_tokens == report.prompt_tokens - 1, "from the store"
+        engine.generate(f"{PROMPT.prefix}\n\n{CHUNKS[0]}\n\n", max_new_tokens=1)
+        assert engine.fuse(longer).report.resumed_tokens == report.resumed_tokens
+        assert first.report.resumed_tokens == 0
+
+
+def test_chunks_behind_a_kept_prompt_hit_with_every_condition() -> None:
+    prompt = Prompt("Read this:", CHUNKS, "What fell?")
+    with remembering(condition="prefix") as engine:
+        engine.warm(CHUNKS, prefix="Read this:")
+        text = prompt.written("\n\n").text
+        engine.generate(text[: text.index(CHUNKS[2])], max_new_tokens=1)
+        report = engine.fuse(prompt).report
+        assert report.resumed_tokens > 32
+        assert (report.hits, report.misses) == (3, 0)
+
+
+def test_several_threads_get_what_each_would_get_alone() -> None:
+    texts = [f"{TEXT} {tiny.text(12, seed)}" for seed in range(4)]
+    with remembering(max_concurrent=4) as engine:
+        alone = engine.with_config(prompt_cache=0, max_concurrent=1)
+        expected = [alone.generate(text, max_new_tokens=8).token_ids for text in texts]
+        for _ in range(2):
+            found = engine.generate_batch(texts, max_new_tokens=8)
+            assert [answer.token_ids for answer in found] == expected
+        assert all(answer.report.computed_tokens == (1,) * 4 for answer in found)
