@@ -639,6 +639,19 @@ class BlendConfig:
         same documents.
         """,
     )
+    find_repeated: bool | str = _engine_option(
+        "auto",
+        or_auto(FLAG),
+        """
+        Find text that several prompts of a tenant hold, wherever it stands, and reuse its KV. It is stored at its
+        second sight. Hashes alone are kept of other text, in memory. 'auto' finds it in `serve`, and nowhere else. Turn
+        it on where retrieved text comes within messages; turn it off where nothing of prompts may be stored but
+        documents. See docs/how-to/any-client.md.
+        """,
+        flag="find-repeated",
+        metavar="on|off",
+        identity="answer",
+    )
     size_limit: int | str = _engine_option(
         10 * 10**9,
         BYTES,
@@ -784,6 +797,11 @@ class BlendConfig:
     def text_separator(self) -> str:
         """Where a prompt that comes as one text is split; empty for nowhere."""
         return self.separator if self.split_at_separator else ""
+
+    @property
+    def finds_repeated(self) -> bool:
+        """Whether text that repeats is found."""
+        return self.find_repeated is True
 
     @property
     def store_bytes(self) -> int:

@@ -94,6 +94,32 @@ class DocumentUse:
 
 
 @dataclass(frozen=True)
+class FoundText:
+    """A chunk of a prompt that was found because its text repeats.
+
+    Parameters
+    ----------
+    start, tokens : int
+        Position of its first token in the prompt, and how many can be reused.
+    tier : str
+        The tier that its KV was read from; empty if it was not stored yet.
+    """
+
+    start: int
+    tokens: int
+    tier: str = ""
+
+    @property
+    def hit(self) -> bool:
+        """Whether its KV was read from the store."""
+        return bool(self.tier)
+
+    def asdict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {"start": self.start, "tokens": self.tokens, "hit": self.hit, "tier": self.tier}
+
+
+@dataclass(frozen=True)
 class Verification:
     """How an answer was held against full prefill.
 
@@ -190,6 +216,8 @@ class BlendReport:
         ``"stop"``, ``"length"``, or ``""`` before generation.
     documents : tuple of DocumentUse
         The use of each document that was retrieved for the prompt; empty where that is not known.
+    found : tuple of FoundText
+        The chunks that were found because their text repeats. They are among the others, too.
     verification : Verification
         How the answer was held against full prefill.
     """
@@ -219,6 +247,7 @@ class BlendReport:
     thought_tokens: int = 0
     finish_reason: str = ""
     documents: tuple[DocumentUse, ...] = ()
+    found: tuple[FoundText, ...] = ()
     verification: Verification = field(default_factory=Verification)
 
     @property

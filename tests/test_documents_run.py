@@ -41,6 +41,7 @@ PAGES = {
     "how-to/adding-a-store.md": r"2 hits\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": "",
+    "how-to/any-client.md": r"\[\]\n\[False, False\]\n\[True, True\]\n",
     "how-to/shared-kv.md": r"first 0 hits, from \(.*\)\nsecond 2 hits, from \('s3', 's3'\)\n",
     "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB .+\n",
 }

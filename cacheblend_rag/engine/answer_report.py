@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cacheblend_rag.engine.decode import DecodedAnswer
 from cacheblend_rag.engine.pipeline import Blend
 from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
-from cacheblend_rag.report import BlendReport, DocumentUse, Seconds, Verification
+from cacheblend_rag.report import BlendReport, DocumentUse, FoundText, Seconds, Verification
 
 # Characters by which a report names a document.
 _BEGINS = 80
@@ -76,6 +76,11 @@ def report_of(
         thought_tokens=0 if decoded is None else decoded.thought_tokens,
         finish_reason="" if decoded is None else decoded.finish_reason,
         documents=_uses(lookup.fit.prompt.documents, tiers),
+        found=tuple(
+            FoundText(chunk.span.start, len(chunk.span), tier)
+            for chunk, tier in zip(whole.located, tiers, strict=True)
+            if chunk.found
+        ),
         verification=verification or Verification(),
     )
 

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,11 +123,11 @@ class BlendingTrial:
                 thread.start()
                 self._thread = thread
 
-    def forget(self, salt: str, texts: Container[str]) -> None:
+    def forget(self, salt: str, texts: Collection[str]) -> None:
         """Remember no prompt of a tenant that holds one of these texts, and give up a trial that does."""
 
         def holds(one: Asked) -> bool:
-            return one.pipeline.config.salt == salt and any(text in texts for text in one.prompt.chunks)
+            return one.pipeline.config.salt == salt and hold_some(one.prompt.chunks, texts)
 
         with self._lock:
             self._asked = deque((one for one in self._asked if not holds(one)), maxlen=_REMEMBERED)
@@ -388,3 +388,8 @@ class _Trial:
 
     def _moved(self, full: torch.Tensor, ids: Sequence[int], cache: Any, logits: torch.Tensor) -> Moved:
         return Moved.between(full, answer_log_probs(self._model.blended, cache, logits, ids).cpu())
+
+
+def hold_some(chunks: Iterable[str], texts: Collection[str]) -> bool:
+    """Whether a chunk holds one of some texts, or is part of one."""
+    return any(text in chunk or chunk in text for chunk in chunks if chunk for text in texts if text)

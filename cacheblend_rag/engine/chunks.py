@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.engine.segments import OTHER_FORM, Segment
+from cacheblend_rag.engine.segments import FOUND, OTHER_FORM, Segment
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import chunks_keys
@@ -16,7 +16,9 @@ from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.prompt.contexts import finder
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.contexts import finder, sharer
+from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, Said, with_repeated
 from cacheblend_rag.report import WarmReport
 
 
@@ -96,8 +98,29 @@ class Chunks:
         found = (segments.chunk(text, prefix) for text in list_of_texts(chunks))
         self.prefetcher.submit(segment.key for segment in found if segment is not None)
 
+    def with_repeated(self, prompt: Prompt, said: Sequence[Said] | None = None) -> Prompt:
+        """The prompt with text in it that repeats as further chunks, if the options say so.
+
+        Parameters
+        ----------
+        prompt : Prompt
+            It counts as seen. Text of its own chunks, and its prefix, stay as they are.
+        said : sequence of Said, optional
+            The messages that it consists of; by default it is one text.
+        """
+        segments = self.pipeline.segments
+        if not segments.config.finds_repeated:
+            return prompt
+
+        def is_long(text: str) -> bool:
+            return len(segments.tokenizer.chunk(text).ids) >= SHORTEST_SPAN
+
+        return with_repeated(prompt, segments.repeated.of(segments.config.salt), said, is_long)
+
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
         """Erase the stored KV of chunks with its variants, and that of other chunks that was computed behind them.
+
+        Text that was found by its repetition is erased, too, where it holds one of them or a part of one.
 
         Returns
         -------
@@ -137,13 +160,14 @@ class Chunks:
         segments = self.pipeline.segments
         segments.model.look()
         texts = list_of_texts(chunks)
-        self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, {*texts})
+        segments.repeated.forget(segments.config.salt, texts)
+        self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, texts)
         self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
-        begins, kept = finder(ids), keys_begin(segments.config.salt)
+        begins, kept, shares = finder(ids), keys_begin(segments.config.salt), sharer(ids)
         variants = tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
 
         def holds_chunk(key: str, job: Job) -> bool:
@@ -152,6 +176,8 @@ class Chunks:
             info = job.info()
             if key.startswith(KEY_PREFIX):
                 return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            if key.startswith(FOUND):
+                return (shares(info.token_ids) or shares(info.behind)) and segments.owns(key, info)
             return begins(info.behind) and segments.owns(key, info)
 
         if ids:
@@ -196,6 +222,12 @@ class Chunks:
                 found = (
                     (key, info) for key, info in store.infos("") if key.startswith(variants) or begins(info.behind)
                 )
+                keys.update(key for key, info in found if segments.owns(key, info))
+        # Text that was found may hold them, or be part of them.
+        if ids:
+            shares = sharer(ids)
+            with _note_errors(failed):
+                found = ((key, info) for key, info in store.infos(FOUND) if shares(info.token_ids + info.behind))
                 keys.update(key for key, info in found if segments.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
         with _note_errors(failed):

@@ -300,7 +300,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """The ids of a prompt and where its segments lie, however long it is."""
         if isinstance(prompt, ImagePrompt):
             return fitted_images(prompt, None, 0).split
-        return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.config))
+        return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.chunks))
 
     def image_prompt(
         self,
@@ -351,7 +351,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
         if isinstance(prompt, ImagePrompt):
             return fitted_images(prompt, self.context_window, needed)
-        return self._parts.pipeline.split(_prompt_of(prompt, self.config), needed, room)
+        return self._parts.pipeline.split(_prompt_of(prompt, self.chunks), needed, room)
 
     # Answering -----------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         PromptError, ConfigError
             If the prompt or an option cannot be used.
         """
-        return self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))(None)
+        return self._answers.to(_prompt_of(prompt, self.chunks), DecodeOptions(**options))(None)
 
     def grammar(self, schema: Mapping[str, Any]) -> Grammar:
         """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
@@ -411,7 +411,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             afterwards.
             Leaving the iteration early ends the generation.
         """
-        answer = self._answers.to(_prompt_of(prompt, self.config), DecodeOptions(**options))
+        answer = self._answers.to(_prompt_of(prompt, self.chunks), DecodeOptions(**options))
         return TextStream(below_this(answer), timeout)
 
     def generate_batch(
@@ -442,7 +442,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ContextLengthError
             If one of several prompts does not fit into the model's context window; none is answered then.
         """
-        parsed = [_prompt_of(prompt, self.config) for prompt in prompts]
+        parsed = [_prompt_of(prompt, self.chunks) for prompt in prompts]
         chosen = DecodeOptions(**options)
         if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
             self._answers.check_all_fit(parsed, chosen)
@@ -454,7 +454,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
-        parsed = _prompt_of(prompt, self.config)
+        parsed = _prompt_of(prompt, self.chunks)
         if isinstance(parsed, ImagePrompt):
             raise PromptError("a prompt that holds an image is not fused: use generate or stream")
         return self._answers.fuse(parsed)
@@ -503,10 +503,10 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self.close(seconds=closing_seconds(kind))
 
 
-def _prompt_of(prompt: AnyPrompt | str, config: BlendConfig) -> Any:
+def _prompt_of(prompt: AnyPrompt | str, chunks: Chunks) -> Any:
     if isinstance(prompt, (Prompt, ImagePrompt)):
         return prompt
     if isinstance(prompt, str):
-        separator = config.text_separator
-        return Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt)
+        separator = chunks.pipeline.config.text_separator
+        return chunks.with_repeated(Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt))
     raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")

@@ -18,7 +18,7 @@ from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt, 
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
 from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.segments import LatestContexts, Segment, Segments
+from cacheblend_rag.engine.segments import FOUND, Segment, Segments
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
@@ -99,6 +99,11 @@ class Lookup:
     def hits(self) -> tuple[bool, ...]:
         """Of each chunk, whether it is read from the store."""
         return tuple(segment.key in self.records for segment in self.chunks)
+
+    @property
+    def found(self) -> bool:
+        """Whether a chunk is one because its text repeats."""
+        return any(chunk.found for chunk in self.split.located)
 
     @property
     def exact_tokens(self) -> int:
@@ -568,11 +573,15 @@ class Pipeline:
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
-        contexts = segments.contexts([chunk.text for chunk in lookup.split.located])
+        located = lookup.split.located
+        contexts = segments.contexts([chunk.text for chunk in located])
+        # Text that was found stays in records of its own kind, so that all of it can be erased.
+        known = segments.contexts([one.text for one in located if not one.found]) if lookup.found else contexts
         missing = [one.usual or one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
         for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.key not in lookup.records:
-                behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
+                beside = contexts if segment.key.startswith(FOUND) else known
+                behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
                 one = partial(self.compute_and_store, [behind])
                 jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
         return jobs
@@ -647,7 +656,7 @@ def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
     whole = kept is None or kept.tokens >= len(lookup.fit.split.prefix)
     known = lookup.prefix is None or (lookup.prefix_hit and whole)
     wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
-    return wanted and not lookup.plain and known
+    return wanted and known and not (lookup.plain or lookup.found)
 
 
 def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
@@ -690,11 +699,13 @@ def _pipeline(
     if condition == "learned" and learned is None:
         remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
         raise ConfigError("condition", "learned", remedy)
-    latest = LatestContexts() if earlier is None else earlier.segments.latest
-    segments = Segments(model, tokenizer, config, condition, learned, latest)
-    if earlier is not None:
-        return dataclasses.replace(earlier, segments=segments, policy=policy)
-    return Pipeline(segments, policy, store, PromptCache(), Checkpoints(), Variants(store))
+    if earlier is None:
+        segments = Segments(model, tokenizer, config, condition, learned)
+        return Pipeline(segments, policy, store, PromptCache(), Checkpoints(), Variants(store))
+    segments = dataclasses.replace(
+        earlier.segments, model=model, tokenizer=tokenizer, config=config, condition=condition, learned=learned
+    )
+    return dataclasses.replace(earlier, segments=segments, policy=policy)
 
 
 def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:

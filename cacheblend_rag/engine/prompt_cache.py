@@ -24,7 +24,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.prompt import Span, TokenizedPrompt
-from cacheblend_rag.prompt.contexts import finder
+from cacheblend_rag.prompt.contexts import sharer
 from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.store.base import RecordInfo, StoredKV
 
@@ -210,10 +210,10 @@ class PromptCache:
         chunks : iterable of sequence of int
             Their ids.
         """
-        begins, written = finder(chunk for chunk in chunks if chunk), frozenset(texts)
+        shares, written = sharer(chunk for chunk in chunks if chunk), frozenset(texts)
 
         def holds(texts: Collection[str], ids: Sequence[int]) -> bool:
-            return not written.isdisjoint(texts) or begins(ids)
+            return not written.isdisjoint(texts) or shares(ids)
 
         with self._lock:
             for ticket in self._tickets:

@@ -15,11 +15,14 @@ from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer, TokenizedChunk
 from cacheblend_rag.prompt.contexts import Contexts, context_tokens, contexts_beside
+from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
 
 _log = logging.getLogger(__name__)
 # Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
 OTHER_FORM = "-as-"
+FOUND = "found-"
+"""Beginning of the keys of chunks that were found because their text repeats."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Segments:
         The context that the model was adapted to.
     latest : LatestContexts
         Shared by all views of an engine.
+    repeated : RepeatedTexts
+        Text that repeats in prompts; shared likewise.
     """
 
     model: ModelInUse
@@ -120,6 +125,7 @@ class Segments:
     condition: str
     learned: LearnedContext | None = None
     latest: LatestContexts = field(default_factory=LatestContexts)
+    repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
 
     # Identity ------------------------------------------------------------------------------
 
@@ -191,6 +197,8 @@ class Segments:
         own = self.tokenizer.chunk(chunk.text)
         behind = self.tokenizer.context_ids(chunk.text) if behind is None else behind
         usual = self._chunk(behind, own.head, own.ids, regime)
+        if chunk.found:
+            usual = dataclasses.replace(usual, key=FOUND + usual.key)
         if chunk.usual:
             return usual
         segment = self._chunk(behind, (), ids, regime)

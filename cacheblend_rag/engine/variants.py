@@ -211,7 +211,7 @@ class Variants:
         """
         if any(_shortened(layer, len(split.input_ids)) for layer in cache.layers):
             return {}
-        adapter, salt, jobs = segments.model.adapter, segments.config.salt, dict[str, Job]()
+        adapter, salt, jobs = segments.model.blended, segments.config.salt, dict[str, Job]()
         layers, (places, chunks) = adapter.layers_of(cache.layers), places_of(split, segments)
         known = self._known(salt, chunks)
         end, behind = split.prefix.stop, tuple[int, ...]()

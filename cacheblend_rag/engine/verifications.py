@@ -16,14 +16,14 @@ import random
 import threading
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from numbers import Real
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.blending_trial import BlendingTrial
+from cacheblend_rag.engine.blending_trial import BlendingTrial, hold_some
 from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, next_ratio
 from cacheblend_rag.engine.streaming import AnswerThread, interpreter_ends
@@ -229,18 +229,19 @@ class Verifications:
             raised,
         )
 
-    def give_up(self, reason: str, salt: str, texts: Container[str]) -> None:
+    def give_up(self, reason: str, salt: str, texts: Collection[str]) -> None:
         """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
 
         Parameters
         ----------
         reason : str
         salt : str
-        texts : container of str
+        texts : collection of str
+            A chunk that holds one of them, or is part of one, counts, too.
         """
 
         def holds(one: _Waiting) -> bool:
-            return one.salt == salt and any(text in texts for text in one.texts)
+            return one.salt == salt and hold_some(one.texts, texts)
 
         self.trial.forget(salt, texts)
         with self._lock:

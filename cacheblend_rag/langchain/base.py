@@ -114,7 +114,7 @@ class BlendFields(LLMBase):
         self._learn(documents)
         prompt = match_chunks(text, self._registry, self.engine.config.text_separator, documents=documents)
         note_found(text, prompt)
-        return prompt
+        return self.engine.chunks.with_repeated(prompt)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from cacheblend_rag.prompt.calls import HeldBack
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
+from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
 from cacheblend_rag.report import Generation
 
@@ -361,7 +362,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)
-        return prompt
+        return self.engine.chunks.with_repeated(prompt, said_in(text, turns_of(messages)))
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""

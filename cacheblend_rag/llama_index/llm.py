@@ -49,6 +49,7 @@ from cacheblend_rag.prompt.calls import begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
+from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import begin_answer
 
 _dispatcher = get_dispatcher(__name__)
@@ -245,15 +246,9 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         if self.known is not None:
             self._learn(documents)
             self.known.add(rewritten_texts(documents))
-        return see(
-            text,
-            known,
-            self.engine.config.text_separator,
-            hint=hint,
-            messages=messages,
-            documents=documents,
-            split_again=split_again(known, documents),
-        )
+        separator, again = self.engine.config.text_separator, split_again(known, documents)
+        seen = see(text, known, separator, hint=hint, messages=messages, documents=documents, split_again=again)
+        return self.engine.chunks.with_repeated(seen, said_in(text, turns_of(messages)) if messages else None)
 
     def _call(
         self,

@@ -20,6 +20,7 @@ _MOST_BEFORE, _FEWEST_TOKENS = 6, 100
 # Contexts whose tokens the chunks that share them have together. With fewer, computing the contexts takes as long as
 # computing the chunks; with more, contexts are made of chunks further away.
 _GROUP = 6
+_STRETCH = 16  # ids by which chunks are compared
 _OF_WINDOW = 4  # share of the model's context window that a context takes at most
 OPENS = 24
 """First tokens of a chunk by which it is found within a context."""
@@ -159,6 +160,20 @@ def finder(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
         return any(opening in text for opening in openings)
 
     return begins
+
+
+def sharer(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
+    """Says of ids whether they hold one of some chunks, are within one, or have a stretch of 32 in common with one."""
+    stretches = {tuple(one[at : at + _STRETCH]) for one in chunks for at in range(max(1, len(one) - _STRETCH + 1))}
+    shorter = sorted({len(one) for one in stretches} - {_STRETCH})
+
+    def shares(ids: Sequence[int]) -> bool:
+        ids = tuple(ids)
+        if any(ids[at : at + _STRETCH] in stretches for at in range(0, len(ids), _STRETCH)):
+            return True
+        return any(ids[at : at + size] in stretches for size in (*shorter, _STRETCH) for at in range(len(ids)))
+
+    return shares
 
 
 def _join(ids: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_rag.errors import PromptError
@@ -72,6 +72,8 @@ class Prompt:
         Text between the prefix and the first chunk. It is computed each time and never stored.
     documents : iterable of DocumentPlace
         Documents that were retrieved for the prompt. Only the report depends on them: it says what became of each.
+    found : iterable of int
+        Numbers of the chunks that were found because their text repeats. They are stored as such, and never left out.
 
     Raises
     ------
@@ -85,6 +87,7 @@ class Prompt:
     between: tuple[str, ...] | None
     preamble: str
     documents: tuple[DocumentPlace, ...] = field(default=(), compare=False, repr=False)
+    found: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class Prompt:
         *,
         preamble: str = "",
         documents: Iterable[DocumentPlace] = (),
+        found: Iterable[int] = (),
     ) -> None:
         chunks = _texts("chunks", chunks)
         between = None if between is None else _texts("between", between)
@@ -109,6 +113,7 @@ class Prompt:
         object.__setattr__(self, "between", between)
         object.__setattr__(self, "preamble", preamble)
         object.__setattr__(self, "documents", tuple(documents))
+        object.__setattr__(self, "found", tuple(found))
 
     @classmethod
     def parse(cls, text: str, separator: str) -> Prompt:
@@ -194,6 +199,28 @@ class ImagePrompt:
 
 AnyPrompt = Prompt | ImagePrompt
 """Everything that an engine answers, apart from plain text."""
+
+
+def without_found(prompt: Prompt) -> Prompt:
+    """The prompt with text that repeats as ordinary text, as it would be if nothing had been found."""
+    if not prompt.found:
+        return prompt
+    between, numbers = prompt.between or ("",) * (len(prompt.chunks) - 1), dict[int, int]()
+    texts, chunks = [prompt.preamble], list[str]()
+    for number, chunk in enumerate(prompt.chunks):
+        if number in prompt.found:
+            texts[-1] += chunk
+        else:
+            numbers[number] = len(chunks)
+            chunks.append(chunk)
+            texts.append("")
+        texts[-1] += between[number] if number < len(between) else prompt.suffix
+    places = [
+        one if one.chunk is None else replace(one, chunk=numbers.get(one.chunk, one.chunk)) for one in prompt.documents
+    ]
+    if not chunks:
+        return Prompt(prompt.prefix, suffix=texts[0], documents=places)
+    return Prompt(prompt.prefix, chunks, texts[-1], texts[1:-1], preamble=texts[0], documents=places)
 
 
 def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ import re
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache, reduce
 from typing import Any
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
-from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.prompt import Prompt, without_found
 
 # Texts around a chunk in usual prompts. Tokens that are the same within all of them are its own.
 _SURROUNDINGS = (" ", '"')
@@ -78,12 +78,15 @@ class TokenizedChunk:
         Ids directly before the span when the chunk's KV is computed; see `ChunkTokens`.
     usual : bool
         Whether the ids are those under which `PromptTokenizer.chunk` knows the text.
+    found : bool
+        Whether it is a chunk because its text repeats.
     """
 
     span: Span
     text: str
     head: tuple[int, ...] = ()
     usual: bool = True
+    found: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,8 @@ class PromptTokenizer:
         for first, last in written.chunks:
             chunks.append(self._locate(encoded, written.text[first:last], first, at))
             at = chunks[-1].span.stop
+        for number in prompt.found:
+            chunks[number] = replace(chunks[number], found=True)
         suffix = Span(at if chunks or prompt.prefix else 0, len(encoded.ids))
         return TokenizedPrompt(encoded.ids, prefix, tuple(chunks), suffix)
 
@@ -401,6 +406,9 @@ def fitted(
     split = tokenizer.tokenize(prompt)
     if window is None or len(split.input_ids) + needed <= window:
         return FittedPrompt(prompt, split, seconds=time.perf_counter() - started)
+    # Text that repeats is part of messages, which stay as they are.
+    known = [number for number in range(len(prompt.chunks)) if number not in prompt.found]
+    prompt = without_found(prompt)
     count, room = len(prompt.chunks), window - (needed if wanted is None else wanted)
     if drops_chunks and count > 1:
         kept = bisect_right(
@@ -408,7 +416,7 @@ def fitted(
         )
         if kept:
             shorter = prompt.first_chunks(kept)
-            split, left_out = tokenizer.tokenize(shorter), tuple(range(kept, count))
+            split, left_out = tokenizer.tokenize(shorter), tuple(known[kept:])
             return FittedPrompt(shorter, split, left_out, time.perf_counter() - started)
     raise ContextLengthError(len(split.input_ids), needed, window, remedy_for_length(count, needed, drops_chunks))
 

@@ -25,6 +25,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "write_back": ("off", "off"),
     "variants": ("3", 3),
     "session_cache": ("on", True),
+    "find_repeated": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
     "prompt_cache": ("2GB", 2 * 10**9),

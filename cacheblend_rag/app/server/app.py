@@ -37,6 +37,10 @@ from cacheblend_rag.app.server.settings import Limits, ServerSettings
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
 _log = logging.getLogger(__name__)
+_REPEATED = (
+    "cacheblend-rag: the KV of text that several messages of a tenant hold is kept in the data folder, for that tenant "
+    "alone; --find-repeated off keeps none"
+)
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
@@ -385,6 +389,8 @@ def serve(settings: ServerSettings) -> int:
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
     configure_logs(settings.access_log)
+    if service.engine.config.finds_repeated:
+        print(_REPEATED, file=sys.stderr)
     server = _AnnouncingServer(server_config(create_app(settings, service), settings))
     try:
         server.run()

@@ -236,7 +236,8 @@ class Completion(AnswerRequest):
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
             return Prompt(chunks=self.documents, suffix=text)
-        return match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
+        prompt = match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
+        return self.engine.chunks.with_repeated(prompt)
 
     def choices(self, slot: Slot) -> Iterator[Choice]:
         """See `AnswerRequest.choices`."""
@@ -405,5 +406,6 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
         "plain_reason": report.plain_reason,
+        "found": [one.asdict() for one in report.found],
         "verification": report.verification.asdict(),
     }

@@ -57,6 +57,12 @@ class Metrics:
         self.variants = Counter(
             name + "variants", "Chunks read as an earlier, verified prompt left them.", registry=one
         )
+        self.found = Counter(
+            name + "found_chunks",
+            "Chunks found because their text repeats, read from the store or not.",
+            ["found"],
+            registry=one,
+        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
@@ -96,6 +102,9 @@ class Metrics:
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("resumed").inc(report.resumed_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
+        for found in report.found:
+            self.found.labels("hit" if found.hit else "miss").inc()
+            self.tokens.labels("found").inc(found.tokens * found.hit)
         self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)

@@ -131,7 +131,8 @@ class Service:
         made: dict[str, ServedModel] = {}
         for name, model in self.settings.models.items():
             engine = self.rag.also(model) if made else self.rag.engine
-            engine = engine.with_config(max_concurrent=concurrent)
+            found = engine.config.find_repeated in ("auto", True)
+            engine = engine.with_config(max_concurrent=concurrent, find_repeated=found)
             made[name] = ServedModel(name, engine, self.limits, starter=model == config.DEFAULT_MODEL)
         return made
 

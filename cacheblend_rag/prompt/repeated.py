@@ -1,0 +1,472 @@
+"""Text that repeats: stretches of a prompt that other messages held, too, wherever they stand. Only hashes are kept.
+
+A text is cut in pieces (`cacheblend_rag.prompt.pieces`). From each piece on, the shortest stretch of whole pieces that
+is long enough for a chunk is a *window*. A window is repeated once two messages have held it behind two different
+beginnings. A stretch of repeated windows is a span, and ends where a window was seen to go on in two ways.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend_rag.prompt.hash_table import HashTable
+from cacheblend_rag.prompt.matching import rebuild
+from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
+from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.registry import DisjointMatches, Match
+
+SHORTEST_SPAN = 64
+"""Tokens of a span at least."""
+
+# Bytes that nearly always have as many tokens.
+_WINDOW = 320
+# A last line such as "Helpful Answer:" is a cue, and no longer; the line before it belongs to it.
+_CUE = 40
+_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE = 1, 2, 4
+# Turns the hash of a message's end into a key of its own.
+_END = np.uint64(0xD1B54A32D192ED03)
+# A piece of so many bytes that does not end a sentence is not left at the end of a new span.
+_SLIGHT = 24
+_CLOSE = frozenset(".!?…。！？\"'”)")
+# Spans that may begin with the same window.
+_SAME_START = 4
+_TENANTS = 128
+_ASKED = ("", "user")
+_COUNTED = ("", "system", "developer", "tool", "template")
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A part of a prompt that comes from one message.
+
+    Parameters
+    ----------
+    start, stop : int
+        Its characters.
+    role : str
+        ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, ``"template"`` for what the chat template writes of its
+        own, or ``""`` for a prompt that is one text.
+    call : str
+        Id of the call that a tool's message answers: with another id it is another message.
+    """
+
+    start: int
+    stop: int
+    role: str = ""
+    call: str = ""
+
+
+def with_repeated(
+    prompt: Prompt, finder: RepeatedText, said: Sequence[Said] | None, is_long: Callable[[str], bool]
+) -> Prompt:
+    """The prompt with text that repeats as further chunks. What the model reads is the same.
+
+    Parameters
+    ----------
+    prompt : Prompt
+        As chunk matching made it. Its own chunks stay, and so does its prefix. One whose segments are joined by the
+        engine's separator is left alone.
+    finder : RepeatedText
+    said : sequence of Said or None
+        As for `RepeatedText.find`.
+    is_long : callable
+        Whether a span is long enough for a chunk.
+    """
+    if prompt.chunks and prompt.between is None:
+        return prompt
+    written = prompt.written("")
+    text, own = written.text, [Match(*span) for span in written.chunks]
+    repeated = [one for one in finder.find(text, said) if one.start >= written.prefix_stop]
+    taken = DisjointMatches(own)
+    taken.offer(one for one in repeated if is_long(text[one.start : one.stop]))
+    if len(taken.matches) == len(own):
+        return prompt
+    numbers = [taken.matches.index(one) for one in own]
+    places = [one if one.chunk is None else replace(one, chunk=numbers[one.chunk]) for one in prompt.documents]
+    # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
+    questions_from = len(prompt.prefix) if own else 0
+    found = tuple(number for number in range(len(taken.matches)) if number not in numbers)
+    return replace(rebuild(text, taken.matches, questions_from=questions_from, documents=places), found=found)
+
+
+def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
+    """Where messages stand in the prompt that was rendered of them, and the template's own text before the first.
+
+    Parameters
+    ----------
+    text : str
+        The prompt.
+    turns : iterable of dict
+        Messages as chat templates take them.
+
+    Returns
+    -------
+    list of Said
+        Nothing at all if one message does not stand there as it is: then it cannot be told whose words are whose.
+    """
+    parts, behind = list[Said](), 0
+    for turn in turns:
+        if not (content := str(turn["content"]).strip()):
+            continue
+        at = text.find(content, behind)
+        if at < 0:
+            return []
+        call = str(turn.get("tool_call_id") or "") if turn["role"] == "tool" else ""
+        parts.append(Said(at, at + len(content), turn["role"], call))
+        behind = at + len(content)
+    return [Said(0, parts[0].start, "template"), *parts] if parts else []
+
+
+class RepeatedTexts:
+    """A finder for the prompts of each tenant; those who asked longest ago are forgotten first."""
+
+    def __init__(self) -> None:
+        self._finders: OrderedDict[str, RepeatedText] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, salt: str) -> RepeatedText:
+        """The finder of a tenant, by its salt."""
+        with self._lock:
+            finder = self._finders.setdefault(salt, RepeatedText())
+            self._finders.move_to_end(salt)
+            if len(self._finders) > _TENANTS:
+                self._finders.popitem(last=False)
+            return finder
+
+    def forget(self, salt: str, texts: Iterable[str]) -> None:
+        """`RepeatedText.forget` for a tenant, if anything of it is known."""
+        with self._lock:
+            finder = self._finders.get(salt)
+        if finder is not None:
+            finder.forget(texts)
+
+
+class RepeatedText:
+    """Says of each prompt of one tenant which stretches of it were seen before; see the module.
+
+    This counts as seen:
+
+    - Words that one message alone has held never count, however often a client sends it again.
+    - A beginning that two prompts have in common never counts.
+    - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once.
+    - The end of what the user said last, which is the question, never counts. Neither does text that was seen before
+      directly in front of the same end, back to text that was found already.
+
+    Parameters
+    ----------
+    limit : int
+        Windows that are remembered at least; those that were not seen for longest are forgotten first.
+
+    Notes
+    -----
+    Safe to use from several threads. Hashes are of a key that is drawn anew for each object.
+    """
+
+    def __init__(self, limit: int = 250_000) -> None:
+        self._windows = HashTable(
+            limit, message=np.uint16, place=np.uint16, before=np.uint8, behind=np.uint16, flags=np.uint8
+        )
+        # By their first window, and a number: several spans may begin with the same.
+        self._spans = HashTable(max(1, limit // 4), text=np.uint32, length=np.uint32)
+        # How often each piece was to be forgotten.
+        self._forgotten = HashTable(max(1, limit // 4), times=np.uint8)
+        self._hasher, self._lock = Hasher(), threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._windows.nbytes + self._spans.nbytes + self._forgotten.nbytes
+
+    def find(self, text: str, said: Sequence[Said] | None = None) -> list[Match]:
+        """Take note of a prompt, and give the spans in it that repeat, in order.
+
+        Parameters
+        ----------
+        text : str
+            The prompt.
+        said : sequence of Said, optional
+            The messages that it consists of, in order; by default it is one text.
+        """
+        parts = [Said(0, len(text))] if said is None else list(said)
+        if not parts:
+            return []
+        with self._lock:
+            windows = self._cut(text, parts)
+            if not len(windows.keys):
+                return []
+            known = self._note(parts, windows)
+            taken = DisjointMatches(
+                sorted(self._known_spans(windows, known.repeated), key=lambda one: one.start - one.stop)
+            )
+            new = windows.new_spans(known, taken)
+            self._keep(windows, new)
+            taken.offer(new)
+            return taken.matches
+
+    def forget(self, texts: Iterable[str]) -> None:
+        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found."""
+        with self._lock:
+            for text in texts:
+                pieces = np.unique(HashedText(text, self._hasher).pieces([(0, len(text))]).hashes)
+                slots, _ = self._forgotten.enter(pieces, np.ones(len(pieces), dtype=bool))
+                self._forgotten.young.values["times"][slots] += 1
+
+    def _cut(self, text: str, parts: Sequence[Said]) -> _Windows:
+        """The windows of a prompt; one that holds a forgotten piece has another key than before."""
+        hashed = HashedText(text, self._hasher)
+        pieces = hashed.pieces([(one.start, one.stop) for one in parts])
+        times = np.zeros(len(pieces), dtype=np.uint64)
+        if len(self._forgotten):
+            slots, known = self._forgotten.enter(pieces.hashes, np.zeros(len(pieces), dtype=bool))
+            times[known] = self._forgotten.young.values["times"][slots[known]]
+        return _Windows(hashed, pieces, times)
+
+    def _note(self, parts: Sequence[Said], windows: _Windows) -> _Known:
+        """Count the windows of a prompt as seen, and give what is known of each."""
+        part, keys = windows.part, windows.keys
+        latest = max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
+        counted = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])[part]
+        matched = np.array([one.role != "assistant" for one in parts])[part]
+        end = windows.end_of(latest)
+        slots, was_known = self._windows.enter(np.append(keys, end), np.append(counted, np.ones(len(end), dtype=bool)))
+        end_known = was_known[len(keys) :].all()
+        slots, was_known = slots[: len(keys)], was_known[: len(keys)]
+        asked = windows.last_lines(parts[latest]) if latest >= 0 else len(windows.pieces)
+        if len(end) and end_known:
+            repeated = self._windows.young.values["flags"][slots] & _REPEATED > 0
+            asked = min(asked, windows.before_end(was_known, was_known & repeated, latest))
+        open_to = matched & ~((windows.last >= asked) & (part == latest))
+
+        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
+        values = self._windows.young.values
+        flags = np.where(slots >= 0, values["flags"][slots], 0)
+        ends = flags & _GOES_ON_OTHERWISE > 0
+        goes_on = (slots >= 0) & ~ends & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
+        goes_on &= ~((windows.last + 1 >= asked) & (part == latest))
+        return _Known((flags & _REPEATED > 0) & open_to, ends, flags & _BEGINS_OTHERWISE > 0, goes_on)
+
+    def _count(
+        self,
+        windows: _Windows,
+        slots: Places,
+        was_known: Flags,
+        counted: Flags,
+        open_to: Flags,
+        message: npt.NDArray[np.uint16],
+    ) -> None:
+        """Write down where windows are seen first, and of those that were known whether this is somewhere else."""
+        known, place = self._windows.young.values, windows.places()
+        fresh, seen = counted & ~was_known, counted & was_known
+        here: dict[str, npt.NDArray[Any]] = {
+            "message": message,
+            "place": place,
+            "before": windows.before,
+            "behind": windows.behind,
+        }
+        for name, values in here.items():
+            known[name][slots[fresh]] = values[fresh]
+        rows = slots[seen]
+        differs = {name: known[name][rows] != values[seen] for name, values in here.items()}
+        flags = _GOES_ON_OTHERWISE * differs["behind"] + _BEGINS_OTHERWISE * differs["before"]
+        flags += _REPEATED * (differs["message"] & differs["place"] & open_to[seen])
+        np.bitwise_or.at(known["flags"], rows, flags.astype(np.uint8))
+
+    def _known_spans(self, windows: _Windows, repeated: Flags) -> list[Match]:
+        """Spans of earlier prompts that stand in this one; they may overlap."""
+        found, at = list[Match](), np.flatnonzero(repeated)
+        for number in range(_SAME_START):
+            slots, there = self._spans.enter(_numbered(windows.keys[at], number), np.zeros(len(at), dtype=bool))
+            at, slots = at[there], slots[there]
+            values = self._spans.young.values
+            found += windows.those_there(at, values["length"][slots], values["text"][slots], repeated)
+        return found
+
+    def _keep(self, windows: _Windows, spans: Sequence[Match]) -> None:
+        """Let the spans of a prompt be known in the next one."""
+        for one in spans:
+            key, text = windows.keys_of(one)
+            for number in range(_SAME_START):
+                slots, there = self._spans.enter(_numbered(key, number), np.array([True]))
+                if not there[0] or number == _SAME_START - 1:
+                    values = self._spans.young.values
+                    values["length"][slots], values["text"][slots] = one.stop - one.start, text.astype(np.uint32)
+                    break
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The state of each window of a prompt: repeated, seen to go on or to begin otherwise, goes on as it always did."""
+
+    repeated: Flags
+    ends: Flags
+    begins: Flags
+    goes_on: Flags
+
+
+class _Windows:
+    """The windows of a text.
+
+    Attributes
+    ----------
+    pieces : Pieces
+    first, last : ndarray of int64, [windows]
+        Numbers of the pieces that each begins and ends with.
+    part : ndarray of int64, [windows]
+        The part that each lies in.
+    keys : ndarray of uint64, [windows]
+        Hash of each.
+    before, behind : ndarray of uint8 and uint16, [windows]
+        Hashes of the pieces next to each; 0 at a part's border.
+    """
+
+    def __init__(self, hashed: HashedText, pieces: Pieces, times: Hashes) -> None:
+        self._hashed, self.pieces = hashed, pieces
+        bytes_at = hashed.bytes_before
+        last = np.searchsorted(bytes_at[pieces.stops], bytes_at[pieces.starts] + _WINDOW)
+        first = np.flatnonzero(last < len(pieces))
+        first = first[pieces.part[last[first]] == pieces.part[first]]
+        self.first, self.last, self.part = first, last[first], pieces.part[first]
+        self._starts = pieces.starts[first]
+        forgotten = np.concatenate([times[:0], [0], np.cumsum(times)]).astype(np.uint64)
+        within = forgotten[self.last + 1] - forgotten[self.first]
+        self.keys = mixed(hashed.hashes(self._starts, pieces.stops[self.last]) + within)
+        self.before, self.behind = _eight(self._beside(first, -1)), self._beside(self.last, 1)
+
+    def _beside(self, at: Places, by: int) -> npt.NDArray[np.uint16]:
+        pieces, beside = self.pieces, at + by
+        inside = np.clip(beside, 0, max(0, len(pieces) - 1))
+        there = (inside == beside) & (pieces.part[inside] == pieces.part[at])
+        return np.where(there, _sixteen(pieces.hashes[inside]), 0).astype(np.uint16)
+
+    def places(self) -> npt.NDArray[np.uint16]:
+        """Hash of all that stands before each window."""
+        return _sixteen(self._hashed.hashes(np.zeros_like(self._starts), self._starts))
+
+    def messages(self, parts: Sequence[Said]) -> Hashes:
+        """Identity of the message of each part: its words, and the call that it answers."""
+        starts, stops = np.array([(one.start, one.stop) for one in parts], dtype=np.int64).T
+        calls = np.array([zlib.crc32(one.call.encode()) for one in parts], dtype=np.uint64)
+        return mixed(self._hashed.hashes(starts, stops) ^ calls)
+
+    def end_of(self, part: int) -> Hashes:
+        """Key of the end of a part, from its last window on; none of a part that has no window."""
+        inside = np.flatnonzero(self.part == part)[-1:]
+        stops = self.pieces.stops[self.pieces.part == part][-1:]
+        return mixed(self._hashed.hashes(self._starts[inside], stops[: len(inside)]) ^ _END)
+
+    def before_end(self, known: Flags, repeated: Flags, part: int) -> int:
+        """First piece in front of the end of a part from which on all is known and nothing repeats."""
+        first = len(self.pieces)
+        for at in np.flatnonzero(self.part == part)[::-1].tolist():
+            if repeated[at]:
+                return max(first, int(self.last[at]) + 1)
+            if not known[at]:
+                break
+            first = int(self.first[at])
+        return first
+
+    def last_lines(self, part: Said) -> int:
+        """First piece of a part's last line; of the line before it if the last one is a mere cue for the answer."""
+        text, start = self._hashed.text, part.start
+        stop = start + len(text[start : part.stop].rstrip())
+        at = text.rfind("\n", start, stop)
+        if stop - at <= _CUE and text[max(at, start) : stop].endswith((":", "：")):
+            at = text.rfind("\n", start, start + len(text[start : max(at, start)].rstrip()))
+        return int(np.searchsorted(self.pieces.starts, max(at, start)))
+
+    def those_there(self, at: Places, lengths: Places, texts: npt.NDArray[np.uint32], repeated: Flags) -> list[Match]:
+        """Spans that stand here: by their first windows, their lengths in characters and the hashes of their texts."""
+        starts = self._starts[at]
+        stops = starts + lengths
+        inside = stops <= self.pieces.stops[-1]
+        at, starts, stops, texts = at[inside], starts[inside], stops[inside], texts[inside]
+        # All windows that lie within must be repeated still.
+        missing = np.concatenate([[0], np.cumsum(~repeated)])
+        behind = np.searchsorted(self.pieces.stops[self.last], stops, side="right")
+        right = (self._hashed.hashes(starts, stops).astype(np.uint32) == texts) & (missing[behind] == missing[at])
+        return [Match(int(start), int(stop)) for start, stop in zip(starts[right], stops[right], strict=True)]
+
+    def keys_of(self, span: Match) -> tuple[Hashes, Hashes]:
+        """Key of the first window of a span, and the hash of its text."""
+        at = np.searchsorted(self._starts, [span.start])
+        return self.keys[at], self._hashed.hashes(np.array([span.start]), np.array([span.stop]))
+
+    def _slight(self) -> tuple[Flags, Flags]:
+        """Pieces that may be a template's: short ones that are no sentence, and those of one word among them."""
+        pieces, text = self.pieces, self._hashed.text
+        short = self._hashed.sizes(pieces.starts, pieces.stops) <= _SLIGHT
+        slight, name = np.zeros_like(short), np.zeros_like(short)
+        for at in np.flatnonzero(short).tolist():
+            piece = text[pieces.starts[at] : pieces.stops[at]]
+            slight[at] = piece[-1] not in _CLOSE
+            name[at] = slight[at] and not any(map(str.isspace, piece))
+        return slight, name
+
+    def new_spans(self, known: _Known, taken: DisjointMatches) -> list[Match]:
+        """Spans in what is left: from left to right, each as long as it can be."""
+        found, free = list[Match](), 0
+        first, last = self.first.tolist(), self.last.tolist()
+        starts, stops = self.pieces.starts.tolist(), self.pieces.stops.tolist()
+        repeated, ends, begins, goes_on = (
+            one.tolist() for one in (known.repeated, known.ends, known.begins, known.goes_on)
+        )
+
+        slight, name = (one.tolist() for one in self._slight())
+
+        def fits(at: int) -> bool:
+            return repeated[at] and taken.free(starts[first[at]], stops[last[at]])
+
+        at, count = 0, len(first)
+        while at < count:
+            if first[at] < free or not fits(at):
+                at += 1
+                continue
+            start, end = at, last[at]
+            while True:
+                follows = at + 1 < count and first[at + 1] == first[at] + 1 and fits(at + 1)
+                if follows and begins[at + 1]:  # another span begins there
+                    end = first[at + 1] - 1
+                    break
+                if ends[at] or not follows:
+                    end = last[at]
+                    if goes_on[at] and taken.free(starts[end + 1], stops[end + 1]):
+                        end += 1
+                    break
+                at += 1
+            at += 1
+            while end > last[start] and slight[end]:
+                end -= 1
+            while start + 1 < at and name[first[start]] and last[start + 1] <= end:
+                start += 1
+            if end >= last[start]:
+                found.append(Match(starts[first[start]], stops[end]))
+                free = end + 1
+        return found
+
+
+def _eight(hashes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
+    """Eight bits of sixteen; 0 stays 0."""
+    return (hashes >> 8).astype(np.uint8) | (hashes > 0)
+
+
+def _numbered(keys: Hashes, number: int) -> Hashes:
+    """Keys of the spans that begin with some windows, by their number."""
+    return mixed(keys + np.uint64(number + 1))
+
+
+def _sixteen(hashes: Hashes) -> npt.NDArray[np.uint16]:
+    """Sixteen bits of hashes, never 0."""
+    return np.maximum((hashes >> np.uint64(48)).astype(np.uint16), np.uint16(1))

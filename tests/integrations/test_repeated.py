@@ -1,0 +1,312 @@
+"""Text that repeats, from the first prompt to the hit at the third, through every way to a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from llama_index.core.llms import ChatMessage
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.segments import FOUND
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.store import DiskStore
+from tests import tiny
+from tests.integrations.langchain.models import tiny_engine
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+OPENING = "Answer from the sources."
+
+
+def passage(seed: int, sentences: int = 6) -> str:
+    return " ".join(tiny.text(12, 100 * seed + number).capitalize() + "." for number in range(sentences))
+
+
+A, B, C, D, E, F, G = (passage(seed) for seed in range(7))
+PROMPTS = ([A, B, C], [D, A, E, B], [B, F, A, G])
+
+
+def stuffed(texts: Sequence[str], number: int) -> str:
+    sources = "\n".join(f"[{at}] {text}" for at, text in enumerate(texts, 1))
+    return f"{OPENING}\n\n{sources}\n\nQuestion: Which one falls, number {number}?\nAnswer:"
+
+
+def of_langchain(model: Any, text: str) -> BlendReport:
+    model.invoke(text)
+    return model.last_report
+
+
+async def awaited(model: Any, text: str) -> None:
+    await model.ainvoke(text)
+
+
+WAYS: dict[str, Callable[[BlendEngine, str], Any]] = {
+    "engine": lambda engine, text: engine.generate(text, max_new_tokens=2),
+    "engine, streamed": lambda engine, text: [*engine.stream(text, max_new_tokens=2)],
+    "LangChain": lambda engine, text: CacheBlendLLM(engine=engine, max_new_tokens=2).invoke(text),
+    "LangChain, streamed": lambda engine, text: [*CacheBlendLLM(engine=engine, max_new_tokens=2).stream(text)],
+    "LangChain, async": lambda engine, text: asyncio.run(awaited(CacheBlendLLM(engine=engine, max_new_tokens=2), text)),
+    "LangChain chat": lambda engine, text: ChatCacheBlend(engine=engine, max_new_tokens=2).invoke(text),
+    "LlamaIndex": lambda engine, text: LlamaIndexLLM(engine=engine, max_new_tokens=2).complete(text),
+    "LlamaIndex chat": lambda engine, text: LlamaIndexLLM(engine=engine, max_new_tokens=2).chat(
+        [ChatMessage(role="system", content=OPENING), ChatMessage(role="user", content=text)]
+    ),
+    "LlamaIndex chat, streamed": lambda engine, text: [
+        *LlamaIndexLLM(engine=engine, max_new_tokens=2).stream_chat([ChatMessage(role="user", content=text)])
+    ],
+}
+
+
+class Reports:
+    """An engine's reports, in the order of its answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all: list[BlendReport] = []
+        from cacheblend_rag.engine import answering
+
+        made = answering.report_of
+
+        def noted(*args: Any) -> BlendReport:
+            self.all.append(made(*args))
+            return self.all[-1]
+
+        monkeypatch.setattr(answering, "report_of", noted)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[BlendReport]:
+    return Reports(monkeypatch).all
+
+
+def found_keys(engine: BlendEngine) -> set[str]:
+    return {key for key, _ in engine.store.infos(FOUND)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_passages_that_move_hit_at_their_third_sight(way: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    for number, texts in enumerate(PROMPTS):
+        WAYS[way](engine, stuffed(texts, number))
+    first, second, third = reports
+    assert first.found == ()
+    assert first.plain
+    assert [one.hit for one in second.found] == [False, False]
+    assert [one.hit for one in third.found] == [True, True]
+    assert third.hits == 2
+    tokens = len(engine.tokenizer(A + B)["input_ids"])
+    assert sum(one.tokens for one in third.found) > 0.9 * tokens
+    assert third.reused_tokens >= sum(one.tokens for one in third.found)
+    assert third.prefix_tokens <= 1, "nothing that only one prompt held is a prefix, which would be stored"
+    assert len(found_keys(engine)) == 2
+    assert {key for key, _ in engine.store.infos("")} == found_keys(engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_found_unless_it_is_asked_for(way: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine()
+    for number, texts in enumerate(PROMPTS):
+        WAYS[way](engine, stuffed(texts, number))
+    assert all(one.plain and not one.found for one in reports)
+    assert not [*engine.store.infos("")]
+
+
+def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
+    engine = tiny_engine(find_repeated=True, recompute_ratio=1.0)
+    for number, texts in enumerate(PROMPTS):
+        text = stuffed(texts, number)
+        fused = engine.fuse(text)
+        ids = engine.tokenizer(text)["input_ids"]
+        assert fused.input_ids == ids
+        plain = tiny.full_prefill(engine.model, ids)
+        assert_logits_close(fused.logits, plain.logits[0, -1], engine.model, len(ids))
+        assert_layers_close(fused.cache.layers, tiny.cache_of(plain).layers, engine.model)
+    assert fused.report.hits == 2
+
+
+def test_answers_after_a_lost_record_are_those_of_a_run_where_it_was_never_stored() -> None:
+    engine, other = (tiny_engine(find_repeated=True) for _ in range(2))
+    for number, texts in enumerate(PROMPTS[:2]):
+        for one in (engine, other):
+            one.generate(stuffed(texts, number), max_new_tokens=2)
+    for one in (engine, other):
+        for key in found_keys(one):
+            one.store.delete(key)
+    other.chunks.pipeline.segments.repeated.forget("", [A, B])
+    last = stuffed(PROMPTS[2], 2)
+    missed, plain = engine.fuse(last), other.fuse(last)
+    assert (missed.report.hits, missed.report.misses) == (0, 2)
+    assert plain.report.plain
+    assert_logits_close(missed.logits, plain.logits, engine.model, len(missed.input_ids))
+
+
+def test_tenants_share_nothing(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    mine, theirs = engine.with_config(salt="mine"), engine.with_config(salt="theirs")
+    for number, texts in enumerate(PROMPTS):
+        mine.generate(stuffed(texts, number), max_new_tokens=2)
+    kept = found_keys(engine)
+    theirs.generate(stuffed(PROMPTS[2], 7), max_new_tokens=2)
+    assert reports[-1].found == ()
+    theirs.generate(stuffed(PROMPTS[1], 8), max_new_tokens=2)
+    assert [one.hit for one in reports[-1].found] == [False, False], "it was computed for them alone"
+    assert len(found_keys(engine)) == 2 * len(kept)
+    theirs.forget([A])
+    assert kept <= found_keys(engine)
+    assert len(found_keys(engine)) < 2 * len(kept)
+    mine.generate(stuffed([C, D, A, B], 9), max_new_tokens=2)
+    assert any(one.hit for one in reports[-1].found)
+
+
+@pytest.mark.parametrize("text", [A, A[len(A) // 4 : -len(A) // 4], f"{D}\n\n{A}\n\n{E}"], ids=["all", "part", "more"])
+def test_erasing_a_text_erases_what_holds_it_and_what_is_part_of_it(text: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    for number, texts in enumerate(PROMPTS):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    ids = tuple(engine.tokenizer(" " + A, add_special_tokens=False)["input_ids"])
+
+    def holds_some(key: str, info: Any) -> bool:
+        held = info.token_ids + info.behind
+        return any(held[at : at + 24] == ids[40:64] for at in range(len(held)))
+
+    assert any(holds_some(*one) for one in engine.store.infos(""))
+    CacheBlendLLM(engine=engine).forget([text])
+    assert not any(holds_some(*one) for one in engine.store.infos(""))
+    engine.generate(stuffed([G, A, C], 4), max_new_tokens=2)
+    assert not any(holds_some(*one) for one in engine.store.infos("")), "it must be seen twice again"
+
+
+def test_waiting_records_of_an_erased_text_are_not_stored() -> None:
+    engine = tiny_engine(find_repeated=True, write_back="background")
+    engine.generate(stuffed(PROMPTS[0], 0), max_new_tokens=2)
+    release = threading.Event()
+    holding = threading.Thread(target=lambda: _hold(engine, release))
+    holding.start()
+    worker = threading.Thread(target=lambda: engine.generate(stuffed(PROMPTS[1], 1), max_new_tokens=2))
+    worker.start()
+    release.set()
+    worker.join()
+    holding.join()
+    engine.forget([A])
+    engine.flush()
+    ids = tuple(engine.tokenizer(" " + A, add_special_tokens=False)["input_ids"])[40:64]
+    for _, info in engine.store.infos(""):
+        held = info.token_ids + info.behind
+        assert all(held[at : at + 24] != ids for at in range(len(held)))
+
+
+def _hold(engine: BlendEngine, release: threading.Event) -> None:
+    with engine.turns.in_turn():
+        release.wait(20)
+
+
+def bytes_of(ids: Sequence[int], width: int) -> bytes:
+    return b"".join(number.to_bytes(width, "little") for number in ids)
+
+
+def test_questions_asked_in_a_hundred_chats_are_nowhere_on_the_disk(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    engine = tiny_engine(find_repeated=True, store=store)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=1)
+    question = f"My secret is this.\n{passage(50, 9)}\n{passage(51, 9)}\nWhat do you say to that?"
+    texts = [A, B, C, D, E, F, G]
+    for number in range(100):
+        some = [texts[(number + step) % 7] for step in (0, 2, 3)]
+        sources = "\n".join(f"[{at}] {text}" for at, text in enumerate(some, 1))
+        messages = [SystemMessage(f"{number}. {OPENING}"), HumanMessage(f"{sources}\n\n{question}")]
+        if number % 3 == 0:  # the next turn: the question stands alone in the history
+            messages[1:] = [HumanMessage(question), AIMessage(f"So {number}."), HumanMessage(f"And {number}?")]
+        model.invoke(messages)
+    engine.flush()
+    assert len(found_keys(engine)) >= 7
+    ids = engine.tokenizer(question, add_special_tokens=False)["input_ids"]
+    wanted = [ids[at : at + 8] for at in range(20, len(ids) - 20, 40)]
+    for _, info in store.infos(""):
+        held = str(info.token_ids + info.behind)[1:-1]
+        assert not any(str(one)[1:-1] in held for one in wanted)
+    on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    secret = [word.encode() for word in (question[:60], passage(50, 9)[:60], passage(51, 9)[40:90])]
+    assert not any(one in on_disk for one in secret)
+    for width in (2, 4, 8):
+        assert not any(bytes_of(one, width) in on_disk for one in wanted)
+    store.close()
+
+
+def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
+    tool = {"type": "function", "function": {"name": "find", "description": passage(60), "parameters": {}}}
+    for number in range(3):
+        call = {"name": "find", "args": {}, "id": f"call-{number}"}
+        messages = [
+            SystemMessage(f"It is {number} o'clock."),
+            HumanMessage(f"What about number {number}?"),
+            AIMessage("", tool_calls=[call]),
+            ToolMessage(f"Result {number}:\n{A}\n{[B, C, D][number]}", tool_call_id=f"call-{number}"),
+        ]
+        model.bind(tools=[tool]).invoke(messages)
+    assert [one.hit for one in reports[1].found] == [False]
+    assert [one.hit for one in reports[2].found] == [True]
+
+
+def test_known_texts_take_precedence_and_documents_keep_their_places(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = CacheBlendLLM(engine=engine, max_new_tokens=2)
+    for number, texts in enumerate(PROMPTS[:2]):
+        model.invoke(stuffed(texts, number))
+    model.warm([B])
+    seen = model.match_chunks(stuffed(PROMPTS[2], 2))
+    assert seen.chunks[0] == B
+    assert len(seen.chunks) == 2
+    assert seen.found == (1,)
+    assert seen.written("").text == stuffed(PROMPTS[2], 2)
+    model.invoke(stuffed(PROMPTS[2], 2))
+    assert reports[-1].hits == 2
+    assert [one.hit for one in reports[-1].found] == [True]
+
+
+def test_prompts_that_are_too_long_lose_retrieved_chunks_and_no_text_of_messages() -> None:
+    engine = tiny_engine(find_repeated=True, overflow="drop_chunks")
+    window = engine.context_window
+    assert window is not None
+    many = [passage(200 + number) for number in range(window // 60)]
+    first = Prompt("Sources:", [many[0], *many[1:]], f"\n{A}\nWhat?", ["\n"] * (len(many) - 1))
+    parts = first.written("").text
+    found = Prompt("Sources:", [*many, A], "\nWhat?", ["\n"] * len(many), found=[len(many)])
+    assert found.written("").text == parts
+    fit = engine.fitted(found, 4)
+    assert fit.prompt.found == ()
+    assert fit.prompt.suffix == first.suffix
+    assert fit.left_out == tuple(range(len(fit.prompt.chunks), len(many)))
+
+
+def test_many_threads_find_and_store_without_harm(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True, write_back="background", max_concurrent=2)
+    texts, errors = [A, B, C, D, E, F, G], list[BaseException]()
+
+    def work(offset: int) -> None:
+        try:
+            for number in range(4):
+                some = [texts[(offset + number * step) % 7] for step in (1, 2, 3)]
+                engine.generate(stuffed(some, 10 * offset + number), max_new_tokens=2)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    engine.flush()
+    assert not errors
+    assert len(reports) == 16
+    engine.generate(stuffed([C, A, B], 99), max_new_tokens=2)
+    assert torch.isfinite(torch.tensor([reports[-1].work])).all()
+    assert any(one.hit for one in reports[-1].found)
