@@ -148,6 +148,13 @@ class Checkpoints:
                 del self._held[key]
         return len(gone)
 
+    def drop(self, salt: str) -> None:
+        """Drop all of a tenant."""
+        with self._lock:
+            self._prompts = deque((one for one in self._prompts if one[0].salt != salt), _REMEMBERED)
+            for key in [key for key in self._held if key[0].salt == salt]:
+                del self._held[key]
+
     def clear(self) -> None:
         """Drop all."""
         with self._lock:

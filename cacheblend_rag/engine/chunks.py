@@ -145,6 +145,12 @@ class Chunks:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
         return erased
 
+    def drop_prompts(self) -> None:
+        """Let no prompt of the tenant go on from an earlier one that lies in memory."""
+        pipeline, salt = self.pipeline, self.pipeline.config.salt
+        pipeline.prompts.drop(salt)
+        pipeline.checkpoints.drop(salt)
+
     def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
         """Let no record be stored that waits to be and that `forget` would erase, and no answer over them be checked.
 

@@ -221,6 +221,14 @@ class PromptCache:
                     ticket.forgotten.append(holds)
             self._kept = [one for one in self._kept if one.kind.salt != salt or not holds(one.texts, one.token_ids)]
 
+    def drop(self, salt: str) -> None:
+        """Drop all of a tenant, and keep nothing that is being answered."""
+        with self._lock:
+            for ticket in self._tickets:
+                if ticket.kind.salt == salt:
+                    ticket.forgotten.append(lambda texts, ids: True)
+            self._kept = [one for one in self._kept if one.kind.salt != salt]
+
     def close(self) -> None:
         """Drop all, and keep nothing any more."""
         with self._lock:

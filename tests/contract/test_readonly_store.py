@@ -36,7 +36,7 @@ logging.getLogger("cacheblend_rag").addHandler(handler)
 
 def said_of(path, write_back, memory):
     warned.clear()
-    quick = {"min_tokens": 0, "check_model": False, "recompute_ratio": 0.2}
+    quick = {"min_tokens": 0, "check_model": False, "recompute_ratio": 0.2, "prompt_cache": 0}
     config = BlendConfig(write_back=write_back, memory_limit=memory, **quick)
     said, folder = {}, Path(path)
     with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:

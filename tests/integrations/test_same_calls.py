@@ -89,7 +89,7 @@ def test_langchain_makes_the_same_store_calls_as_the_engine(chat: bool, store: C
     documents = passages(3, seed=7)
     known_chunks.add(one.page_content for one in documents)
     stuffed = "Use this:\n" + "\n\n".join(one.page_content for one in documents) + "\n\nWhat fell?"
-    with tiny_engine(store=store) as engine:
+    with tiny_engine(store=store, prompt_cache=0) as engine:
         kind = ChatCacheBlend if chat else CacheBlendLLM
         llm = kind.from_engine(engine, max_new_tokens=4)
         llm.warm(documents, progress=False)
@@ -101,7 +101,7 @@ async def test_llama_index_makes_the_same_store_calls_as_the_engine(
     chat: bool, store: CountingStore, asked: Asked
 ) -> None:
     nodes = make_nodes(3, seed=7)
-    with tiny_engine(store=store) as engine:
+    with tiny_engine(store=store, prompt_cache=0) as engine:
         llm = LlamaIndexLLM.from_engine(engine, max_new_tokens=4, is_chat_model=chat)
         query = make_index(nodes).as_query_engine(llm=llm, similarity_top_k=3)
         # Of a main thread LlamaIndex wants an event loop that it need not make.
@@ -119,7 +119,7 @@ def test_server_makes_the_same_store_calls_as_the_engine(tmp_path: Path, asked: 
         return stores[-1]
 
     documents = write_documents(tmp_path / "docs")
-    settings = settings_for(tmp_path / "model", documents, tmp_path / "data")
+    settings = settings_for(tmp_path / "model", documents, tmp_path / "data", prompt_cache=0)
     with TestClient(create_app(settings, Service(settings, counting)), base_url=BASE) as client:
         settle(client.app.state.service)  # type: ignore[attr-defined]
         (store,) = stores

@@ -23,7 +23,7 @@ QUESTION = "Which leaf fell?"
 @pytest.fixture(scope="module")
 def guarded(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with two tenants."""
-    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("guarded"), keys=KEYS)) as made:
+    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("guarded"), keys=KEYS, prompt_cache=0)) as made:
         yield made
 
 
@@ -170,7 +170,7 @@ def test_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
 
 
 def test_server_that_starts_knows_no_check(chat_model: Path, docs: Path, tmp_path: Path) -> None:
-    settings = settings_for(chat_model, docs, tmp_path)
+    settings = settings_for(chat_model, docs, tmp_path, prompt_cache=0)
     with running(settings) as server, client_of(server) as client:
         documents = stored(client, server.service, 350)
         id = said(client, documents, verify="idle")["cacheblend"][0]["verification"]["id"]

