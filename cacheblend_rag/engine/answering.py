@@ -18,8 +18,9 @@ import torch
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
+from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, keeps_variants
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline, keep_variants, keeps_variants
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -119,7 +120,8 @@ class Answering:
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), later))
+            kept = dataclasses.replace(blend, cache=cache, exact=exact)
+            self._keep(keep_answered(pipeline, kept, later))
             if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
                 self._keep(keep_variants(pipeline, fit.split, cache))
             if blend.choice is not None:
@@ -346,7 +348,7 @@ class Answering:
         """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
         kept, pipeline = (lookup.fit.split, later, found.cache), self.pipeline
-        jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
+        jobs = {} if pipeline.store.traits.read_only else keep_session(pipeline, *kept)
         with self.verifications.storing:
             if not cancelled():
                 pipeline.recent_prompts.keep(lookup.ticket, *kept)
