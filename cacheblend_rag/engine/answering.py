@@ -112,6 +112,7 @@ class Answering:
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
+            dropped = self.turns.write_back.begin()
             fit = pipeline.split(prompt, *answer_room(options))
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
@@ -121,9 +122,9 @@ class Answering:
             exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
             kept = dataclasses.replace(blend, cache=cache, exact=exact)
-            self._keep(keep_answered(pipeline, kept, later))
+            self._keep(dropped.left(keep_answered(pipeline, kept, later)))
             if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
-                self._keep(keep_variants(pipeline, fit.split, cache))
+                self._keep(dropped.left(keep_variants(pipeline, fit.split, cache)))
             if blend.choice is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -179,10 +180,11 @@ class Answering:
     def fuse(self, prompt: Prompt) -> FusedKV:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.alone():
+            dropped = self.turns.write_back.begin()
             blend = self.pipeline.blend(prompt)
             if blend.cache is None:
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
-            self._keep(blend.jobs)
+            self._keep(dropped.left(blend.jobs))
         ids, report = list(blend.input_ids), report_of(blend)
         return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
 

@@ -240,8 +240,6 @@ class Chunks:
     def _drop_checkpoints(self, texts: list[str]) -> None:
         """Drop what a plainly answered model has kept of prompts with these chunks."""
         segments, checkpoints = self.pipeline.segments, self.pipeline.checkpoints
-        if not checkpoints:
-            return
         ids = []
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt

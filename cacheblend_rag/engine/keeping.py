@@ -20,7 +20,8 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
     if blend.choice is not None:
         return {**blend.jobs, **keep_session(pipeline, split, answer_ids, blend.cache)}
     if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
-        keep_turn(checkpoints, owner_of(pipeline), model.adapter, lookup.split, answer_ids, blend.cache)
+        owner, times = owner_of(pipeline), lookup.times_forgotten
+        keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
     return blend.jobs
 
 

@@ -69,6 +69,8 @@ class Lookup:
         Seconds of looking up.
     why : str
         Why the prompt is prefilled in full, where that is not for its length.
+    times_forgotten : int
+        How often chunks of its tenant had been forgotten when it came; see `Checkpoints.keep`.
     """
 
     fit: FittedPrompt
@@ -82,6 +84,7 @@ class Lookup:
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
+    times_forgotten: int = 0
 
     def __enter__(self) -> Lookup:
         return self
@@ -320,7 +323,7 @@ class Pipeline:
         """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
         started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
         if not self.segments.model.adapter.reusable(len(split.input_ids)):
-            return Lookup(fit, split, plain=True)
+            return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""

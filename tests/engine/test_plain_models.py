@@ -206,6 +206,30 @@ def test_forgetting_a_chunk_drops_the_turns_that_hold_it() -> None:
     assert len(checkpoints_of(engine)) == 0
 
 
+@pytest.mark.parametrize("again", [0, 1])
+def test_answer_under_way_puts_back_no_checkpoint_of_what_was_forgotten(again: int) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget([CHUNKS[1]])
+        return scores
+
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        for _ in range(again):
+            engine.generate(PROMPT, max_new_tokens=2)
+        engine.generate(PROMPT, max_new_tokens=2, logits_processor=[forget])
+        assert len(checkpoints_of(engine)) == 1, "that behind the prefix"
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert len(checkpoints_of(engine)) == 2
+
+
+def test_ids_of_what_was_forgotten_are_compared_with_no_later_prompt() -> None:
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        engine.fuse(Prompt(suffix=BEGINS))
+        checkpoints = checkpoints_of(engine)
+        assert len(checkpoints) == 0
+        engine.forget([BEGINS])
+        assert not checkpoints._prompts
+
+
 def test_checkpoints_take_no_more_than_their_bytes() -> None:
     adapter, owner = PlainAdapter(tiny.plain_model("lfm2"), "it is tried"), Owner("model", "")
     ids = [list(range(5 + number, 45 + number)) for number in range(4)]

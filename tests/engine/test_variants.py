@@ -507,6 +507,25 @@ def test_check_under_way_stores_nothing_of_what_is_forgotten(begun: threading.Ev
         assert kept(engine.store) == {}
 
 
+@pytest.mark.parametrize("write_back", ["inline", "background"])
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_answer_under_way_stores_nothing_of_what_is_forgotten(write_back: str, verify: str) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget(TEXTS[:1])
+        return scores
+
+    with engine_with(verify="off", write_back=write_back, session_cache=True) as engine:
+        engine.forget(TEXTS[:2])
+        before = {key for key, _ in engine.store.infos("")}
+        engine.generate(prompt(2, 0, 1), max_new_tokens=2, verify=verify, logits_processor=[forget])
+        engine.flush()
+        gone = engine._parts.pipeline.segments.tokenizer.chunk(TEXTS[0]).ids
+        stored = {key: info.context_ids + info.token_ids for key, info in engine.store.infos("")}
+        for ids in stored.values():
+            assert not any(ids[at : at + len(gone)] == gone for at in range(len(ids)))
+        assert stored.keys() > before, "the other chunk that was missing is"
+
+
 # Other ways of keeping KV --------------------------------------------------------------------------
 
 
