@@ -230,13 +230,14 @@ def keep_turn(
     checkpoints, owner, adapter
     split : TokenizedPrompt
     answer_ids : sequence of int
+        None if a thought stood before them: the cache has read it, and states alone do not say so.
     cache : transformers Cache
         As it is after the answer.
     times_forgotten : int
         See `Checkpoints.keep`.
     """
     ids = (*split.input_ids, *answer_ids[:-1])
-    if adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids):
+    if answer_ids and adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids):
         checkpoints.keep(owner, ids, cache, _texts(split, len(ids)), times_forgotten)
 
 

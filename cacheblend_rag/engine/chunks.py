@@ -220,7 +220,11 @@ class Chunks:
             begins, variants = finder(ids), tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
             with _note_errors(failed):
                 found = (
-                    (key, info) for key, info in store.infos("") if key.startswith(variants) or begins(info.behind)
+                    (key, info)
+                    for key, info in store.infos("")
+                    if key.startswith(variants)
+                    or begins(info.behind)
+                    or (info.kind == "prefix" and any(holds(info, chunk) for chunk in ids))
                 )
                 keys.update(key for key, info in found if segments.owns(key, info))
         # Text that was found may hold them, or be part of them.
