@@ -176,6 +176,8 @@ class Chunks:
             info = job.info()
             if key.startswith(KEY_PREFIX):
                 return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            if info.kind == "prefix":
+                return any(holds(info, chunk) for chunk in ids) and segments.owns(key, info)
             if key.startswith(FOUND):
                 return (shares(info.token_ids) or shares(info.behind)) and segments.owns(key, info)
             return begins(info.behind) and segments.owns(key, info)

@@ -357,6 +357,7 @@ class Pipeline:
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
+        rule += f" at least {self.policy.minimum.value}"  # a ratio that was found too low serves no longer
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
@@ -549,7 +550,9 @@ class Pipeline:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
-            jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
+            jobs[prefix.key] = Job(
+                lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
+            )
         located = lookup.split.located
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.

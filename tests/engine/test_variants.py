@@ -526,6 +526,21 @@ def test_answer_under_way_stores_nothing_of_what_is_forgotten(write_back: str, v
         assert stored.keys() > before, "the other chunk that was missing is"
 
 
+@pytest.mark.parametrize("when", ["stored", "under way"])
+def test_prefix_that_holds_what_is_forgotten_goes_too(when: str) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget(TEXTS[:1])
+        return scores
+
+    with engine_of(salt="a") as engine:
+        asked, other = prompt(1, prefix=f"Earlier: {TEXTS[0]} And now:"), engine.with_config(salt="b")
+        other.generate(asked, max_new_tokens=1)
+        engine.generate(asked, max_new_tokens=1, logits_processor=[forget] if when == "under way" else [])
+        if when == "stored":
+            engine.forget(TEXTS[:1])
+        assert (engine.fuse(asked).report.prefix_hit, other.fuse(asked).report.prefix_hit) == (False, True)
+
+
 # Other ways of keeping KV --------------------------------------------------------------------------
 
 
