@@ -239,7 +239,9 @@ def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_c
     tokenizer = thinking_tokenizer("qwen3")
     said = {"thought": "<think>\nan owl\n</think>\n\nA leaf.", "stop": "A leaf. It fell.", "eos": "A leaf."}[ends]
     with engine_of(model, tokenizer, check_model=False) as engine:
-        options = {"reasoning": True} if ends == "thought" else {"stop": ["It"]} if ends == "stop" else {}
+        options: dict[str, Any] = (
+            {"reasoning": True} if ends == "thought" else {"stop": ["It"]} if ends == "stop" else {}
+        )
         first = engine.generate(
             Prompt(suffix=BEGINS), max_new_tokens=40, logits_processor=[Writer(tokenizer, said)], **options
         )
