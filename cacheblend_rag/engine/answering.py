@@ -18,8 +18,9 @@ import torch
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
+from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, keeps_variants
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline, keep_variants, keeps_variants
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
@@ -111,6 +112,7 @@ class Answering:
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
+            dropped = self.turns.write_back.begin()
             fit = pipeline.split(prompt, *answer_room(options))
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
@@ -119,9 +121,10 @@ class Answering:
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            self._keep(pipeline.keep(dataclasses.replace(blend, cache=cache, exact=exact), later))
+            kept = dataclasses.replace(blend, cache=cache, exact=exact)
+            self._keep(dropped.left(keep_answered(pipeline, kept, later)))
             if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
-                self._keep(keep_variants(pipeline, fit.split, cache))
+                self._keep(dropped.left(keep_variants(pipeline, fit.split, cache)))
             if blend.choice is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -177,10 +180,11 @@ class Answering:
     def fuse(self, prompt: Prompt) -> FusedKV:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.alone():
+            dropped = self.turns.write_back.begin()
             blend = self.pipeline.blend(prompt)
             if blend.cache is None:
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
-            self._keep(blend.jobs)
+            self._keep(dropped.left(blend.jobs))
         ids, report = list(blend.input_ids), report_of(blend)
         return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
 
@@ -346,7 +350,7 @@ class Answering:
         """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
         kept, pipeline = (lookup.fit.split, later, found.cache), self.pipeline
-        jobs = {} if pipeline.store.traits.read_only else pipeline.keep_session(*kept)
+        jobs = {} if pipeline.store.traits.read_only else keep_session(pipeline, *kept)
         with self.verifications.storing:
             if not cancelled():
                 pipeline.recent_prompts.keep(lookup.ticket, *kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,7 @@ class Checkpoints:
         self._most_bytes, self._lock = most_bytes, threading.Lock()
         self._held: OrderedDict[tuple[Owner, tuple[int, ...]], _Checkpoint] = OrderedDict()
         self._prompts: deque[tuple[Owner, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
+        self._times_forgotten = Counter[str]()
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +99,18 @@ class Checkpoints:
                 return None
         return copy.deepcopy(found.cache), length
 
-    def keep(self, owner: Owner, ids: Sequence[int], cache: Any, texts: Iterable[str] = ()) -> None:
+    def times_forgotten(self, salt: str) -> int:
+        """How often chunks of a tenant were forgotten; see `keep`."""
+        return self._times_forgotten[salt]
+
+    def keep(
+        self,
+        owner: Owner,
+        ids: Sequence[int],
+        cache: Any,
+        texts: Iterable[str] = (),
+        times_forgotten: int | None = None,
+    ) -> None:
         """Keep a copy of a cache that has read these ids, and nothing else.
 
         Parameters
@@ -108,6 +120,8 @@ class Checkpoints:
         cache : transformers Cache
         texts : iterable of str
             Chunks among them; it goes when one of these is forgotten.
+        times_forgotten : int, optional
+            As `times_forgotten` gave it when the prompt came. Nothing is kept if chunks were forgotten since.
         """
         if len(ids) < LEAST_TOKENS or held_bytes(cache) > self._most_bytes:
             return
@@ -120,6 +134,8 @@ class Checkpoints:
             return
         kept = _Checkpoint(copied, held_bytes(copied), frozenset(texts))
         with self._lock:
+            if times_forgotten not in (None, self._times_forgotten[owner.salt]):
+                return
             self._held[owner, tuple(ids)] = kept
             self._held.move_to_end((owner, tuple(ids)))
             while len(self._held) > 1 and sum(one.nbytes for one in self._held.values()) > self._most_bytes:
@@ -136,6 +152,7 @@ class Checkpoints:
         """Drop a tenant's checkpoints that hold one of some chunks, by its text or its ids; how many there were."""
         wanted = list(ids)
         with self._lock:
+            self._times_forgotten[salt] += 1
             others = [(owner, known) for owner, known in self._prompts if owner.salt != salt]
             self._prompts = deque(others, _REMEMBERED)
             gone = [
@@ -189,7 +206,7 @@ def begin_prompt(
     int, Prefill
         Without a cache, where the model's own generation has yet to make it.
     """
-    ids = split.input_ids
+    ids, times = split.input_ids, 0 if checkpoints is None else checkpoints.times_forgotten(owner.salt)
     if adapter.goes_on == "whole":
         return 0, Prefill(None, torch.empty(0))
     if checkpoints is None or adapter.goes_on == "steps":
@@ -199,7 +216,7 @@ def begin_prompt(
     for stop in sorted({split.prefix.stop, checkpoints.repeated(owner, ids[:-1])}):
         if start < stop < len(ids) and stop >= LEAST_TOKENS:
             adapter.go_on(cache, ids[start:stop], between, each_layer)
-            checkpoints.keep(owner, ids[:stop], cache, _texts(split, stop))
+            checkpoints.keep(owner, ids[:stop], cache, _texts(split, stop), times)
             start = stop
     return resumed, adapter.go_on(cache, ids[start:], between, each_layer)
 
@@ -211,6 +228,7 @@ def keep_turn(
     split: TokenizedPrompt,
     answer_ids: Sequence[int],
     cache: Any,
+    times_forgotten: int,
 ) -> None:
     """Keep a checkpoint behind a finished turn: a prompt and its answer, whose last token was never read.
 
@@ -219,12 +237,15 @@ def keep_turn(
     checkpoints, owner, adapter
     split : TokenizedPrompt
     answer_ids : sequence of int
+        None if a thought stood before them: the cache has read it, and states alone do not say so.
     cache : transformers Cache
         As it is after the answer.
+    times_forgotten : int
+        See `Checkpoints.keep`.
     """
     ids = (*split.input_ids, *answer_ids[:-1])
-    if adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids):
-        checkpoints.keep(owner, ids, cache, _texts(split, len(ids)))
+    if answer_ids and adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids):
+        checkpoints.keep(owner, ids, cache, _texts(split, len(ids)), times_forgotten)
 
 
 def _texts(split: TokenizedPrompt, tokens: int) -> list[str]:

@@ -182,6 +182,8 @@ class Chunks:
             info = job.info()
             if key.startswith(KEY_PREFIX):
                 return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            if info.kind == "prefix":
+                return any(holds(info, chunk) for chunk in ids) and segments.owns(key, info)
             if key.startswith(FOUND):
                 return (shares(info.token_ids) or shares(info.behind)) and segments.owns(key, info)
             return begins(info.behind) and segments.owns(key, info)
@@ -226,7 +228,11 @@ class Chunks:
             begins, variants = finder(ids), tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
             with _note_errors(failed):
                 found = (
-                    (key, info) for key, info in store.infos("") if key.startswith(variants) or begins(info.behind)
+                    (key, info)
+                    for key, info in store.infos("")
+                    if key.startswith(variants)
+                    or begins(info.behind)
+                    or (info.kind == "prefix" and any(holds(info, chunk) for chunk in ids))
                 )
                 keys.update(key for key, info in found if segments.owns(key, info))
         # Text that was found may hold them, or be part of them.
@@ -246,8 +252,6 @@ class Chunks:
     def _drop_checkpoints(self, texts: list[str]) -> None:
         """Drop what a plainly answered model has kept of prompts with these chunks."""
         segments, checkpoints = self.pipeline.segments, self.pipeline.checkpoints
-        if not checkpoints:
-            return
         ids = []
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt

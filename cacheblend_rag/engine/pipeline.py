@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt, keep_turn
+from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
 from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
@@ -69,6 +69,8 @@ class Lookup:
         Seconds of looking up.
     why : str
         Why the prompt is prefilled in full, where that is not for its length.
+    times_forgotten : int
+        How often chunks of its tenant had been forgotten when it came; see `Checkpoints.keep`.
     """
 
     fit: FittedPrompt
@@ -82,6 +84,7 @@ class Lookup:
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
+    times_forgotten: int = 0
 
     def __enter__(self) -> Lookup:
         return self
@@ -320,7 +323,7 @@ class Pipeline:
         """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
         started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
         if not self.segments.model.adapter.reusable(len(split.input_ids)):
-            return Lookup(fit, split, plain=True)
+            return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
@@ -336,7 +339,7 @@ class Pipeline:
 
     def _longer(self, split: TokenizedPrompt, begun: RecentPrompt | None) -> ResumedPrompt | None:
         """The kept prompt in memory or in the store, whichever goes further; None if a stored prefix may."""
-        kept = self._session_cache(split).find(split) if self._keeps_sessions else None
+        kept = self.session_cache(split).find(split) if self.keeps_sessions else None
         if begun is None or (kept is not None and kept.tokens > begun.tokens):
             return kept
         if kept is not None:
@@ -354,6 +357,7 @@ class Pipeline:
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
+        rule += f" at least {self.policy.minimum.value}"  # a ratio that was found too low serves no longer
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
@@ -390,10 +394,12 @@ class Pipeline:
         return False
 
     @property
-    def _keeps_sessions(self) -> bool:
+    def keeps_sessions(self) -> bool:
+        """Whether whole prompts with their answers are kept in the store."""
         return self.config.session_cache and self.policy.rule.reads_store
 
-    def _session_cache(self, split: TokenizedPrompt) -> SessionCache:
+    def session_cache(self, split: TokenizedPrompt) -> SessionCache:
+        """Whole prompts in the store, as one of this length finds them."""
         segments = self.segments
         regime = segments.model.adapter.regime(len(split.input_ids)) or 0
         like = segments.info(segments.describe("session", (), (), regime))
@@ -510,7 +516,7 @@ class Pipeline:
         """By the model's own prefill, behind what is remembered of the prompt's beginning."""
         started, model, ids = time.perf_counter(), self.segments.model, lookup.split.input_ids
         if model.adapter.plain_reason:
-            return self._read_plainly(lookup, pauses)
+            return _read_plainly(self, lookup, pauses)
         begun = lookup.kept.new_cache() if isinstance(lookup.kept, RecentPrompt) else None
         first = 0 if begun is None else begun.get_seq_length()
         with model.products():
@@ -521,34 +527,6 @@ class Pipeline:
         if first:
             work = work_share(model.blended.shape, len(ids), RowsDone(rows))
         return Blend(lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at)
-
-    def _read_plainly(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
-        """By the prefill of a model that is not blended, behind a checkpoint where there is one."""
-        started, adapter, ids = time.perf_counter(), self.segments.model.adapter, lookup.split.input_ids
-        checkpoints = self.checkpoints if self._remembers else None
-        with self.segments.model.products():
-            resumed, result = begin_prompt(checkpoints, self._owner, adapter, lookup.split, *(pauses or ()))
-        ready_at = time.perf_counter()
-        return Blend(
-            lookup,
-            result.cache,
-            result.logits,
-            (torch.arange(resumed, len(ids), device=adapter.device),) * adapter.num_layers,
-            Seconds(fuse=ready_at - started),
-            work=1.0 - resumed / len(ids),
-            exact=True,
-            resumed=resumed,
-            plain_reason=adapter.plain_reason,
-            ready_at=ready_at,
-        )
-
-    @property
-    def _remembers(self) -> bool:
-        return self.policy.rule.reads_store and self.config.prompt_cache != 0
-
-    @property
-    def _owner(self) -> Owner:
-        return Owner(self.segments.model.fingerprint, self.config.salt)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -572,7 +550,9 @@ class Pipeline:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
-            jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
+            jobs[prefix.key] = Job(
+                lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
+            )
         located = lookup.split.located
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
@@ -589,41 +569,6 @@ class Pipeline:
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
         """Store what is missing of segments as `Segments.compute` takes them; see `compute_if_missing`."""
         return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
-
-    def keep(self, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-        """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted."""
-        lookup = blend.lookup
-        self.segments.model.look()  # adapters may have been switched meanwhile
-        exact = None if blend.exact else lookup.exact_tokens
-        self.recent_prompts.keep(lookup.ticket, lookup.fit.split, answer_ids, blend.cache, exact)
-        if blend.choice is None:
-            if blend.plain_reason and self._remembers:
-                keep_turn(
-                    self.checkpoints,
-                    self._owner,
-                    self.segments.model.adapter,
-                    blend.lookup.split,
-                    answer_ids,
-                    blend.cache,
-                )
-            return blend.jobs
-        return {**blend.jobs, **self.keep_session(lookup.fit.split, answer_ids, blend.cache)}
-
-    def keep_session(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> Mapping[str, Job]:
-        """The job that stores a whole prompt with its answer, if that is wanted and the cache holds it.
-
-        Parameters
-        ----------
-        split : TokenizedPrompt
-        answer_ids : sequence of int
-        cache : transformers Cache
-            KV of prompt and answer.
-        """
-        if not self._keeps_sessions or self.config.write_back == "off":
-            return {}
-        layers = self.segments.model.blended.layers_of(cache.layers)
-        found = self._session_cache(split).job(split, answer_ids, layers)
-        return {} if found is None else {found[0]: found[1]}
 
 
 def _open_all(pipeline: Pipeline, segments: Sequence[Segment], opened: list[StoredKV]) -> dict[str, StoredKV]:
@@ -646,23 +591,36 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
     return dataclasses.replace(lookup, chunks=chunks, records=records)
 
 
-def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
-    """Whether the exact KV of a prompt's chunks is kept, once it is there.
-
-    It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
-    was said in one conversation, unless that goes on from it.
-    """
-    config, kept = pipeline.config, lookup.kept
-    whole = kept is None or kept.tokens >= len(lookup.fit.split.prefix)
-    known = lookup.prefix is None or (lookup.prefix_hit and whole)
-    wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
-    return wanted and known and not (lookup.plain or lookup.found)
+def checkpoints_of(pipeline: Pipeline) -> Checkpoints | None:
+    """Checkpoints of a model that is answered plainly; None if the options let nothing be remembered."""
+    return pipeline.checkpoints if pipeline.policy.rule.reads_store and pipeline.config.prompt_cache != 0 else None
 
 
-def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
-    """Jobs that store the chunks of a prompt behind what stood before them; see `Variants.jobs`."""
-    regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0
-    return pipeline.variants.jobs(split, cache, pipeline.segments, regime)
+def owner_of(pipeline: Pipeline) -> Owner:
+    """Whose checkpoints are found and kept."""
+    return Owner(pipeline.segments.model.fingerprint, pipeline.config.salt)
+
+
+def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> Blend:
+    """By the prefill of a model that is not blended, behind a checkpoint where there is one."""
+    started, model, ids = time.perf_counter(), pipeline.segments.model, lookup.split.input_ids
+    adapter = model.adapter
+    with model.products():
+        checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or ()))
+    ready_at = time.perf_counter()
+    return Blend(
+        lookup,
+        result.cache,
+        result.logits,
+        (torch.arange(resumed, len(ids), device=adapter.device),) * adapter.num_layers,
+        Seconds(fuse=ready_at - started),
+        work=1.0 - resumed / len(ids),
+        exact=True,
+        resumed=resumed,
+        plain_reason=adapter.plain_reason,
+        ready_at=ready_at,
+    )
 
 
 def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:

@@ -113,6 +113,17 @@ def run_all(jobs: Mapping[str, Job]) -> None:
         run_pass(one_pass)
 
 
+class Dropped:
+    """Which jobs are to be left out of those of an answer under way: what was forgotten since it began."""
+
+    def __init__(self) -> None:
+        self.chosen: list[Callable[[str, Job], bool]] = []
+
+    def left(self, jobs: Mapping[str, Job]) -> dict[str, Job]:
+        """The others."""
+        return {key: job for key, job in jobs.items() if not any(chosen(key, job) for chosen in self.chosen)}
+
+
 class WriteBack:
     """A bounded queue of jobs, done pass by pass in the background of the scheduler.
 
@@ -133,6 +144,7 @@ class WriteBack:
         self.seconds = 0.0
         """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
+        self._under_way = weakref.WeakSet[Dropped]()
         self._doing: NamedJobs = ()  # those of one pass
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -156,8 +168,14 @@ class WriteBack:
             self._condition.notify_all()
             return True
 
+    def begin(self) -> Dropped:
+        """Begin an answer, of whose jobs those are left out that `drop` would have cancelled meanwhile."""
+        with self._condition:
+            self._under_way.add(begun := Dropped())
+        return begun
+
     def drop(self, chosen: Callable[[str, Job], bool]) -> None:
-        """Cancel waiting jobs, and wait for one that is being done; all others go on.
+        """Cancel waiting jobs, those of answers under way too, and wait for one being done; all others go on.
 
         Parameters
         ----------
@@ -165,6 +183,8 @@ class WriteBack:
             Takes the name of a job and the job; True for those to cancel or to wait for.
         """
         with self._condition:
+            for begun in self._under_way:
+                begun.chosen.append(chosen)
             there = [*self._jobs, *self._doing]
         dropped = {id(job) for name, job in there if chosen(name, job)}
         with self._condition:

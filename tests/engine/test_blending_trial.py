@@ -129,7 +129,7 @@ def test_model_that_does_not_tolerate_blending_answers_by_full_prefill(caplog: p
         expected = engine.with_config(selection="all").generate(PROMPTS[0], max_new_tokens=6)
         assert answer.token_ids == expected.token_ids
         assert (answer.report.plain, answer.report.plain_reason) == (True, "blending was found poor on this model")
-        full_reuse = engine.with_config(selection="none").fuse(PROMPTS[0]).report
+        full_reuse = engine.with_config(selection="none", prompt_cache=0).fuse(PROMPTS[0]).report
         assert not full_reuse.plain, "a rule without a share stays as it was chosen"
     assert "every prompt is prefilled in full from now on" in caplog.text
 
@@ -228,7 +228,7 @@ def test_few_chunks_and_chunks_that_are_not_stored_say_nothing() -> None:
     with engine_of() as engine:
         for key, _ in list(engine.store.infos("")):
             engine.store.delete(key)
-        unstored = engine.with_config(write_back="off")
+        unstored = engine.with_config(write_back="off", prompt_cache=0)  # so each is blended again
         assert tried(unstored) is None
         engine.warm(CHUNKS, progress=False)
         assert tried(unstored) is not None, "it is tried once they are"

@@ -25,6 +25,7 @@ from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
 from docs.benchmarks.scripts.families import OF_THE_DAY, PAGE, treatment_rows
 from tests import probes, tiny
+from tests.thinking import Writer, thinking_tokenizer
 
 BEGINS = tiny.text(40, 7)
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2)]
@@ -204,6 +205,51 @@ def test_forgetting_a_chunk_drops_the_turns_that_hold_it() -> None:
             == engine.generate(OTHER, max_new_tokens=2).report.prefix_tokens
         )
     assert len(checkpoints_of(engine)) == 0
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_answer_under_way_puts_back_no_checkpoint_of_what_was_forgotten(again: int) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget([CHUNKS[1]])
+        return scores
+
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        for _ in range(again):
+            engine.generate(PROMPT, max_new_tokens=2)
+        engine.generate(PROMPT, max_new_tokens=2, logits_processor=[forget])
+        assert len(checkpoints_of(engine)) == 1, "that behind the prefix"
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert len(checkpoints_of(engine)) == 2
+
+
+def test_ids_of_what_was_forgotten_are_compared_with_no_later_prompt() -> None:
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        engine.fuse(Prompt(suffix=BEGINS))
+        checkpoints = checkpoints_of(engine)
+        assert len(checkpoints) == 0
+        engine.forget([BEGINS])
+        assert not checkpoints._prompts
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("ends", ["thought", "stop", "eos"])
+def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_cut_off(family: str, ends: str) -> None:
+    """The states of a model without attention do not say what they have read."""
+    model = tiny.plain_model(family, vocab_size=420)
+    tokenizer = thinking_tokenizer("qwen3")
+    said = {"thought": "<think>\nan owl\n</think>\n\nA leaf.", "stop": "A leaf. It fell.", "eos": "A leaf."}[ends]
+    with engine_of(model, tokenizer, check_model=False) as engine:
+        options: dict[str, Any] = (
+            {"reasoning": True} if ends == "thought" else {"stop": ["It"]} if ends == "stop" else {}
+        )
+        first = engine.generate(
+            Prompt(suffix=BEGINS), max_new_tokens=40, logits_processor=[Writer(tokenizer, said)], **options
+        )
+        assert bool(first.report.thought_tokens) is (ends == "thought")
+        assert first.text.strip() == "A leaf."
+        following = engine.fuse(f"{BEGINS}{first.text} And what then?")
+        plain = tiny.full_prefill(engine.model, following.input_ids).logits[0, -1]
+        assert float((following.logits - plain).norm() / plain.norm()) < 1e-3
 
 
 def test_checkpoints_take_no_more_than_their_bytes() -> None:

@@ -507,6 +507,40 @@ def test_check_under_way_stores_nothing_of_what_is_forgotten(begun: threading.Ev
         assert kept(engine.store) == {}
 
 
+@pytest.mark.parametrize("write_back", ["inline", "background"])
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_answer_under_way_stores_nothing_of_what_is_forgotten(write_back: str, verify: str) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget(TEXTS[:1])
+        return scores
+
+    with engine_with(verify="off", write_back=write_back, session_cache=True) as engine:
+        engine.forget(TEXTS[:2])
+        before = {key for key, _ in engine.store.infos("")}
+        engine.generate(prompt(2, 0, 1), max_new_tokens=2, verify=verify, logits_processor=[forget])
+        engine.flush()
+        gone = engine._parts.pipeline.segments.tokenizer.chunk(TEXTS[0]).ids
+        stored = {key: info.context_ids + info.token_ids for key, info in engine.store.infos("")}
+        for ids in stored.values():
+            assert not any(ids[at : at + len(gone)] == gone for at in range(len(ids)))
+        assert stored.keys() > before, "the other chunk that was missing is"
+
+
+@pytest.mark.parametrize("when", ["stored", "under way"])
+def test_prefix_that_holds_what_is_forgotten_goes_too(when: str) -> None:
+    def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.forget(TEXTS[:1])
+        return scores
+
+    with engine_of(salt="a") as engine:
+        asked, other = prompt(1, prefix=f"Earlier: {TEXTS[0]} And now:"), engine.with_config(salt="b")
+        other.generate(asked, max_new_tokens=1)
+        engine.generate(asked, max_new_tokens=1, logits_processor=[forget] if when == "under way" else [])
+        if when == "stored":
+            engine.forget(TEXTS[:1])
+        assert (engine.fuse(asked).report.prefix_hit, other.fuse(asked).report.prefix_hit) == (False, True)
+
+
 # Other ways of keeping KV --------------------------------------------------------------------------
 
 

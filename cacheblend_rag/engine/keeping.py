@@ -1,0 +1,64 @@
+"""Keeps what an answer leaves behind: its prompt in memory or whole in the store, and its chunks as variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cacheblend_rag.engine.checkpoints import keep_turn
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pipeline, checkpoints_of, owner_of
+from cacheblend_rag.engine.write_back import Job
+from cacheblend_rag.prompt import TokenizedPrompt
+
+
+def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
+    """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted."""
+    lookup, split, model = blend.lookup, blend.lookup.fit.split, pipeline.segments.model
+    model.look()  # adapters may have been switched meanwhile
+    exact = None if blend.exact else lookup.exact_tokens
+    pipeline.recent_prompts.keep(lookup.ticket, split, answer_ids, blend.cache, exact)
+    if blend.choice is not None:
+        return {**blend.jobs, **keep_session(pipeline, split, answer_ids, blend.cache)}
+    if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
+        owner, times = owner_of(pipeline), lookup.times_forgotten
+        keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
+    return blend.jobs
+
+
+def keep_session(
+    pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any
+) -> Mapping[str, Job]:
+    """The job that stores a whole prompt with its answer, if that is wanted and the cache holds it.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+    split : TokenizedPrompt
+    answer_ids : sequence of int
+    cache : transformers Cache
+        KV of prompt and answer.
+    """
+    if not pipeline.keeps_sessions or pipeline.config.write_back == "off":
+        return {}
+    layers = pipeline.segments.model.blended.layers_of(cache.layers)
+    found = pipeline.session_cache(split).job(split, answer_ids, layers)
+    return {} if found is None else {found[0]: found[1]}
+
+
+def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
+    """Whether the exact KV of a prompt's chunks is kept, once it is there.
+
+    It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
+    was said in one conversation, unless that goes on from it.
+    """
+    config, kept = pipeline.config, lookup.kept
+    whole = kept is None or kept.tokens >= len(lookup.fit.split.prefix)
+    known = lookup.prefix is None or (lookup.prefix_hit and whole)
+    wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
+    return wanted and known and not (lookup.plain or lookup.found)
+
+
+def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
+    """Jobs that store the chunks of a prompt behind what stood before them; see `Variants.jobs`."""
+    regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0
+    return pipeline.variants.jobs(split, cache, pipeline.segments, regime)
