@@ -23,7 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments, reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store

@@ -31,6 +31,7 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 
 from cacheblend_rag.config import Reasoning
+from cacheblend_rag.engine.decode import reasoning_of
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError

@@ -8,14 +8,16 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from cacheblend_rag.app.server import app
+from cacheblend_rag.app.server.api.streams import EventStream, event
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, new_collection, process_logits, running, settings_for
