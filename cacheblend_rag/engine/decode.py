@@ -114,7 +114,8 @@ def _checked(kind: Kind) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _reasoning(value: Any) -> Reasoning:
+def reasoning_of(value: Any) -> Reasoning:
+    """Whether a call lets the model think; not, where it says nothing."""
     return False if value is None else read_reasoning("reasoning", value)
 
 
@@ -174,7 +175,7 @@ class DecodeFields(BaseModel):
     """Makes sampling repeatable."""
     verify: Annotated[str | None, _checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
-    reasoning: Annotated[Reasoning, BeforeValidator(_reasoning)] = False
+    reasoning: Annotated[Reasoning, BeforeValidator(reasoning_of)] = False
     """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. Chat templates
     that have a switch are told so. A thought is never part of the answer."""
     reasoning_tokens: Annotated[int | None, _checked(whole())] = None

@@ -167,15 +167,22 @@ def _close_each(schema: Any) -> Any:
     return close_objects(schema) if isinstance(schema, Mapping) else schema
 
 
+_PIECES = re.compile(r'"[^"]*"|[^"\s]+\s*|\s+|"')  # of JSON: strings, and what stands between them
+
+
 def write_grammar(forms: Sequence[Form], start: Sequence[str] = ("start: form",), otherwise: Form | None = None) -> str:
     """The forms as llguidance reads them (a grammar of Lark), behind rules that say where they stand.
 
-    One that an answer may have otherwise is no ``form`` there. Its name has the number behind theirs.
+    One that an answer may have otherwise is no ``form`` there. Its name has the number behind theirs. The others are
+    then begun by pieces as JSON has them: of texts that begin alike, llguidance's lexer lets the longest alone go on.
     """
     lines = [*start, "form: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
     for at, form in enumerate([*forms, *([] if otherwise is None else [otherwise])]):
         style = {**_JSON_STYLE, "lenient": form.lenient}
-        before, after = (json.dumps(text, ensure_ascii=False) if text else "" for text in (form.before, form.after))
+        pieces = [form.before] if otherwise is None else _PIECES.findall(form.before)
+        before, after = (
+            " ".join(json.dumps(text, ensure_ascii=False) for text in texts if text) for texts in (pieces, [form.after])
+        )
         lines.append(f"form_{at}: {before} json_{at} {after}")
         lines.append(f"json_{at}: %json {json.dumps({**form.schema, 'x-guidance': style})}")
     return "\n".join(lines)

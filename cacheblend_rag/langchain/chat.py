@@ -22,8 +22,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
-from cacheblend_rag.config import Reasoning, read_reasoning
-from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.config import Reasoning
+from cacheblend_rag.engine.decode import DecodeArguments, reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
@@ -321,7 +321,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
-        level = read_reasoning("reasoning", overrides.get("reasoning", self.reasoning) or False)
+        level = reasoning_of(overrides.get("reasoning", self.reasoning))
         seen: AnyPrompt | None = self._with_images(messages, tools, options, level)
         later = begun
         if seen is None:

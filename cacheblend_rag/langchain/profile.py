@@ -9,6 +9,7 @@ from langchain_core.language_models import ModelProfile
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import can_follow
 from cacheblend_rag.prompt.chat import offers_tools
+from cacheblend_rag.prompt.thoughts import marks_of
 
 
 def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None) -> ModelProfile:
@@ -35,7 +36,7 @@ def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None)
         image_outputs=False,
         audio_outputs=False,
         video_outputs=False,
-        reasoning_output=False,
+        reasoning_output=marks_of(engine.tokenizer).known,
         tool_calling=tools,
         tool_choice=tools,
         tool_call_streaming=False,

@@ -30,7 +30,8 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 
-from cacheblend_rag.config import Reasoning, read_reasoning
+from cacheblend_rag.config import Reasoning
+from cacheblend_rag.engine.decode import reasoning_of
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
@@ -205,7 +206,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         tools = options.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
-        level = read_reasoning("reasoning", options.get("reasoning", self.reasoning) or False)
+        level = reasoning_of(options.get("reasoning", self.reasoning))
         later, seen = begun, cast(AnyPrompt | None, self._with_images(messages, tools, level))
         if seen is None:
             text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)

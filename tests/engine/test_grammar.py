@@ -221,3 +221,21 @@ def test_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.Monkey
 def test_object_that_is_no_grammar_is_refused(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"grammar=.*engine.grammar\(schema\)"):
         engine.generate(prompt(0), grammar={"type": "object"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begin", ["", "[TOOL_CALLS]"])
+def test_answer_may_begin_as_a_bare_call_does(begin: str) -> None:
+    tokenizer = tiny.tokenizer()
+    whole = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    calls = [Form(close_objects(whole), f'{{"name": "{name}", "arguments": ', "}") for name in ("look_up", "look")]
+    grammar = Grammar(tokenizer, calls, in_text=InText(begin or "[TOOL_CALLS]", "", Form(close_objects(whole))))
+    call = '{"name": "look_up", "arguments": {"name": "red"}}'
+    kept = [begin + call, begin + f"[{call}, {call.replace('look_up', 'look')}]"]
+    if not begin:
+        kept += ['{"name": "oak"}', '{"name": "look"}', '{"name": "look_up"}', '{"name": "arguments"}']
+    for text in kept:
+        matcher, ids = grammar.matcher(), tokenizer.encode(text, add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids), matcher.is_accepting()) == (len(ids), True), text
+    for text in ('{"name": "oak", "arguments": {}}', '{"name": "look_up", "arguments": {"red": 1}}'):
+        matcher, ids = grammar.matcher(), tokenizer.encode(begin + text, add_special_tokens=False)
+        assert matcher.try_consume_tokens(ids) < len(ids), text

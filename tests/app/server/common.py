@@ -197,5 +197,9 @@ def process_logits(patch: pytest.MonkeyPatch, processor: Any) -> None:
     """Let a logits processor have a say in every answer of servers in this process."""
     stream = BlendEngine.stream
     patch.setattr(
-        BlendEngine, "stream", lambda *args, **more: stream(*args, **more | {"logits_processor": [processor]})
+        BlendEngine,
+        "stream",
+        lambda *args, **more: stream(
+            *args, **more | {"logits_processor": [processor, *(more.get("logits_processor") or [])]}
+        ),
     )

@@ -8,14 +8,16 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from cacheblend_rag.app.server import app
+from cacheblend_rag.app.server.api.streams import EventStream, event
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, new_collection, process_logits, running, settings_for
@@ -347,3 +349,29 @@ def test_server_ends_on_a_signal_whatever_runs(model: Path, docs: Path, tmp_path
     finally:
         process.kill()
         process.join()
+
+
+async def test_stream_stays_alive_while_its_answer_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill takes minutes on a slow machine; proxies give up a connection that is silent for one."""
+    monkeypatch.setattr(EventStream, "quiet_seconds", 0.01)
+    told, sent = asyncio.Event(), list[bytes]()
+
+    async def answer() -> AsyncIterator[str]:
+        await told.wait()
+        yield event(None, {"text": "oak"})
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        if sent.count(b": under way\n\n") == 2:
+            told.set()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with asyncio.timeout(20):
+        await EventStream(answer())({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    begin, *comments, text, end = sent
+    assert (begin, end) == (b"", b"")
+    assert set(comments) == {b": under way\n\n"}
+    assert text == b'data: {"text": "oak"}\n\n'

@@ -21,6 +21,7 @@ from tests.app.server.common import (
     NO_CALLS,
     Running,
     client_of,
+    drop_last_prompts,
     new_collection,
     passage,
     process_logits,
@@ -204,6 +205,7 @@ def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running, usa
     chatty.service.engine.flush()
 
     def said(**more: Any) -> Any:
+        drop_last_prompts(chatty.service)
         return chat.chat.completions.create(**asked, max_tokens=12, extra_body=body | more)
 
     draft, full = said(), said(selection="all")
@@ -212,6 +214,7 @@ def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running, usa
     assert found.model_extra["cacheblend"][0]["verification"]["status"] == "corrected"
     assert ended.model_extra["cacheblend"][0]["verification"]["status"] == "off"
     options = {"stream_options": {"include_usage": True}} if usage else {}
+    drop_last_prompts(chatty.service)
     chunks = list(
         chat.chat.completions.create(
             **asked, max_tokens=12, extra_body={**body, "verify": "always"}, stream=True, **options
@@ -438,7 +441,7 @@ def test_fields_that_ask_for_nothing_are_accepted(chat: openai.OpenAI) -> None:
     assert chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=2).choices
 
 
-def test_thoughts_of_another_model_are_passed_over(chat: openai.OpenAI) -> None:
+def test_thoughts_of_another_model_are_passed_over(chat: openai.OpenAI, chatty: Running) -> None:
     thoughts = {"reasoning_content": "Hm.", "reasoning": "Hm.", "reasoning_details": [{"type": "reasoning.text"}]}
     answers = []
     for more in ({}, thoughts):
@@ -447,6 +450,7 @@ def test_thoughts_of_another_model_are_passed_over(chat: openai.OpenAI) -> None:
             {"role": "assistant", "content": "One.", **more},
             {"role": "user", "content": "And then?"},
         ]
+        drop_last_prompts(chatty.service)
         answers.append(chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4))
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
     assert answers[0].usage == answers[1].usage

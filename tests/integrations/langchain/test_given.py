@@ -191,7 +191,8 @@ async def test_long_prompt_without_a_known_document_is_hinted_at_once(
 ) -> None:
     long = f"{tiny.text(1200, 96)}\n\n{QUESTION}"
     with tiny_engine() as engine:
-        await asked(kind.from_engine(engine, max_new_tokens=1, track=False), mode, long)
+        untracked = kind.from_engine(engine, max_new_tokens=1, track=False)
+        await asked(untracked, mode, f"{tiny.text(1200, 97)}\n\n{QUESTION}")
         llm = kind.from_engine(engine, max_new_tokens=1)
         await asked(llm, mode, QUESTION)
         assert caplog.text == ""

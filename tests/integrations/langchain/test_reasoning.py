@@ -12,7 +12,9 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 from pydantic import BaseModel
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from tests.integrations.langchain.models import tiny_engine
 from tests.thinking import KINDS, Writer, thinking_engine
 
 THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
@@ -66,6 +68,20 @@ def test_thoughts_are_off_by_default_and_a_call_turns_them_on() -> None:
     ):
         model.invoke("What fell?", **call)
         assert writer.prompts[-1].endswith("[assistant] " if thinks else "</think>\n\n"), call
+
+
+@pytest.mark.parametrize("wrong", [0, 1, "", [], {}, 2.5, "hard"])
+def test_wrong_kind_of_reasoning_is_refused(wrong: Any) -> None:
+    model = model_of("qwen3", ANSWER)
+    with pytest.raises(ConfigError, match=r"reasoning=.* use True, False, 'low', 'medium' or 'high'"):
+        model.invoke("What fell?", reasoning=wrong)
+
+
+def test_profile_says_whether_there_are_thoughts() -> None:
+    for kind in KINDS:
+        assert model_of(kind, ANSWER).profile["reasoning_output"] is True
+    with tiny_engine() as engine:
+        assert ChatCacheBlend.from_engine(engine).profile["reasoning_output"] is False
 
 
 def test_thoughts_are_not_sent_back_with_later_turns() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
@@ -37,6 +37,8 @@ class EventStream(StreamingResponse):
     """
 
     media_type = "text/event-stream"
+    quiet_seconds = 15.0
+    """Time without an event after which a comment is sent, for proxies and clients that give up a silent connection."""
 
     def __init__(self, events: AsyncIterator[str], slot: Slot | None = None, longest: float | None = None) -> None:
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -57,7 +59,27 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """See `StreamingResponse.stream_response`."""
-        await super().stream_response(send)
+        loop = asyncio.get_running_loop()
+        last: float | None = None  # when something was sent
+
+        async def noting(message: Message) -> None:
+            nonlocal last
+            await send(message)
+            last = loop.time()
+
+        async def keep_alive() -> None:
+            while True:
+                quiet = 0.0 if last is None else loop.time() - last
+                if quiet >= self.quiet_seconds:
+                    await noting({"type": "http.response.body", "body": b": under way\n\n", "more_body": True})
+                    quiet = 0.0
+                await asyncio.sleep(self.quiet_seconds - quiet)
+
+        alive = asyncio.ensure_future(keep_alive())
+        try:
+            await super().stream_response(noting)
+        finally:
+            alive.cancel()
         self._complete = True
 
 
