@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,24 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
     if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
         owner, times = owner_of(pipeline), lookup.times_forgotten
         keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
-    return blend.jobs
+    return {**blend.jobs, **store_unread(pipeline, lookup)}
+
+
+def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
+    """Jobs that store the chunks of a prompt for which no record was looked for: it went on from one in memory.
+
+    Other prompts have these chunks in another order, and nothing to go on from.
+    """
+    config, split, segments = pipeline.config, lookup.fit.split, pipeline.segments
+    few = not split.chunks or split.chunk_tokens < config.min_tokens
+    if lookup.kept is None or not lookup.plain or config.write_back == "off" or few:
+        return {}
+    regime = segments.model.adapter.regime(len(split.input_ids)) or 0
+    has_prefix = len(split.prefix) > len(segments.tokenizer.start_ids)
+    behind = split.ids(split.prefix) if segments.condition == "prefix" and has_prefix else None
+    chunks = [segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located]
+    missing = tuple(one for one in chunks if one.token_ids and not pipeline.store.contains(one.key))
+    return pipeline.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=missing, records={}))
 
 
 def keep_session(

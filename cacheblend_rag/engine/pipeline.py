@@ -553,7 +553,11 @@ class Pipeline:
             jobs[prefix.key] = Job(
                 lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
             )
-        located = lookup.split.located
+        return {**jobs, **self.chunk_jobs(lookup)}
+
+    def chunk_jobs(self, lookup: Lookup) -> dict[str, Job]:
+        """Jobs that compute and store each chunk that is not among the records."""
+        segments, jobs, located = self.segments, dict[str, Job](), lookup.split.located
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
         known = segments.contexts([one.text for one in located if not one.found]) if lookup.found else contexts

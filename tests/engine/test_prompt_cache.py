@@ -117,6 +117,15 @@ def test_few_chunks_behind_an_exact_beginning_are_computed_exactly() -> None:
         assert_is_full_prefill(fused, model)
 
 
+def test_chunks_of_a_prompt_that_went_on_from_memory_are_stored_for_other_orders() -> None:
+    with engine_of(prompt_cache="auto", min_tokens=60) as engine:
+        engine.generate(Prompt(TEXT, CHUNKS[:1], "What fell?"), max_new_tokens=2)
+        behind = engine.generate(Prompt(TEXT, CHUNKS, "What fell?"), max_new_tokens=2).report
+        assert (behind.plain, behind.hits > 0) == (True, True)
+        turned = engine.fuse(Prompt("Else.", CHUNKS[::-1], "What fell?")).report
+        assert (turned.plain, turned.hits) == (False, len(CHUNKS))
+
+
 def test_blended_prompt_is_gone_on_from_under_its_own_rule_alone() -> None:
     with remembering() as engine:
         engine.warm(CHUNKS)

@@ -193,13 +193,13 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
         *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens)
     full = results[0].ttft
     screen.show(f"\nThe same prompt by every method (medians of {ROUNDS} interleaved rounds):\n")
-    heads = f"  {'method':<16}{'TTFT':>10}{'faster':>9}{'rows':>7}  {'against full recompute':<48}answer"
+    heads = f"  {'method':<16}{'TTFT':>10}{'faster':>9}{'rows':>7}  {'against full recompute':<52}answer"
     screen.show((heads, "bold"))
     for result in results:
         speed = f"{result.ttft * 1e3:>7.1f} ms{full / result.ttft:>8.2f}×"
         near = result.nearness
         how = "–" if result is results[0] else f"{near.words} (KL {near.kl:.3f})"
-        line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<48}{_on_one_line(result.text)}"
+        line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<52}{_on_one_line(result.text)}"
         screen.show((line, "green" if result is results[-1] else ""))
     screen.show(
         "\nKL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely."

@@ -73,6 +73,7 @@ class ServedModel:
             changes["prompt_cache"] = 0
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
+            changes["prompt_cache"] = 0  # what is chosen is to be seen, not what was remembered
         with self._making:
             key = (salt, ratio, rule, sessions, shared)
             if key not in self._engines:

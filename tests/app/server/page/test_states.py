@@ -412,9 +412,8 @@ ATTACKS = [
     "&lt;img src=x onerror=window.taken=1&gt; &#60;script&#62;window.taken = 1&#60;/script&#62;",
     "[https://good.example/](https://other.example/) [https://good.example@other.example/](https://other.example/)",
 ]
-ALLOWED = (
-    "a, p, span, div, pre, code, ol, ul, li, blockquote, table, thead, tbody, tr, th, td, strong, em, s, hr, br, button"
-)
+ALLOWED = "a, p, span, div, pre, code, ol, ul, li, blockquote, table, thead, tbody, tr, th, td, strong, em, s, hr, br"
+ALLOWED += ", button, bdi"
 
 
 def test_page_shows_attacks_as_text(page: Page) -> None:

@@ -47,5 +47,5 @@ export function ttftView(report) {
 function resumedView({ resumed = 0, tokens: { prefix, chunks, suffix, between = 0 } }) {
   if (!resumed) return null;
   const part = share(resumed / (prefix + chunks + suffix + between));
-  return el("p", { class: "hint resumed", text: `Kept from an earlier turn: the KV of ${count(resumed, "token")}, ${part} of the prompt.` });
+  return el("p", { class: "hint resumed", text: `Kept from an earlier prompt: the KV of ${count(resumed, "token")}, ${part} of the prompt.` });
 }
