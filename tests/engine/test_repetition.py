@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine.repetition import OTHER_TOKENS, PROSE_TOKENS, repeats, shortest_period
+from cacheblend_rag.langchain import CacheBlendLLM
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from tests import tiny
 from tests.probes import PROMPT, engine_of
 from tests.thinking import Writer
@@ -46,7 +48,7 @@ def writes(engine: BlendEngine, text: str = SAID + ROUND * 60) -> dict[str, Any]
     return {"logits_processor": [Writer(engine.tokenizer, text)]}
 
 
-def test_a_repeating_answer_is_ended_and_said_to_be_so(engine: BlendEngine) -> None:
+def test_repeating_answers_are_ended_and_said_to_be_so(engine: BlendEngine) -> None:
     answer = engine.generate(PROMPT, **writes(engine))
     assert len(answer.token_ids) < 200, "no more than its beginning and some copies"
     assert (answer.report.finish_reason, answer.report.stopped_by) == ("stop", "repetition")
@@ -54,19 +56,19 @@ def test_a_repeating_answer_is_ended_and_said_to_be_so(engine: BlendEngine) -> N
     assert answer.text == engine.tokenizer.decode(answer.token_ids), "nothing of it is held back"
 
 
-def test_it_goes_on_where_it_is_told_to(engine: BlendEngine) -> None:
+def test_repetition_goes_on_where_it_is_told_to(engine: BlendEngine) -> None:
     asked: dict[str, Any]
     for asked in ({"stop_repetition": False}, {"additional_kwargs": {"min_new_tokens": 300}}):
         answer = engine.generate(PROMPT, max_new_tokens=300, **writes(engine), **asked)
         assert (len(answer.token_ids), answer.report.stopped_by, answer.report.finish_reason) == (300, "", "length")
 
 
-def test_an_answer_that_ends_is_no_repeating_one(engine: BlendEngine) -> None:
+def test_answers_that_end_by_themselves_are_no_repeating_ones(engine: BlendEngine) -> None:
     answer = engine.generate(PROMPT, **writes(engine, SAID * 3))
     assert (answer.report.finish_reason, answer.report.stopped_by) == ("stop", "")
 
 
-def test_a_stream_and_a_batch_end_where_one_answer_does(engine: BlendEngine) -> None:
+def test_streams_and_batches_end_where_one_answer_does(engine: BlendEngine) -> None:
     whole = engine.generate(PROMPT, **writes(engine))
     stream = engine.stream(PROMPT, **writes(engine))
     assert "".join(stream) == whole.text
@@ -76,12 +78,21 @@ def test_a_stream_and_a_batch_end_where_one_answer_does(engine: BlendEngine) -> 
 
 
 @pytest.mark.parametrize("lookup", [0, 4])
-def test_a_checked_answer_is_ended_at_the_same_token(engine: BlendEngine, lookup: int) -> None:
+def test_checked_answers_are_ended_at_the_same_token(engine: BlendEngine, lookup: int) -> None:
     plain = engine.generate(PROMPT, **writes(engine))
     with engine.with_config(prompt_lookup=lookup) as other:
         checked = other.generate(PROMPT, verify="always", **writes(engine))
     assert (checked.token_ids, checked.report.stopped_by) == (plain.token_ids, "repetition")
     assert checked.verification.status == "verified"
+
+
+def test_both_frameworks_say_that_an_answer_was_ended(engine: BlendEngine) -> None:
+    said = CacheBlendLLM.from_engine(engine, **writes(engine)).generate(["What fell?"]).generations[0][0]
+    assert (said.generation_info["finish_reason"], said.generation_info["stopped_by"]) == ("stop", "repetition")
+    told = LlamaIndexLLM.from_engine(engine, **writes(engine)).complete("What fell?")
+    assert (told.raw["finish_reason"], told.raw["stopped_by"]) == ("stop", "repetition")
+    free = LlamaIndexLLM.from_engine(engine, stop_repetition=False, max_new_tokens=300, **writes(engine))
+    assert free.complete("What fell?").raw["stopped_by"] == ""
 
 
 # Texts -------------------------------------------------------------------------------------
@@ -110,7 +121,7 @@ def test_prose_of_any_script_is_ended(said: str) -> None:
     assert repeats(ids[: 4 * PROSE_TOKENS], tokenizer.decode)
 
 
-def test_what_is_no_prose_is_ended_later() -> None:
+def test_rows_without_prose_are_ended_later() -> None:
     tokenizer = tiny.tokenizer()
     ids = tokenizer.encode("Sum: " + "0, " * 900, add_special_tokens=False)
     assert not repeats(ids[:OTHER_TOKENS], tokenizer.decode)
