@@ -245,6 +245,8 @@ def check_fit(name: str, wanted: Sequence[int], layers: int) -> None:
 
 ENV_PREFIX = "CACHEBLEND_RAG_"
 # Names of the starter models, which commands use unless another model is named.
+DEFAULT_NEW_TOKENS = 512
+"""Most tokens of an answer where nothing says how long it may be: some 380 words, which a full answer seldom has."""
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("auto", "context", "learned", "sink", "prefix")

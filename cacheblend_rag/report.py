@@ -214,6 +214,9 @@ class BlendReport:
         Those of its thought.
     finish_reason : str
         ``"stop"``, ``"length"``, or ``""`` before generation.
+    stopped_by : str
+        ``"repetition"``: the answer did nothing but repeat itself, and was ended; ``finish_reason`` is ``"stop"`` then.
+        Else empty.
     documents : tuple of DocumentUse
         The use of each document that was retrieved for the prompt; empty where that is not known.
     found : tuple of FoundText
@@ -246,6 +249,7 @@ class BlendReport:
     generated_tokens: int = 0
     thought_tokens: int = 0
     finish_reason: str = ""
+    stopped_by: str = ""
     documents: tuple[DocumentUse, ...] = ()
     found: tuple[FoundText, ...] = ()
     verification: Verification = field(default_factory=Verification)

@@ -15,6 +15,7 @@ from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
+    DEFAULT_NEW_TOKENS,
     DTYPES,
     REASONING,
     BlendConfig,
@@ -111,7 +112,9 @@ class FolderRAGOptions:
     )
     dtype: str = option("auto", choice(DTYPES), '"auto", "float32", "bfloat16" or "float16"', flag="dtype")
     top_k: int = option(6, whole(1), "Chunks in the prompt.", flag="top-k", metavar="N")
-    max_new_tokens: int = option(64, whole(1), "Longest answer, in tokens.", flag="max-new-tokens", metavar="N")
+    max_new_tokens: int | None = option(
+        None, whole(1), "Longest answer, in tokens.", flag="max-new-tokens", metavar="N", shown=str(DEFAULT_NEW_TOKENS)
+    )
     reasoning: Reasoning = option(
         False,
         REASONING,

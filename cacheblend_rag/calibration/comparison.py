@@ -26,6 +26,8 @@ from cacheblend_rag.report import BlendReport
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
 ROUNDS = 3
 """Rounds in which methods are timed; the passes that answer have warmed up for them."""
+COMPARED_TOKENS = 64
+"""Tokens of each answer of a comparison where no number is given: each method takes all of them."""
 
 
 @dataclass(frozen=True)

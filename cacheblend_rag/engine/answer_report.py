@@ -75,6 +75,7 @@ def report_of(
         generated_tokens=0 if decoded is None else len(decoded.token_ids),
         thought_tokens=0 if decoded is None else decoded.thought_tokens,
         finish_reason="" if decoded is None else decoded.finish_reason,
+        stopped_by="" if decoded is None else decoded.stopped_by,
         documents=_uses(lookup.fit.prompt.documents, tiers),
         found=tuple(
             FoundText(chunk.span.start, len(chunk.span), tier)
@@ -102,6 +103,7 @@ def report_of_images(
         generated_tokens=len(decoded.token_ids),
         thought_tokens=decoded.thought_tokens,
         finish_reason=decoded.finish_reason,
+        stopped_by=decoded.stopped_by,
         verification=verification,
     )
 

@@ -17,7 +17,7 @@ import torch
 
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
-from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodedAnswer, DecodeOptions, Step, decode, generate
+from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, keeps_variants
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
@@ -113,7 +113,7 @@ class Answering:
         held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
             dropped = self.turns.write_back.begin()
-            fit = pipeline.split(prompt, *answer_room(options))
+            fit = pipeline.split(prompt, *answer_room(options, pipeline.segments.model.adapter.context_window))
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
@@ -136,7 +136,7 @@ class Answering:
         """
         adapter = self.pipeline.segments.model.adapter
         with self._begun(prompt, options, sink, self.turns.alone()) as trace:
-            fit = fitted_images(prompt, adapter.context_window, answer_room(options)[0])
+            fit = fitted_images(prompt, adapter.context_window, options.requested_tokens or 1)
             started = time.perf_counter()
             with self.pipeline.segments.model.products():
                 decoded = generate(
@@ -164,7 +164,7 @@ class Answering:
         ContextLengthError
             It names the first that does not fit.
         """
-        window, needed = self.pipeline.segments.model.adapter.context_window, answer_room(options)[0]
+        window, needed = self.pipeline.segments.model.adapter.context_window, options.requested_tokens or 1
         for number, prompt in enumerate(prompts):
             try:
                 if isinstance(prompt, ImagePrompt):
@@ -381,10 +381,10 @@ def _later_ids(token_ids: list[int], thought_tokens: int) -> list[int]:
     return [] if thought_tokens else token_ids
 
 
-def answer_room(options: DecodeOptions) -> tuple[int, int]:
+def answer_room(options: DecodeOptions, window: int | None) -> tuple[int, int]:
     """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
     requested = options.requested_tokens
-    return requested or 1, requested or DEFAULT_NEW_TOKENS
+    return requested or 1, requested or default_room(window)
 
 
 def _cancelled_by(sink: Cancelled | None) -> Callable[[], bool]:

@@ -15,6 +15,7 @@ from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.config import (
+    DEFAULT_NEW_TOKENS,
     FLAG,
     VERIFY,
     Kind,
@@ -29,13 +30,13 @@ from cacheblend_rag.config import (
 )
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenMask, logit_bias
+from cacheblend_rag.engine.repetition import repeats
 from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
 from cacheblend_rag.prompt.thoughts import BUDGETS, Thought
 from cacheblend_rag.report import TokenLogProb
 
-DEFAULT_NEW_TOKENS = 256
 LEAST_PENALTY = 0.01
 """Repetition penalty from which scores divided by it stay finite."""
 _PENALTY = number(f"from {LEAST_PENALTY}", lambda value: value >= LEAST_PENALTY)
@@ -69,6 +70,7 @@ class DecodeArguments(TypedDict, total=False):
 
     max_new_tokens: int | None
     stop: str | Sequence[str]
+    stop_repetition: bool | None
     temperature: float | None
     do_sample: bool | None
     top_p: float | None
@@ -145,7 +147,7 @@ class DecodeFields(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True)
 
     max_new_tokens: Annotated[int | None, _checked(whole(1))] = None
-    """Most tokens of the answer. None takes the generation config's, else 256, or what the context window has room for
+    """Most tokens of the answer. None takes the generation config's, else 512, or what the context window has room for
     if that is less."""
     temperature: Annotated[float | None, _checked(_TEMPERATURE)] = None
     """0 decodes greedily. None takes the generation config's choice when one is given, else 0."""
@@ -184,6 +186,10 @@ class DecodeFields(BaseModel):
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
     """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
     an empty list of a call means that none ends it."""
+    stop_repetition: Annotated[bool | None, _checked(FLAG)] = None
+    """False lets an answer go on that only repeats itself. Else it is ended once its last 128 tokens are one stretch of
+    prose, four times or more; 512 tokens if they are no prose, such as rows of a table or of numbers. The report says
+    so. An answer by a grammar, and one that has ``min_new_tokens`` before it, goes on."""
     generation_config: Annotated[Any, _checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
     logits_processor: Annotated[list[Any], _checked(_PROCESSORS)] = Field(
@@ -266,9 +272,9 @@ class DecodeOptions(DecodeFields):
     def most_tokens(self) -> int | None:
         """Tokens of the answer that were asked for, with those of a thought that is wanted before it."""
         if not self.reasoning:
-            return self.max_new_tokens
+            return self.requested_tokens
         budget = BUDGETS[self.reasoning]
-        return (self.max_new_tokens or DEFAULT_NEW_TOKENS) + (
+        return (self.requested_tokens or DEFAULT_NEW_TOKENS) + (
             budget if self.reasoning_tokens is None else self.reasoning_tokens
         )
 
@@ -350,7 +356,7 @@ class DecodedAnswer:
     Parameters
     ----------
     text : str
-        The answer, up to a stop string.
+        The answer, up to a stop string, with all that it repeated.
     token_ids : list of int
         All generated ids.
     finish_reason : str
@@ -363,6 +369,8 @@ class DecodedAnswer:
         Generated ids that are of the thought.
     logprobs : tuple of TokenLogProb or None
         Of each token of the text, if they were asked for.
+    stopped_by : str
+        ``"repetition"`` if it was ended because it repeated itself, else empty.
     """
 
     text: str
@@ -372,6 +380,7 @@ class DecodedAnswer:
     thought: str = ""
     thought_tokens: int = 0
     logprobs: tuple[TokenLogProb, ...] | None = None
+    stopped_by: str = ""
 
 
 def decode(
@@ -476,7 +485,8 @@ def generate(
         options.grammar is not None,
     )
     most = thinking.make_room(config, prompt_tokens, window)
-    assembler = _TextAssembler(thinking, options, end_ids, prompt_tokens, most, on_text, cancelled)
+    repeating = _repetition(options, config, end_ids, tokenizer)
+    assembler = _TextAssembler(thinking, options, end_ids, prompt_tokens, most, on_text, cancelled, repeating)
     noted = options.noted(tokenizer)
     processors = [
         thinking.within_answer(one)
@@ -497,6 +507,21 @@ def generate(
         )
     answer = assembler.result()
     return answer if noted is None else replace(answer, logprobs=tuple(noted.rest(answer.token_ids, answer.text)))
+
+
+def _repetition(
+    options: DecodeOptions, config: GenerationConfig, end_ids: Collection[int], tokenizer: Any
+) -> Callable[[Sequence[int]], bool]:
+    """Whether the ids of an answer repeat themselves and end it; never where it has a length or a form to keep to."""
+    if options.stop_repetition is False or options.grammar is not None or not end_ids:
+        return lambda ids: False
+    least = config.min_new_tokens or 0
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # Where as many tokens must be as may be, the length ends it.
+    return lambda ids: len(ids) > least and repeats(ids, text_of)
 
 
 def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> None:
@@ -599,7 +624,9 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         most: int | None,
         on_text: Callable[[str], None] | None,
         cancelled: Callable[[], bool],
+        repeating: Callable[[Sequence[int]], bool] = lambda ids: False,
     ) -> None:
+        self._repeating, self._repeats = repeating, False
         self._thinking, self._stops, self._end_ids = thinking, options.stops, end_ids
         self._longest_stop = max(map(len, self._stops), default=0)
         self._on_text, self._cancelled = on_text, cancelled
@@ -621,7 +648,9 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
                 self._first_token_at = time.perf_counter()
             self._ids = input_ids[0, self._prompt_tokens :].tolist()
             self._take_text(final=False)
-        done = self._stopped or self._full() or self._cancelled()
+            if not (self._thinking.under_way or self._ended()):
+                self._repeats = self._repeating(self._ids[self._thinking.thought_tokens :])
+        done = self._stopped or self._repeats or self._full() or self._cancelled()
         return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
 
     def result(self) -> DecodedAnswer:
@@ -632,11 +661,14 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         self._send(len(self._text))
         reason = "stop" if self._ended() else "length"
         tokens = self._thinking.thought_tokens
-        return DecodedAnswer(self._text, self._ids, reason, self._first_token_at, self._thought, tokens)
+        stopped_by = "repetition" if self._repeats else ""
+        return DecodedAnswer(
+            self._text, self._ids, reason, self._first_token_at, self._thought, tokens, stopped_by=stopped_by
+        )
 
     def _ended(self) -> bool:
         # On a GPU transformers may run one step past the end; that token is not part of the answer.
-        return self._stopped or (bool(self._ids) and self._ids[-1] in self._end_ids)
+        return self._stopped or self._repeats or (bool(self._ids) and self._ids[-1] in self._end_ids)
 
     def _full(self) -> bool:
         """Whether the answer has as many tokens as it may have; those of a thought do not count."""
@@ -688,6 +720,17 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
             if self._on_text is not None:
                 self._on_text(self._text[self._sent : stop])
             self._sent = stop
+
+
+def default_room(window: int | None) -> int:
+    """Tokens that room is made for where an answer's length is not given: the default, a quarter of the window at most.
+
+    Parameters
+    ----------
+    window : int or None
+        The model's context window, in tokens.
+    """
+    return DEFAULT_NEW_TOKENS if window is None else max(1, min(DEFAULT_NEW_TOKENS, window // 4))
 
 
 def end_ids_of(model: Any, tokenizer: Any) -> list[int]:

@@ -348,7 +348,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ContextLengthError
             If prompt and answer do not fit into the model's context window.
         """
-        needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
+        needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens), self.context_window)
         if isinstance(prompt, ImagePrompt):
             return fitted_images(prompt, self.context_window, needed)
         return self._parts.pipeline.split(_prompt_of(prompt, self.chunks), needed, room)
@@ -369,7 +369,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ------
         ContextLengthError
             If the prompt and ``max_new_tokens`` do not fit into the model's context window. Without a number of tokens
-            the answer is as long as there is room for, 256 tokens at most.
+            the answer is as long as there is room for, 512 tokens at most.
         PromptError, ConfigError
             If the prompt or an option cannot be used.
         """

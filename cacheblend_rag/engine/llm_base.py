@@ -468,6 +468,7 @@ class LLMBase(DecodeFields):
         info = {
             "model_name": self.model_name,
             "finish_reason": report.finish_reason,
+            "stopped_by": report.stopped_by,
             "ttft": report.ttft,
             "hits": report.hits,
             "misses": report.misses,

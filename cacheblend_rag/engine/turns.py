@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import DEFAULT_NEW_TOKENS, BlendConfig
 from cacheblend_rag.engine.decode import Step
 from cacheblend_rag.engine.pipeline import Blend, Pauses
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
@@ -23,9 +23,6 @@ from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.prompt import Prompt
-
-# Tokens that an answer is thought to take if no number is given.
-_ANSWER_TOKENS = 256
 
 
 class Lifetime:
@@ -78,7 +75,7 @@ class Turns:
             return self.alone()
         # No tokenizer makes more tokens than there are bytes.
         size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
-        return self._held(partial(self._room_beside, size + (new_tokens or _ANSWER_TOKENS)))
+        return self._held(partial(self._room_beside, size + (new_tokens or DEFAULT_NEW_TOKENS)))
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
-from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -31,7 +31,7 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.decode import reasoning_of
+from cacheblend_rag.engine.decode import default_room, reasoning_of
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
@@ -128,7 +128,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         window = self.context_window or self.engine.context_window
         return LLMMetadata(
             context_window=window or DEFAULT_CONTEXT_WINDOW,
-            num_output=self.max_new_tokens or DEFAULT_NUM_OUTPUTS,
+            num_output=self.max_new_tokens or default_room(window),
             is_chat_model=bool(self.is_chat_model),
             is_function_calling_model=bool(self.is_function_calling_model),
             model_name=self.model_name,

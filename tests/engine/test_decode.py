@@ -94,8 +94,8 @@ def test_max_new_tokens(engine: Any, greedy: Generation, tokens: int) -> None:
     assert answer.report.generated_tokens == tokens
 
 
-def test_the_default_is_256_new_tokens(engine: Any) -> None:
-    assert len(engine.generate(PROMPT).token_ids) == 256
+def test_the_default_is_512_new_tokens(engine: Any) -> None:
+    assert len(engine.generate(PROMPT).token_ids) == 512
 
 
 def test_eos_ends_the_answer_and_is_no_text(engine: Any, greedy: Generation) -> None:

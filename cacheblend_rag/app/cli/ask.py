@@ -181,16 +181,19 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
         else:
             yield f"{new}, and their KV is not kept: the store is read-only, or write_back is off."
     if info["finish_reason"] == "length":
-        yield f"The answer was cut at {rag.options.max_new_tokens} tokens; --max-new-tokens allows more."
+        tokens = report.generated_tokens - report.thought_tokens
+        yield f"The answer was cut at {tokens} tokens; --max-new-tokens allows more."
+    if report.stopped_by == "repetition":
+        yield "The answer was ended: it only repeated itself."
     if (stronger := stronger_model([rag.options.model])) is not None:
         yield stronger
 
 
 def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
-    from cacheblend_rag.calibration.comparison import ROUNDS, compare
+    from cacheblend_rag.calibration.comparison import COMPARED_TOKENS, ROUNDS, compare
 
     with screen.step(f"Answering by every method, {ROUNDS} rounds…"):
-        *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens)
+        *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens or COMPARED_TOKENS)
     full = results[0].ttft
     screen.show(f"\nThe same prompt by every method (medians of {ROUNDS} interleaved rounds):\n")
     heads = f"  {'method':<16}{'TTFT':>10}{'faster':>9}{'rows':>7}  {'against full recompute':<52}answer"

@@ -221,7 +221,8 @@ def test_metadata_says_what_prompts_are_planned_by() -> None:
     assert not plain.metadata.is_chat_model
     assert not plain.metadata.is_function_calling_model
     assert plain.metadata.model_name == "mine"
-    assert plain.metadata.num_output == 256
+    assert plain.metadata.num_output == 512
+    assert make_llm(context_window=400, max_new_tokens=None).metadata.num_output == 100, "a quarter of a small window"
     assert plain.chat(HELLO, max_tokens=2).raw["prompt_tokens"] > 10  # LlamaIndex's own way to write messages
 
 

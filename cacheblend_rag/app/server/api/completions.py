@@ -17,7 +17,7 @@ from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
-from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.app.server.services.service import Session, required_tokens
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
@@ -45,6 +45,7 @@ class AnswerRequest:
         self.here, self.body = here, body
         self.model = here.service.model_of(body.model)
         self.most = here.service.answer_tokens(most, self.most_field)
+        self.required = required_tokens(here.service, most, self.most_field)
         self.engine = here.engine(self.model, body.recompute_ratio, body.selection)
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:
@@ -80,7 +81,7 @@ class AnswerRequest:
         narrows = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or bool(body.min_p)
         wants_sampling = narrows or body.n > 1  # who gives them alone
         return DecodeArguments(
-            max_new_tokens=self.most,
+            max_new_tokens=self.required,
             temperature=temperature,
             do_sample=True if temperature is None and wants_sampling else None,
             top_p=body.top_p,
@@ -105,7 +106,7 @@ class AnswerRequest:
 
     def charge(self, prompts: Sequence[AnyPrompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
-        fits = [self.model.check_length(prompt, self.most) for prompt in prompts]
+        fits = [self.model.check_length(prompt, self.required) for prompt in prompts]
         most = self.most + (self.thought_most or 0)
         self.here.charge([len(fit.split.input_ids) + most for fit in fits for _ in range(self.body.n)])
 
@@ -406,6 +407,7 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
         "plain_reason": report.plain_reason,
+        "stopped_by": report.stopped_by,
         "found": [one.asdict() for one in report.found],
         "verification": report.verification.asdict(),
     }

@@ -47,9 +47,10 @@ from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit, shown_name
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
-from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.app.server.services.service import Session, required_tokens
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.storage.catalogue import PendingFile
+from cacheblend_rag.calibration.comparison import COMPARED_TOKENS
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
@@ -350,15 +351,15 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     collection, model = here.collection(id), here.service.model_of(body.model)
     _check_texts(here, body)
     engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
-    most = here.service.answer_tokens(body.max_tokens)
+    most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most, level))
+        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, required, level))
         here.charge([question.tokens + most + (thought_most or 0)])
     arguments = DecodeArguments(
-        max_new_tokens=most, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
+        max_new_tokens=required, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
     )
     answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
     if body.stream:
@@ -432,7 +433,10 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     collection, service = here.collection(id), here.service
     model = service.model_of(body.model)
     _check_texts(here, body)
-    engine, most = _engine(here, model, collection, body), service.answer_tokens(body.max_tokens)
+    engine = _engine(here, model, collection, body)
+    most = service.answer_tokens(body.max_tokens)
+    if body.max_tokens is None:  # every method gives all of it
+        most = min(most, COMPARED_TOKENS)
     here.check_quota(_COMPARED * most)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
     async with slot.kept():
@@ -507,7 +511,7 @@ async def _retrieved(
     collection: Collection,
     body: CompareBody,
     slot: Slot,
-    most: int,
+    most: int | None,
     level: Reasoning = False,
 ) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
@@ -524,7 +528,7 @@ def _continued(
     collection: Collection,
     body: CompareBody,
     found: list[SearchHit],
-    most: int,
+    most: int | None,
     level: Reasoning,
 ) -> _Question | None:
     """A prompt that begins as that of the turn before did, so that its KV is there; None if it cannot.
@@ -566,7 +570,7 @@ def _fitting(
     body: CompareBody,
     found: list[SearchHit],
     earlier: list[EarlierTurn],
-    most: int,
+    most: int | None,
     level: Reasoning,
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""

@@ -220,6 +220,7 @@ def report_of(
         "plain": report.plain,
         "plain_reason": report.plain_reason,
         "finish_reason": report.finish_reason,
+        "stopped_by": report.stopped_by,
         "thought_tokens": report.thought_tokens,
         "turns": turns,
         "stands_alone": stands_alone,

@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.config import Reasoning
+from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
@@ -109,8 +109,8 @@ class ServedModel:
             return None
         return min(BUDGETS[reasoning] if most is None else most, self._limits.answer_tokens)
 
-    def check_length(self, prompt: AnyPrompt, answer_tokens: int) -> FittedPrompt:
-        """Refuse what the model cannot take; see `BlendEngine.fitted`.
+    def check_length(self, prompt: AnyPrompt, answer_tokens: int | None) -> FittedPrompt:
+        """Refuse what the model cannot take; see `BlendEngine.fitted`. None is an answer of no given length.
 
         Returns
         -------
@@ -127,7 +127,8 @@ class ServedModel:
         if len(prompt.written(self.engine.config.separator).text) > self._limits.prompt_chars:
             raise Problem(413, "prompt_too_long", f"a prompt may have {self._limits.prompt_chars:,} characters")
         fit, most = self.engine.fitted(prompt, answer_tokens), self._limits.prompt_tokens
-        if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
-            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
+        needed = answer_tokens or DEFAULT_NEW_TOKENS
+        if (tokens := len(fit.split.input_ids)) + needed > most:
+            message = f"{tokens} prompt tokens and {needed} of the answer exceed the {most} taken here"
             raise Problem(400, "context_length_exceeded", message)
         return fit

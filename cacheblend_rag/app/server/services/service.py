@@ -34,6 +34,7 @@ from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
+from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
@@ -232,7 +233,7 @@ class Service:
         most = self.limits.answer_tokens
         if requested is not None and requested > most:
             raise ConfigError(field, requested, f"an answer may have {most:,} tokens here")
-        return requested or min(self.rag.options.max_new_tokens, most)
+        return requested or min(self.rag.options.max_new_tokens or DEFAULT_NEW_TOKENS, most)
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
@@ -439,3 +440,10 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
+
+
+def required_tokens(service: Service, requested: int | None, field: str = "max_tokens") -> int | None:
+    """`Service.answer_tokens`; None where nobody named a number, so that they are as many as the window has left."""
+    most = service.answer_tokens(requested, field)
+    named = requested or service.rag.options.max_new_tokens
+    return None if named is None and most == DEFAULT_NEW_TOKENS else most

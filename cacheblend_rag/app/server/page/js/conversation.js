@@ -76,6 +76,7 @@ function finish(words, turn, shown) {
 function remark(turn) {
   const { answer, report } = turn;
   if (!answer.trim()) return "The model gave an empty answer.";
+  if (report?.stopped_by === "repetition") return "Ended: the answer only repeated itself.";
   if (report?.finish_reason !== "length") return "";
   const most = turn.tokens ?? state.server?.settings.answer_tokens;
   return most ? `Cut off: an answer may have ${count(most, "token")}.` : "Cut off.";

@@ -1,0 +1,50 @@
+"""A repeating answer: its newest tokens are one stretch of tokens, again and again."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Sequence
+
+_TIMES = 4
+"""So often a stretch stands directly behind itself before an answer counts as repeating."""
+PROSE_TOKENS, OTHER_TOKENS = 128, 512
+"""So many tokens all its copies have together, if it is prose and if it is not."""
+# Share of letters and white space in prose. Rows of a table, of numbers or of JSON, rules and code have fewer.
+_LETTERS = 0.875
+
+
+def repeats(ids: Sequence[int], text_of: Callable[[list[int]], str]) -> bool:
+    """Whether a text does nothing but repeat itself at its end.
+
+    Its last tokens are a stretch that stands there four times or more, token for token. Together these are 128 tokens
+    or more of prose, or 512 or more of anything else: a table, a matrix, a rule or JSON may well repeat a line.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        Token ids of the text.
+    text_of : callable
+        Gives the text of ids.
+    """
+    period = shortest_period(ids, PROSE_TOKENS)
+    if not period:
+        return False
+    return _is_prose(text_of(list(ids[-2 * period :]))) or bool(shortest_period(ids, OTHER_TOKENS))
+
+
+def shortest_period(ids: Sequence[int], least: int) -> int:
+    """Tokens of the shortest stretch of which ids end in four copies or more, ``least`` tokens in all; 0 if none."""
+    count, last = len(ids), ids[-1] if ids else None
+    if count < least:
+        return 0
+    for period in range(1, count // _TIMES + 1):
+        span = max(_TIMES * period, least)
+        if ids[-1 - period] == last and ids[count - span : count - period] == ids[count - span + period :]:
+            return period
+    return 0
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text is nearly all letters, of any script, and white space."""
+    letters = sum(one.isspace() or unicodedata.category(one)[0] in "LM" for one in text)
+    return not text.isspace() and letters >= _LETTERS * max(len(text), 1)
