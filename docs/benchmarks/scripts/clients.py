@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def measure_shares(turns: Sequence[Turn], folder: Path) -> dict[str, Any]:
             results[name] = replay(client, turns, _asking(url, key), tokenizer)
             print(f"{name}: {results[name].share:.3f}", file=sys.stderr)
     (at,) = {path.parent for path in (folder / "served").rglob("cache.db")}
-    with DiskStore(at) as store:
+    with closing(DiskStore(at)) as store:
         stored = {tuple(info.token_ids) for _, info in store.infos(FOUND)}
     return {
         name: {
