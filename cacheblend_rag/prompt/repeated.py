@@ -7,6 +7,7 @@ beginnings. A stretch of repeated windows is a span, and ends where a window was
 
 from __future__ import annotations
 
+import re
 import threading
 import zlib
 from collections import OrderedDict
@@ -36,6 +37,8 @@ _END = np.uint64(0xD1B54A32D192ED03)
 # A piece of so many bytes that does not end a sentence is not left at the end of a new span.
 _SLIGHT = 24
 _CLOSE = frozenset(".!?…。！？\"'”)")
+# Where a template's next passage begins: a tag, a title in brackets or a fence, with a line's end before or behind it.
+_MARK = re.compile(r"<[^<>\n]*>|\[[^\[\]\n]*\]|```|\"\}")
 # Spans that may begin with the same window.
 _SAME_START = 4
 _TENANTS = 128
@@ -86,17 +89,30 @@ def with_repeated(
         return prompt
     written = prompt.written("")
     text, own = written.text, [Match(*span) for span in written.chunks]
-    repeated = [one for one in finder.find(text, said) if one.start >= written.prefix_stop]
-    taken = DisjointMatches(own)
-    taken.offer(one for one in repeated if is_long(text[one.start : one.stop]))
-    if len(taken.matches) == len(own):
+    repeated = [one for one in finder.find(text, said) if is_long(text[one.start : one.stop])]
+    documents = {one.chunk for one in prompt.documents}
+    large = [number in documents or is_long(text[one.start : one.stop]) for number, one in enumerate(own)]
+    # Earlier answers of a few words have no prefix of their own, and break no passage in which they stand by chance.
+    behind = written.prefix_stop if any(large) else 0
+    repeated = [one for one in repeated if one.start >= behind]
+    kept = [one for one, is_large in zip(own, large, strict=True) if is_large or not _within(one, repeated)]
+    taken = DisjointMatches(kept)
+    taken.offer(repeated)
+    if len(taken.matches) == len(kept):
         return prompt
-    numbers = [taken.matches.index(one) for one in own]
-    places = [one if one.chunk is None else replace(one, chunk=numbers[one.chunk]) for one in prompt.documents]
+    numbers = [taken.matches.index(one) for one in kept]
+    places = [
+        one if one.chunk is None else replace(one, chunk=taken.matches.index(own[one.chunk]))
+        for one in prompt.documents
+    ]
     # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
-    questions_from = len(prompt.prefix) if own else 0
+    questions_from = len(prompt.prefix) if any(large) else 0
     found = tuple(number for number in range(len(taken.matches)) if number not in numbers)
     return replace(rebuild(text, taken.matches, questions_from=questions_from, documents=places), found=found)
+
+
+def _within(match: Match, others: Iterable[Match]) -> bool:
+    return any(one.start <= match.start and match.stop <= one.stop for one in others)
 
 
 def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
@@ -415,6 +431,17 @@ class _Windows:
             name[at] = slight[at] and not any(map(str.isspace, piece))
         return slight, name
 
+    def _marked(self, slight: Sequence[bool], name: Sequence[bool]) -> list[bool]:
+        """Pieces in front of which a template's mark stands, or a line with a name; short ones between do not count."""
+        pieces, text, found, stop, named = self.pieces, self._hashed.text, list[bool](), 0, False
+        for at, (start, end) in enumerate(zip(pieces.starts.tolist(), pieces.stops.tolist(), strict=True)):
+            between = text[stop:start]
+            lines = "\n" in between or "\\n" in between
+            found.append(not slight[at] and ((lines and named) or (_MARK.search(between) is not None)))
+            named = slight[at] and (named or name[at])
+            stop = stop if slight[at] else end
+        return found
+
     def new_spans(self, known: _Known, taken: DisjointMatches) -> list[Match]:
         """Spans in what is left: from left to right, each as long as it can be."""
         found, free = list[Match](), 0
@@ -425,6 +452,7 @@ class _Windows:
         )
 
         slight, name = (one.tolist() for one in self._slight())
+        marked = self._marked(slight, name)
 
         def fits(at: int) -> bool:
             return repeated[at] and taken.free(starts[first[at]], stops[last[at]])
@@ -437,7 +465,8 @@ class _Windows:
             start, end = at, last[at]
             while True:
                 follows = at + 1 < count and first[at + 1] == first[at] + 1 and fits(at + 1)
-                if follows and begins[at + 1]:  # another span begins there
+                enough = first[at] >= last[start]
+                if follows and (begins[at + 1] or (enough and marked[first[at + 1]])):  # another span begins there
                     end = first[at + 1] - 1
                     break
                 if ends[at] or not follows:
@@ -449,8 +478,11 @@ class _Windows:
             at += 1
             while end > last[start] and slight[end]:
                 end -= 1
-            while start + 1 < at and name[first[start]] and last[start + 1] <= end:
-                start += 1
+            lead = start
+            while lead + 1 < at and slight[first[lead]] and last[lead + 1] <= end:
+                lead += 1
+                if name[first[lead - 1]]:
+                    start = lead
             if end >= last[start]:
                 found.append(Match(starts[first[start]], stops[end]))
                 free = end + 1
