@@ -43,7 +43,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
             engine,
             frame_prompts(prompts, engine.tokenizer),
             golds,
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=parsed.max_new_tokens,
             corpus=corpus,
             folder=Path(parsed.out) if parsed.out else None,
         )
