@@ -473,7 +473,7 @@ class LLMBase(DecodeFields):
             "hits": report.hits,
             "misses": report.misses,
             **{name: list(getattr(report, name)) for name in ("left_out", "variants", "recomputed_tokens")},
-            "recompute_ratio": self.engine.config.recompute_ratio,
+            "recompute_ratio": report.recompute_ratio,
             **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
             "plain": report.plain,
             "plain_reason": report.plain_reason,

@@ -350,7 +350,11 @@ def test_command_says_what_models_get_before_they_are_fetched(
     for line, folder, kind in zip(told, folders, saved, strict=False):
         assert line.startswith(f"{folder}: {saved[kind]}")
     assert main(["models", "check", folders[0]]) == 0
-    assert main(["models", "check", str(tmp_path / "none")]) != 0
+    capsys.readouterr()
+    assert main(["models", "check", str(tmp_path / "none"), folders[2]]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{folders[2]}: blended\n", "the others are looked at all the same"
+    assert str(tmp_path / "none") in said.err
     assert main(["models", "list"]) == 0
     assert "SmolLM2-135M-Instruct, language model, blended," in capsys.readouterr().out
 

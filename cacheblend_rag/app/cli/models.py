@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -65,17 +66,23 @@ def _get(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.models.starters import STARTERS
     from cacheblend_rag.models.treatment import expected_treatment
 
-    refused = 0
+    refused = unread = 0
     for name in parsed.names:
         starter = STARTERS.get(name)
         of_starter = "blended" if starter is None or starter.kind == "language model" else "finds passages"
-        found = expected_treatment(name) if starter is None else of_starter
+        try:
+            found = expected_treatment(name) if starter is None else of_starter
+        except CacheBlendError as error:  # the others are looked at all the same
+            print(f"{name}: {error}", file=sys.stderr)
+            unread += 1
+            continue
         print(f"{name}: {found}")
         refused += str(found).startswith("refused")
-    return int(refused > 0)
+    return 2 if unread else int(refused > 0)
 
 
 def _delete(parsed: argparse.Namespace) -> int:
