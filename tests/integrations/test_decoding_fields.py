@@ -125,7 +125,7 @@ def test_each_prompt_of_a_batch_has_its_own_log_probabilities(engine: BlendEngin
 def test_log_probabilities_of_a_verified_answer_are_those_of_its_end(kind: Any) -> None:
     asked = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell in the end?"
     tokenizer = tiny_parts()[1]
-    with engine_of(tokenizer=tokenizer, selection="none", prompt_cache=0) as blending:
+    with engine_of(tokenizer=tokenizer, selection="none", prompt_cache=0, variants=0) as blending:
         model = kind.from_engine(blending, max_new_tokens=9, logprobs=True)
         model.warm([ChatMessage(content=one).content for one in CHUNKS] if kind is LlamaIndexLLM else CHUNKS)
         full = kind.from_engine(blending.with_config(selection="all"), max_new_tokens=9, logprobs=True)

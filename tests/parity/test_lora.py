@@ -310,7 +310,7 @@ def test_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.Monkey
 
 def test_misses_of_one_adapter_are_not_stored_for_the_next() -> None:
     model = two_adapters()
-    with engine_of(model, write_back="background") as engine:
+    with engine_of(model, write_back="background", prompt_cache=0) as engine:
         with scheduler_of(engine.model):  # storing waits until nothing else runs
             engine.generate(PROMPT, max_new_tokens=1)
             model.set_adapter("two")

@@ -191,7 +191,7 @@ def test_passages_length_and_instructions_are_settings(page: Page) -> None:
     told.fill(" Name the year. ")
     passages, longest = page.get_by_role("spinbutton", name="Passages"), page.locator("#tokens")
     expect(passages).to_have_value("6")
-    expect(longest).to_have_value("64")
+    expect(longest).to_have_value("512")
     passages.fill("3")
     longest.fill("2")
     longest.press("Tab")
