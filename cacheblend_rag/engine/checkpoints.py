@@ -151,26 +151,21 @@ class Checkpoints:
     def forget(self, salt: str, texts: Collection[str], ids: Iterable[Sequence[int]]) -> int:
         """Drop a tenant's checkpoints that hold one of some chunks, by its text or its ids; how many there were."""
         wanted = list(ids)
+
+        def holds(held: frozenset[str], known: tuple[int, ...]) -> bool:
+            return not held.isdisjoint(texts) or any(holds_ids(known, chunk) for chunk in wanted)
+
+        return self.drop(salt, holds)
+
+    def drop(self, salt: str, holds: Callable[[frozenset[str], tuple[int, ...]], bool] = lambda *_: True) -> int:
+        """Drop those of a tenant that hold something, by default all; how many there were."""
         with self._lock:
             self._times_forgotten[salt] += 1
-            others = [(owner, known) for owner, known in self._prompts if owner.salt != salt]
-            self._prompts = deque(others, _REMEMBERED)
-            gone = [
-                (owner, known)
-                for (owner, known), one in self._held.items()
-                if owner.salt == salt
-                and (not one.texts.isdisjoint(texts) or any(holds_ids(known, chunk) for chunk in wanted))
-            ]
+            self._prompts = deque((one for one in self._prompts if one[0].salt != salt), _REMEMBERED)
+            gone = [key for key, one in self._held.items() if key[0].salt == salt and holds(one.texts, key[1])]
             for key in gone:
                 del self._held[key]
         return len(gone)
-
-    def drop(self, salt: str) -> None:
-        """Drop all of a tenant."""
-        with self._lock:
-            self._prompts = deque((one for one in self._prompts if one[0].salt != salt), _REMEMBERED)
-            for key in [key for key in self._held if key[0].salt == salt]:
-                del self._held[key]
 
     def clear(self) -> None:
         """Drop all."""

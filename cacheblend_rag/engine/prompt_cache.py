@@ -215,19 +215,15 @@ class PromptCache:
         def holds(texts: Collection[str], ids: Sequence[int]) -> bool:
             return not written.isdisjoint(texts) or shares(ids)
 
+        self.drop(salt, holds)
+
+    def drop(self, salt: str, holds: Holds = lambda texts, ids: True) -> None:
+        """Drop those of a tenant that hold something, by default all, and keep none of them that is being answered."""
         with self._lock:
             for ticket in self._tickets:
                 if ticket.kind.salt == salt:
                     ticket.forgotten.append(holds)
             self._kept = [one for one in self._kept if one.kind.salt != salt or not holds(one.texts, one.token_ids)]
-
-    def drop(self, salt: str) -> None:
-        """Drop all of a tenant, and keep nothing that is being answered."""
-        with self._lock:
-            for ticket in self._tickets:
-                if ticket.kind.salt == salt:
-                    ticket.forgotten.append(lambda texts, ids: True)
-            self._kept = [one for one in self._kept if one.kind.salt != salt]
 
     def close(self) -> None:
         """Drop all, and keep nothing any more."""

@@ -222,6 +222,16 @@ def test_answer_under_way_puts_back_no_checkpoint_of_what_was_forgotten(again: i
         assert len(checkpoints_of(engine)) == 2
 
 
+def test_answer_under_way_puts_back_no_checkpoint_once_all_were_dropped() -> None:
+    def drop(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.chunks.drop_prompts()
+        return scores
+
+    with engine_of(tiny.plain_model("lfm2")) as engine:
+        engine.generate(PROMPT, max_new_tokens=2, logits_processor=[drop])
+        assert len(checkpoints_of(engine)) == 0
+
+
 def test_ids_of_what_was_forgotten_are_compared_with_no_later_prompt() -> None:
     with engine_of(tiny.plain_model("lfm2")) as engine:
         engine.fuse(Prompt(suffix=BEGINS))
