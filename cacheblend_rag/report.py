@@ -155,6 +155,11 @@ class Verification:
     seconds: float = 0.0
     id: str = ""
 
+    @property
+    def done(self) -> bool:
+        """Whether the answer is full prefill's: it stayed, or was corrected."""
+        return self.status in ("verified", "corrected")
+
     def asdict(self) -> dict[str, Any]:
         """The same as plain values."""
         return asdict(self)

@@ -151,7 +151,8 @@ def adapt(
     if not taught:
         remedy = f"use more than {options.held_back}, which are held back, of ordinary length"
         raise ConfigError("prompts", len(prompts), remedy)
-    hidden, end_ids = None if progress is None else not progress, end_ids_of(engine.model, engine.tokenizer)
+    end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
+    hidden = None if progress is None else not progress
     total = options.steps + 2 * 3 * len(held_back)
     with tqdm(total=total, desc="adapting", unit=" prompts", disable=hidden) as bar:
         chunks, count = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)], engine.config.contexts

@@ -110,7 +110,8 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
-        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids_of(engine.model, engine.tokenizer))
+        end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
+        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids)
         computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
 
         def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:

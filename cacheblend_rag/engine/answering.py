@@ -18,7 +18,7 @@ import torch
 from cacheblend_rag.engine.answer_report import report_of, report_of_images
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
-from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, keeps_variants
+from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
@@ -123,8 +123,8 @@ class Answering:
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
             kept = dataclasses.replace(blend, cache=cache, exact=exact)
             self._keep(dropped.left(keep_answered(pipeline, kept, later)))
-            if answer.verification.status in ("verified", "corrected") and keeps_variants(pipeline, blend.lookup):
-                self._keep(dropped.left(keep_variants(pipeline, fit.split, cache)))
+            if answer.verification.done:
+                self._keep(dropped.left(keep_variants(pipeline, blend.lookup, cache)))
             if blend.choice is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -355,11 +355,11 @@ class Answering:
             if not cancelled():
                 pipeline.recent_prompts.keep(lookup.ticket, *kept)
                 run_all(jobs)
-                self._keep(keep_variants(pipeline, kept[0], found.cache) if keeps_variants(pipeline, lookup) else {})
+                self._keep(keep_variants(pipeline, lookup, found.cache))
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:
         """Count a verification; of a rule whose ratio can be raised, it may be raised."""
-        if found.status not in ("verified", "corrected"):
+        if not found.done:
             return
         raisable = choice is not None and keep_at_least(choice.rule, 1.0) is not choice.rule
         ratio = choice.ratio if choice is not None and raisable else None

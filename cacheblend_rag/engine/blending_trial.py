@@ -328,7 +328,7 @@ class _Trial:
         self._pipeline, self._turns, self._ends = asked.pipeline.with_config(config), asked.turns, ends
         self._model = self._pipeline.segments.model
         self._fingerprint = self._model.fingerprint
-        self._end_ids = end_ids_of(self._model.adapter.model, asked.tokenizer)
+        self._end_ids = end_ids_of(self._model.adapter.model.generation_config, asked.tokenizer)
         self._pauses = self._turns.pauses_in_background(ends)
 
     @contextlib.contextmanager

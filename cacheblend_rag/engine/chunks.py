@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.engine.segments import FOUND, OTHER_FORM, Segment
+from cacheblend_rag.engine.segments import FOUND, OTHER_FORM, Segment, Segments
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import chunks_keys
@@ -20,6 +20,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
 from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, Said, with_repeated
 from cacheblend_rag.report import WarmReport
+from cacheblend_rag.store.base import RecordInfo
 
 
 @dataclass(frozen=True)
@@ -173,23 +174,13 @@ class Chunks:
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
-        begins, kept, shares = finder(ids), keys_begin(segments.config.salt), sharer(ids)
-        variants = tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
+        goes = _goes_with(segments, ids)
 
-        def holds_chunk(key: str, job: Job) -> bool:
-            if job.info is None or key.split(OTHER_FORM)[0] in keys or key.startswith(variants):
-                return job.info is not None
-            info = job.info()
-            if key.startswith(KEY_PREFIX):
-                return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
-            if info.kind == "prefix":
-                return any(holds(info, chunk) for chunk in ids) and segments.owns(key, info)
-            if key.startswith(FOUND):
-                return (shares(info.token_ids) or shares(info.behind)) and segments.owns(key, info)
-            return begins(info.behind) and segments.owns(key, info)
+        def goes_too(key: str, job: Job) -> bool:
+            return job.info is not None and (key.split(OTHER_FORM)[0] in keys or goes(key, job.info()))
 
         if ids:
-            self.turns.write_back.drop(holds_chunk)
+            self.turns.write_back.drop(goes_too)
 
     def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
         """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
@@ -224,27 +215,12 @@ class Chunks:
             with _note_errors(failed):
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
-        if dependent and ids:  # whatever chunks are computed behind now
-            begins, variants = finder(ids), tuple(chunks_keys(segments.config.salt, chunk) for chunk in ids)
+        goes = _goes_with(segments, ids)
+        # Text that was found, and prompts that were kept whole, hold them themselves.
+        begins = ("",) if dependent else (FOUND, keys_begin(segments.config.salt))
+        for begin in begins if ids else ():
             with _note_errors(failed):
-                found = (
-                    (key, info)
-                    for key, info in store.infos("")
-                    if key.startswith(variants)
-                    or begins(info.behind)
-                    or (info.kind == "prefix" and any(holds(info, chunk) for chunk in ids))
-                )
-                keys.update(key for key, info in found if segments.owns(key, info))
-        # Text that was found may hold them, or be part of them.
-        if ids:
-            shares = sharer(ids)
-            with _note_errors(failed):
-                found = ((key, info) for key, info in store.infos(FOUND) if shares(info.token_ids + info.behind))
-                keys.update(key for key, info in found if segments.owns(key, info))
-        # Prompts that were kept whole have their chunks in them.
-        with _note_errors(failed):
-            kept = store.infos(keys_begin(segments.config.salt)) if ids else ()
-            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+                keys.update(key for key, info in store.infos(begin) if goes(key, info))
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys
@@ -272,6 +248,22 @@ class Chunks:
             remedy = "split its document into smaller chunks, or take a model with a longer window"
             raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
         return segment
+
+
+def _goes_with(segments: Segments, ids: Sequence[tuple[int, ...]]) -> Callable[[str, RecordInfo], bool]:
+    """Says of a record, apart from those of the chunks with these ids, whether it holds one or stood behind one."""
+    salt, begins, shares = segments.config.salt, finder(ids), sharer(ids)
+    sessions, variants = keys_begin(salt), tuple(chunks_keys(salt, chunk) for chunk in ids)
+
+    def goes(key: str, info: RecordInfo) -> bool:
+        if key.startswith(KEY_PREFIX):
+            return key.startswith(sessions) and any(holds(info, chunk) for chunk in ids)
+        if key.startswith(FOUND) and shares(info.token_ids + info.behind):  # text of which it holds a part is enough
+            return segments.owns(key, info)
+        inside = info.kind == "prefix" and any(holds(info, chunk) for chunk in ids)
+        return (inside or key.startswith(variants) or begins(info.behind)) and segments.owns(key, info)
+
+    return goes
 
 
 @contextlib.contextmanager

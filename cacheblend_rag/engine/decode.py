@@ -474,8 +474,7 @@ def generate(
     prompt_tokens = ids.shape[1]
     if window is not None:
         _end_within(config, window, prompt_tokens)
-    eos = config.eos_token_id
-    end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    end_ids = frozenset(end_ids_of(config, tokenizer))
     thinking = Thinking(
         tokenizer,
         ids[0].tolist(),
@@ -488,14 +487,8 @@ def generate(
     repeating = _repetition(options, config, end_ids, tokenizer)
     assembler = _TextAssembler(thinking, options, end_ids, prompt_tokens, most, on_text, cancelled, repeating)
     noted = options.noted(tokenizer)
-    processors = [
-        thinking.within_answer(one)
-        if isinstance(one, TokenMask)
-        else thinking.noting_answer(one)
-        if isinstance(one, LogProbs)
-        else one
-        for one in options.processors(noted, end_ids, model.config.get_text_config().vocab_size)
-    ]
+    vocabulary = model.config.get_text_config().vocab_size
+    processors = [thinking.of_answer(one) for one in options.processors(noted, end_ids, vocabulary)]
     processors.append(thinking.forcing(end_ids))
     with evaluating(model), _RandomState(options.seed, ids.device):
         keeping_nothing(model).generate(
@@ -733,9 +726,9 @@ def default_room(window: int | None) -> int:
     return DEFAULT_NEW_TOKENS if window is None else max(1, min(DEFAULT_NEW_TOKENS, window // 4))
 
 
-def end_ids_of(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer; none where nothing says so."""
-    end = getattr(model.generation_config, "eos_token_id", None)
+def end_ids_of(config: GenerationConfig | None, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer, by a generation config or else the tokenizer; none where nothing says so."""
+    end = getattr(config, "eos_token_id", None)
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
         return []

@@ -7,7 +7,6 @@ order of the same chunks does is what a user of retrieval accepts anyway, on the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from cacheblend_rag.engine.intervals import interval, paired
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor.teacher_forcing import kl_divergence
+from cacheblend_rag.store.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,9 @@ def keep_result(folder: Path, name: str, result: TrialResult) -> None:
         If it cannot be written.
     """
     path = _path(folder, name)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(asdict(result), file, indent=1)
-        os.replace(draft, path)
+        write_whole(path, [json.dumps(asdict(result), indent=1).encode()])
     except OSError as error:
         raise StoreError(f"cannot write {str(path)!r}: {error}") from error
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cacheblend_rag.engine.checkpoints import keep_turn
-from cacheblend_rag.engine.pipeline import Blend, Lookup, Pipeline, checkpoints_of, owner_of
+from cacheblend_rag.engine.pipeline import (
+    Blend,
+    Lookup,
+    Pipeline,
+    checkpoints_of,
+    chunks_of,
+    has_few_chunks,
+    owner_of,
+)
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.prompt import TokenizedPrompt
 
@@ -31,16 +39,13 @@ def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
 
     Other prompts have these chunks in another order, and nothing to go on from.
     """
-    config, split, segments = pipeline.config, lookup.fit.split, pipeline.segments
-    few = not split.chunks or split.chunk_tokens < config.min_tokens
+    config, fit, split = pipeline.config, lookup.fit, lookup.fit.split
+    few = has_few_chunks(split, config.min_tokens)
     if lookup.kept is None or not lookup.plain or config.write_back == "off" or few:
         return {}
-    regime = segments.model.adapter.regime(len(split.input_ids)) or 0
-    has_prefix = len(split.prefix) > len(segments.tokenizer.start_ids)
-    behind = split.ids(split.prefix) if segments.condition == "prefix" and has_prefix else None
-    chunks = [segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located]
-    missing = tuple(one for one in chunks if one.token_ids and not pipeline.store.contains(one.key))
-    return pipeline.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=missing, records={}))
+    # Those that are stored already are passed over where the jobs are done.
+    chunks = chunks_of(pipeline.segments, fit, split)
+    return pipeline.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=chunks, records={}))
 
 
 def keep_session(
@@ -63,20 +68,17 @@ def keep_session(
     return {} if found is None else {found[0]: found[1]}
 
 
-def keeps_variants(pipeline: Pipeline, lookup: Lookup) -> bool:
-    """Whether the exact KV of a prompt's chunks is kept, once it is there.
+def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str, Job]:
+    """Jobs that store the chunks of a prompt behind what stood before them, if that is wanted; see `Variants.jobs`.
 
     It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
     was said in one conversation, unless that goes on from it.
     """
-    config, kept = pipeline.config, lookup.kept
-    whole = kept is None or kept.tokens >= len(lookup.fit.split.prefix)
+    config, kept, split = pipeline.config, lookup.kept, lookup.fit.split
+    whole = kept is None or kept.tokens >= len(split.prefix)
     known = lookup.prefix is None or (lookup.prefix_hit and whole)
     wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
-    return wanted and known and not (lookup.plain or lookup.found)
-
-
-def keep_variants(pipeline: Pipeline, split: TokenizedPrompt, cache: Any) -> Mapping[str, Job]:
-    """Jobs that store the chunks of a prompt behind what stood before them; see `Variants.jobs`."""
+    if not (wanted and known) or lookup.plain or lookup.found:
+        return {}
     regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0
     return pipeline.variants.jobs(split, cache, pipeline.segments, regime)

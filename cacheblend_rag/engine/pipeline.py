@@ -327,9 +327,9 @@ class Pipeline:
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
-        plain = plain or bool(why) or _has_few_chunks(split, few)
+        plain = plain or bool(why) or has_few_chunks(split, few)
         begun = recent.find(ticket, split, exact=plain)
-        if plain or (begun is not None and begun.exact and _has_few_chunks(begun.split, few)):
+        if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)
         else:
             lookup = self._opened(fit, self._longer(split, begun), [])
@@ -367,13 +367,11 @@ class Pipeline:
         regime = segments.model.adapter.regime(len(split.input_ids)) or 0
         has_prefix = len(prefix_ids) > len(segments.tokenizer.start_ids)
         prefix = segments.describe("prefix", (), prefix_ids, regime) if has_prefix else None
-        own = fit.split.ids(fit.split.prefix)
-        behind = own if segments.condition == "prefix" and len(own) > len(segments.tokenizer.start_ids) else None
         records: dict[str, StoredKV] = {}
         if kept is not None:
             prefix = Segment("session", (), prefix_ids, kept.key, regime)
             records[kept.key] = kept.record
-        chunks = tuple(segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
+        chunks = chunks_of(segments, fit, split)
         if not self.policy.rule.reads_store:
             return Lookup(fit, split, chunks=chunks)
         chunks = self.variants.instead_of(chunks, fit.split, segments)
@@ -681,7 +679,14 @@ def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None
         return None
 
 
-def _has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
+def chunks_of(segments: Segments, fit: FittedPrompt, split: TokenizedPrompt) -> tuple[Segment, ...]:
+    """The segments of a prompt's chunks, all or those behind what it goes on from."""
+    own, regime = fit.split.ids(fit.split.prefix), segments.model.adapter.regime(len(split.input_ids)) or 0
+    behind = own if segments.condition == "prefix" and len(own) > len(segments.tokenizer.start_ids) else None
+    return tuple(segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
+
+
+def has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
     """Whether so little can be read from the store that the model's own prefill is better."""
     return not split.chunks or split.chunk_tokens < least
 

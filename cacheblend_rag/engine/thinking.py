@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.logits import LogProbs
+from cacheblend_rag.engine.logits import LogProbs, TokenMask
 from cacheblend_rag.prompt.thoughts import BUDGETS, Thought, hidden_ids, marks_of, splitter_of
 
 _TAIL = 32  # ids at a prompt's end in which the mark of a thought is looked for
@@ -113,6 +113,12 @@ class Thinking:
         """Whether the next token is none of the answer, as far as is known."""
         begins = self.marks.known and bool(self.splitter.undecided.strip())  # so far it is the beginning of a mark
         return bool(self._forced) or begins or self.splitter.place in ("thought", "header")
+
+    def of_answer(self, processor: Any) -> Any:
+        """The processor, kept to the answer where it is of the answer's form or takes down its log-probabilities."""
+        if isinstance(processor, TokenMask):
+            return self.within_answer(processor)
+        return self.noting_answer(processor) if isinstance(processor, LogProbs) else processor
 
     def within_answer(self, processor: Processor) -> Processor:
         """A logits processor that is called for the tokens of an answer's form alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import KVRecord, KVStore
 from cacheblend_rag.store.encryption import Seal
+from cacheblend_rag.store.files import write_whole
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces
 
 _KIND = "context"
@@ -36,12 +36,9 @@ def keep_context(store: KVStore, fingerprint: str, context: LearnedContext) -> P
         context.kv, fingerprint=fingerprint, context_ids=(), token_ids=tuple(range(len(context)))
     )
     record = replace(record, info=replace(record.info, kind=_KIND))
-    draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.writelines(encode_pieces(record, RecordFormat(seal=Seal.from_environment()), fingerprint))
-        os.replace(draft, path)
+        write_whole(path, encode_pieces(record, RecordFormat(seal=Seal.from_environment()), fingerprint))
     except OSError as error:
         raise StoreError(f"cannot write the learned context {str(path)!r}: {error}") from error
     return path

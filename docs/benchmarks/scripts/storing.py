@@ -68,9 +68,8 @@ def measure(engine: BlendEngine, prompt: Prompt) -> dict[str, float]:
     if fused.report.hits != len(prompt.chunks):
         raise RuntimeError(f"{fused.report.hits} hits of {len(prompt.chunks)}")
     full = engine.adapter.prefill(engine.tokenize(prompt).input_ids)
-    answer, rows = greedy_answer(
-        engine.adapter, full.cache, full.logits, _ANSWER_TOKENS, end_ids_of(engine.model, engine.tokenizer)
-    )
+    end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
+    answer, rows = greedy_answer(engine.adapter, full.cache, full.logits, _ANSWER_TOKENS, end_ids)
     held = answer_log_probs(engine.adapter, shared_cache(fused.cache), fused.logits.flatten(), answer)
     cold, storing, hit = (end - begin for begin, end in pairwise(times))
     return {"cold": cold, "storing": storing, "hit": hit, "divergence": float(kl_divergence(rows, held).mean())}

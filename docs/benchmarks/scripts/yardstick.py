@@ -328,7 +328,7 @@ class Yardstick:
         texts = corpus or [passage.chunk for case in cases for passage in case.passages]
         before = [self.prompt(in_prompt(case, chunks)) for case in earlier]
         self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
-        self.end_ids = end_ids_of(engine.model, engine.tokenizer)
+        self.end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
         self._other_models: dict[str, Any] = {}
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:

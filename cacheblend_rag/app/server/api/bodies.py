@@ -65,15 +65,11 @@ def _fault_of(body: Any, may_hold_halves: bool) -> Problem | None:
                 return Problem(413, "too_many_values", f"a request's body may hold {MOST_VALUES:,} values here")
             if isinstance(one, dict) and may_hold_halves and any(map(_HALF_PAIR.search, one)):
                 return _half(place)
-            open_ones += [(place or str(name), inner) for name, inner in _items(one)]
+            named = one.items() if isinstance(one, dict) else (("", inner) for inner in one)
+            open_ones += [(place or str(name), inner) for name, inner in named]
         elif may_hold_halves and isinstance(one, str) and _HALF_PAIR.search(one):
             return _half(place)
     return None
-
-
-def _items(one: dict[str, Any] | list[Any]) -> list[tuple[Any, Any]]:
-    """The values of an object by their names; those of a list have none."""
-    return list(one.items()) if isinstance(one, dict) else [("", inner) for inner in one]
 
 
 def _half(place: str) -> Problem:

@@ -118,6 +118,6 @@ class AnswerVerifications:
             return LatestAnswers(len(answers), sum(answers), len(self._waiting))
 
     def _add(self, model: str, found: Verification) -> None:
-        if found.status in ("verified", "corrected") and not found.reason:  # full prefill's own answers say nothing
+        if found.done and not found.reason:  # full prefill's own answers say nothing
             with self._lock:
                 self._latest.setdefault(model, deque(maxlen=LATEST)).append(found.status == "verified")
