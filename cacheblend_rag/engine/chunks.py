@@ -217,8 +217,8 @@ class Chunks:
         ids = [forms_of_one[0].token_ids for forms_of_one in forms]
         goes = _goes_with(segments, ids)
         # Text that was found, and prompts that were kept whole, hold them themselves.
-        begins = ("",) if dependent else (FOUND, keys_begin(segments.config.salt))
-        for begin in begins if ids else ():
+        begins = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt))
+        for begin in begins if ids else ():  # one that cannot be looked for hides no other
             with _note_errors(failed):
                 keys.update(key for key, info in store.infos(begin) if goes(key, info))
         # No text of theirs stays in memory either.

@@ -171,7 +171,8 @@ def test_nothing_of_one_key_is_left_for_the_next(context: BrowserContext, addres
         assert text not in page.locator("#turns").inner_html()
     assert question not in page.content()
     page.get_by_label("API key").fill("of-ben")
-    page.keyboard.press("Enter")
+    with page.expect_navigation():  # the page begins anew with the key
+        page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
     assert question not in kept_texts(page)
     problems.clear()
