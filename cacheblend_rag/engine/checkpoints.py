@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.engine.prompt_cache import next_to_go
 from cacheblend_rag.engine.session_cache import holds_ids
 from cacheblend_rag.models.cache import held_bytes, tokens_read
 from cacheblend_rag.models.kv import Prefill
@@ -139,7 +140,8 @@ class Checkpoints:
             self._held[owner, tuple(ids)] = kept
             self._held.move_to_end((owner, tuple(ids)))
             while len(self._held) > 1 and sum(one.nbytes for one in self._held.values()) > self._most_bytes:
-                self._held.popitem(last=False)
+                salts = [of.salt for of, _ in self._held]
+                del self._held[list(self._held)[next_to_go(salts, [one.nbytes for one in self._held.values()])]]
 
     def repeated(self, owner: Owner, ids: Sequence[int]) -> int:
         """Tokens at its beginning that a prompt shares with one of the last ones; from now on it is one of them."""

@@ -146,6 +146,25 @@ class Chunks:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
         return erased
 
+    def forget_for_all(self, chunks: Iterable[str]) -> None:
+        """Erase every record that holds KV of these chunks or of a part of one, or that stood behind one.
+
+        That is for texts that all tenants could read, and none can any more. A tenant may have the same text in a
+        document of its own. Its KV is computed again.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for.
+        """
+        segments, store = self.pipeline.segments, self.pipeline.store
+        ids = [forms[0].token_ids for forms in self._forms(list_of_texts(chunks), "")]
+        if ids:
+            shares = sharer(ids)
+            for key in [key for key, info in store.infos("") if shares(info.token_ids + info.behind)]:
+                store.delete(key)
+        segments.tokenizer.forget()
+
     def drop_prompts(self) -> None:
         """Let no prompt of the tenant go on from an earlier one that lies in memory."""
         pipeline, salt = self.pipeline, self.pipeline.config.salt

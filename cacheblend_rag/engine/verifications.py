@@ -99,6 +99,7 @@ class Verifications:
         self._waiting: deque[_Waiting] = deque()
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
+        self._tenants: list[Verifications] = []
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
@@ -255,14 +256,30 @@ class Verifications:
         with self.storing:
             pass
 
+    def of_tenant(self, pipeline: Pipeline) -> Verifications:
+        """Those of one tenant: counted alone, with a bound and a trial of its own. They are closed with these."""
+        made = Verifications(pipeline)
+        with self._lock:
+            self._tenants.append(made)
+        return made
+
+    @property
+    def all(self) -> list[Verifications]:
+        """These, and those of tenants."""
+        return [self, *self._tenants]
+
     def wait(self) -> None:
-        """Wait until no answer waits any more."""
+        """Wait until no answer waits any more, of tenants either."""
+        for one in self._tenants:
+            one.wait()
         if threading.current_thread() is not self._thread:
             for future in list(self._results.values()):
                 future.result()
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token."""
+        for one in self._tenants:
+            one.close()
         self.trial.close()
         with self._lock:
             self._closed, thread = True, self._thread

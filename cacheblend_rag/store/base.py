@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +190,9 @@ class KVStore(ABC):
     def prefetch(self, key: str) -> bool:
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
         return self.contains(key)
+
+    def rest(self, keys: Iterable[str]) -> None:  # noqa: B027 - most stores move nothing
+        """Let records of these keys stay in the tiers that keep records, however often they are read."""
 
     def volume(self) -> int:
         """Bytes taken now."""

@@ -350,7 +350,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection, model = here.collection(id), here.service.model_of(body.model)
     _check_texts(here, body)
-    engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
+    engine = _engine(here, model, body, sessions=True).named(model.name, "chat")
     most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
@@ -433,7 +433,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     collection, service = here.collection(id), here.service
     model = service.model_of(body.model)
     _check_texts(here, body)
-    engine = _engine(here, model, collection, body)
+    engine = _engine(here, model, body)
     most = service.answer_tokens(body.max_tokens)
     if body.max_tokens is None:  # every method gives all of it
         most = min(most, COMPARED_TOKENS)
@@ -600,12 +600,10 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield event("done", {})
 
 
-def _engine(
-    here: Session, model: ServedModel, collection: Collection, body: CompareBody, sessions: bool = False
-) -> BlendEngine:
+def _engine(here: Session, model: ServedModel, body: CompareBody, sessions: bool = False) -> BlendEngine:
     if body.rule is not None and body.rule not in RULES:
         raise ConfigError("rule", body.rule, "use one of " + ", ".join(RULES))
-    return here.engine_of(model, collection, body.ratio, body.rule, sessions)
+    return here.engine(model, body.ratio, body.rule, sessions)
 
 
 def _check_texts(here: Session, body: CompareBody) -> None:
