@@ -88,6 +88,7 @@ class AnswerRequest:
             top_k=body.top_k,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            stop_repetition=body.stop_repetition,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.logit_bias,

@@ -82,6 +82,7 @@ class AnswerBody(_OpenAIBody):
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
+    stop_repetition: bool | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     verify: Verify | None = None

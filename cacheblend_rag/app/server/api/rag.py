@@ -359,7 +359,12 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
         question = await unless_gone(request, _retrieved(here, model, collection, body, slot, required, level))
         here.charge([question.tokens + most + (thought_most or 0)])
     arguments = DecodeArguments(
-        max_new_tokens=required, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
+        max_new_tokens=required,
+        temperature=0.0,
+        verify=body.verify,
+        reasoning=level,
+        reasoning_tokens=thought_most,
+        stop_repetition=body.stop_repetition,
     )
     answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
     if body.stream:

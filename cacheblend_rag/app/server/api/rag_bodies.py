@@ -71,13 +71,15 @@ class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
-    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
+    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first. Unless
+    ``stop_repetition`` is false, an answer that only repeats itself is ended.
     """
 
     stream: bool = True
     show_prompt: bool = False
     verify: Verify | None = None
     reasoning: Reasoning | None = None
+    stop_repetition: bool | None = None
 
 
 class ModelInfo(BaseModel):
