@@ -277,14 +277,18 @@ class Verifications:
                 future.result()
 
     def close(self) -> None:
-        """Give up all that waits, and the check under way at its next layer or token."""
-        for one in self._tenants:
-            one.close()
+        """Give up all that waits, and the check under way at its next layer or token; a warning says how many."""
+        if given_up := sum(one._close() for one in self.all):
+            _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
+
+    def _close(self) -> int:
+        """Give up everything; how many checks that were."""
         self.trial.close()
         with self._lock:
-            self._closed, thread = True, self._thread
+            before, self._closed, thread = self._status.given_up, True, self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        return self._status.given_up - before
 
     def _work(self) -> None:
         while True:
