@@ -106,8 +106,6 @@ class StoredAhead:
 
     on_loss: Callable[[], object] | None = None
     """Called when a record was found missing."""
-    on_use: Callable[[], object] | None = None
-    """Called when a question comes whose chunks are among them."""
 
     def __init__(self, salt: str) -> None:
         self.salt, self._keys = salt, frozenset[str]()
@@ -256,11 +254,7 @@ class Segments:
         key = self.describe(
             usual.kind, usual.context_ids, usual.token_ids, usual.regime, usual.head, salt=ahead.salt
         ).key
-        if key not in ahead:
-            return usual
-        if ahead.on_use is not None:
-            ahead.on_use()
-        return dataclasses.replace(usual, key=key, usual=usual)
+        return dataclasses.replace(usual, key=key, usual=usual) if key in ahead else usual
 
     def _chunk(
         self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int

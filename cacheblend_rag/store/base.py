@@ -191,8 +191,15 @@ class KVStore(ABC):
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
         return self.contains(key)
 
-    def rest(self, keys: Iterable[str]) -> None:  # noqa: B027 - most stores move nothing
-        """Let records of these keys stay in the tiers that keep records, however often they are read."""
+    def hold(self, keys: Iterable[str], near: bool = True) -> None:  # noqa: B027 - a store on another machine cannot
+        """Evict no records of these keys, whatever else is put, until other keys are given.
+
+        Parameters
+        ----------
+        keys : iterable of str
+        near : bool
+            Whether all of them shall also be in the nearest tier; else none are above the tiers that keep records.
+        """
 
     def volume(self) -> int:
         """Bytes taken now."""

@@ -187,13 +187,22 @@ class TieredStore(KVStore):
             raise StoreError("; ".join(map(str, failed))) from failed[0]
         return erased
 
-    def rest(self, keys: Iterable[str]) -> None:
-        """See `KVStore.rest`; copies above the tiers that keep records go."""
-        self._resting |= frozenset(keys)
-        if any(tier.traits.persistent for tier in self._own):
-            for tier in (one for one in self._own if not one.traits.persistent):
-                for key in self._resting:
-                    tier.delete(key)
+    def hold(self, keys: Iterable[str], near: bool = True) -> None:
+        """See `KVStore.hold`."""
+        held, above = frozenset(keys), [one for one in self._own if not one.traits.persistent]
+        if near or len(above) == len(self._own):
+            self._resting = frozenset()
+            for tier in self._own:
+                tier.hold(held)
+            for key in held:
+                self.prefetch(key)
+            return
+        self._resting = held
+        for tier in self._own:
+            tier.hold(() if tier in above else held)
+        for tier in above:
+            for key in held:
+                tier.delete(key)
 
     @property
     def under_way(self) -> int:

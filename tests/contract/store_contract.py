@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "put": ("new", record_of(2)),
     "contains": ("key",),
     "infos": ("k",),
-    "rest": (["key"],),
+    "hold": (["key"], False),
     "volume": (),
     "prefetch": ("key",),
     "delete": ("key",),

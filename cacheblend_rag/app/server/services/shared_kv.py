@@ -18,10 +18,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # The part of the KV store that may be taken so: what tenants store needs the rest.
 _SHARE = 0.5
-# Seconds after which all of it counts as used, if any of it was; and until what failed is tried again.
-_RENEW, _RETRY = 60.0, 600.0
-# Records renewed in one go.
-_RENEWED = 200
+# Seconds until what failed is tried again.
+_RETRY = 600.0
 # Characters of texts stored in one go: more go faster together, and others wait as long.
 _CHARS = 8_000
 
@@ -60,16 +58,12 @@ class SharedKV:
         self._left: deque[str] | None = None  # texts of the first model that waits
         self._bytes, self._not_before = 0, 0.0
         self._taken = dict[str, int]()  # bytes, by model
-        self._renewing, self._renewed = deque[tuple[ServedModel, str]](), 0.0
         for model in models:
-            model.ahead.on_loss, model.ahead.on_use = partial(self._lost, model), self._used
+            model.ahead.on_loss = partial(self._lost, model)
         self._models = tuple(models)
 
     def step(self) -> bool:
-        """Store some of it, or renew it; whether anything was left to be done now."""
-        if self._renewing:
-            self._renew_some()
-            return True
+        """Store some of it; whether anything was left to be done now."""
         if not self._waiting or self._clock() < self._not_before:
             return False
         model = self._waiting[0]
@@ -113,11 +107,8 @@ class SharedKV:
         keys, store = keys_ahead(model.engine, self._texts), model.engine.store
         if all(map(store.contains, keys)):
             self._taken[model.name] = self._bytes
-            if self._fit_nearest():
-                for key in keys:
-                    store.prefetch(key)
-            else:
-                store.rest(keys)
+            # Else those that were used last would be the last to go.
+            store.hold(keys.union(*(one.ahead for one in self._models)), self._fit_nearest())
             model.ahead.publish(keys)
             _log.info("KV of the shared collections is stored for all tenants: %s", model.name)
         else:
@@ -135,26 +126,6 @@ class SharedKV:
         """Whether all of it can be in the nearest tier; where a part could, times would tell which part was read."""
         tiers = self._models[0].engine.store.traits.tiers
         return not tiers or sum(self._taken.values()) <= _SHARE * tiers[0].traits.size_limit
-
-    def _used(self) -> None:
-        """Let all of it count as used, now and then: else records that nobody reads would be the first to go."""
-        now, store = self._clock(), self._models[0].engine.store
-        if now < self._renewed + _RENEW:
-            return
-        self._renewed = now
-        if store.volume() < _SHARE * store.traits.size_limit:  # nothing is about to go
-            return
-        self._renewing.extend((model, key) for model in self._models for key in model.ahead)
-        self._wake()
-
-    def _renew_some(self) -> None:
-        for model, key in [self._renewing.popleft() for _ in range(min(_RENEWED, len(self._renewing)))]:
-            if (found := model.engine.store.open(key)) is None:
-                model.ahead.lose([key])
-                continue
-            found.close()
-            if self._fit_nearest():
-                model.engine.store.prefetch(key)
 
     def _lost(self, model: ServedModel) -> None:
         _log.warning("KV of the shared collections with %s is not whole any more, and is stored again", model.name)
