@@ -62,7 +62,7 @@ def test_shared_collections_that_are_stored_ahead_are_hits_for_whoever_asks(
 
 
 @pytest.mark.usefixtures("unstored")
-def test_where_they_are_not_stored_ahead_each_tenant_stores_its_own(
+def test_tenants_store_their_own_where_shared_collections_are_not_stored_ahead(
     model: Path, docs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with two(model, docs, tmp_path) as (service, ada, ben):
