@@ -38,7 +38,7 @@ class OpenVino:
     def answer(self, ids: Sequence[int], tokens: int) -> list[float]:
         """Answer by so many tokens; seconds from the start until each was there."""
         metrics = self._generate(ids, tokens).perf_metrics.raw_metrics
-        first = metrics.m_times_to_first_token[0] / 1e3
+        first = metrics.m_times_to_first_token[0] / 1e6
         later = list(itertools.accumulate(each / 1e6 for each in metrics.m_durations))
         self._generate([1, 2], 1)  # or it goes on from the KV of these ids when they come again
         return [first, *(first + each for each in later)][:tokens]
