@@ -118,6 +118,23 @@ def test_nothing_is_found_unless_it_is_asked_for(way: str, reports: list[BlendRe
     assert not [*engine.store.infos("")]
 
 
+def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_with_more(
+    reports: list[BlendReport],
+) -> None:
+    engine = tiny_engine(find_repeated=True, min_tokens=150)
+    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [G, B, A])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    assert [one.plain for one in reports] == [True, True, True, False]
+    assert [[use.hit for use in one.found] for one in reports[1:3]] == [[False], [False]]
+    assert [one.hit for one in reports[3].found] == [True, True]
+    assert all(key in found_keys(engine) for key, _ in engine.store.infos("")), "nothing else is stored"
+    for options in ({"write_back": "off"}, {"selection": "all"}):
+        engine = tiny_engine(find_repeated=True, min_tokens=150, **options)
+        for number, texts in enumerate(([A, B, C], [D, A])):
+            engine.generate(stuffed(texts, number), max_new_tokens=2)
+        assert not found_keys(engine)
+
+
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
     engine = tiny_engine(find_repeated=True, recompute_ratio=1.0)
     for number, texts in enumerate(PROMPTS):
