@@ -7,6 +7,7 @@ beginnings. A stretch of repeated windows is a span, and ends where a window was
 
 from __future__ import annotations
 
+import re
 import threading
 import zlib
 from collections import OrderedDict
@@ -31,9 +32,12 @@ SHORTEST_SPAN = 64
 _WINDOW = 320
 # A last line such as "Helpful Answer:" is a cue, and no longer; the line before it belongs to it.
 _CUE = 40
-_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE = 1, 2, 4
+_NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
+_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN = 1, 2, 4, 8
 # Turns the hash of a message's end into a key of its own.
 _END = np.uint64(0xD1B54A32D192ED03)
+# So many pieces at most, less one, stand between a message's last window and its end.
+_TO_END = 6
 # Those of a message's first and last few pieces.
 _HEAD, _TAIL = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 # Spans that may begin with the same window.
@@ -218,14 +222,20 @@ class RepeatedText:
             windows = self._cut(text, parts)
             if not len(windows.keys):
                 return []
-            known = self._note(parts, windows)
-            taken = DisjointMatches(
-                sorted(self._known_spans(windows, known.repeated), key=lambda one: one.start - one.stop)
-            )
+            known, again = self._note(parts, windows)
+            spans = self._known_spans(windows, again)
+            taken = DisjointMatches(sorted(spans, key=lambda one: one.start - one.stop))
             new = new_spans(windows.hashed, windows.pieces, known, taken)
             self._keep(windows, new)
             taken.offer(new)
             return taken.matches
+
+    def hear(self, answer: str) -> None:
+        """Take note of an answer of the model: what it says first never repeats, also where a client quotes it."""
+        with self._lock:
+            keys = self._cut(answer, [Said(0, len(answer))]).keys
+            slots, was_known = self._windows.enter(keys, np.ones(len(keys), dtype=bool))
+            self._windows.young.values["flags"][slots[~was_known]] |= _OWN
 
     def forget(self, texts: Iterable[str]) -> None:
         """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found."""
@@ -245,31 +255,34 @@ class RepeatedText:
             times[known] = self._forgotten.young.values["times"][slots[known]]
         return _Windows(hashed, pieces, times)
 
-    def _note(self, parts: Sequence[Said], windows: _Windows) -> Known:
-        """Count the windows of a prompt as seen, and give what is known of each."""
+    def _note(self, parts: Sequence[Said], windows: _Windows) -> tuple[Known, Flags]:
+        """Count the windows of a prompt as seen; what is known of each, and which of them earlier spans may hold."""
         part, keys = windows.part, windows.keys
         latest = max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
         counts = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])
         borders, counted = self._borders(windows, counts, latest), counts[part]
-        matched = np.array([one.role != "assistant" for one in parts])[part]
-        end = windows.end_of(latest)
-        slots, was_known = self._windows.enter(np.append(keys, end), np.append(counted, np.ones(len(end), dtype=bool)))
-        end_known = was_known[len(keys) :].all()
+        answer = np.array([one.role == "assistant" for one in parts])[part]
+        asked, own_from = windows.last_lines(parts[latest]) if latest >= 0 else [len(windows.pieces)] * 2
+        in_asked, in_own = ((windows.last >= at) & (part == latest) for at in (asked, own_from))
+        ends, is_end = windows.ends(latest)
+        slots, was_known = self._windows.enter(np.append(keys, ends), np.append(counted | answer, is_end))
+        ended = was_known[len(keys) :].reshape(-1, len(keys)).any(axis=0)
         slots, was_known = slots[: len(keys)], was_known[: len(keys)]
-        asked = windows.last_lines(parts[latest]) if latest >= 0 else len(windows.pieces)
-        if len(end) and end_known:
-            repeated = self._windows.young.values["flags"][slots] & _REPEATED > 0
-            asked = min(asked, windows.before_end(was_known, was_known & repeated, latest))
-        open_to = matched & ~((windows.last >= asked) & (part == latest))
-
-        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
         values = self._windows.young.values
         flags = np.where(slots >= 0, values["flags"][slots], 0)
-        ends = flags & _GOES_ON_OTHERWISE > 0
-        goes_on = (slots >= 0) & ~ends & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
+        before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
+        own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))
+        open_to = ~answer & ~in_asked & ~windows.up_to(own, was_known & ~before)
+        values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
+
+        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
+        flags = np.where(slots >= 0, values["flags"][slots], 0)
+        otherwise = flags & _GOES_ON_OTHERWISE > 0
+        goes_on = (slots >= 0) & ~otherwise & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
         goes_on &= ~((windows.last + 1 >= asked) & (part == latest))
-        repeated, begins = (flags & _REPEATED > 0) & open_to, flags & _BEGINS_OTHERWISE > 0
-        return Known(windows.first, windows.last, repeated, ends, begins, goes_on, borders)
+        repeated, begins = flags & _REPEATED > 0, flags & _BEGINS_OTHERWISE > 0
+        new = Known(windows.first, windows.last, repeated & open_to, otherwise, begins, goes_on, borders)
+        return new, repeated & ~answer & ~in_own
 
     def _borders(self, windows: _Windows, counts: Flags, latest: int) -> Flags:
         """Pieces in front of which the beginning or the end of a message was seen to be over.
@@ -407,31 +420,43 @@ class _Windows:
         beside = np.concatenate([self._beside(heads, 1), self._beside(tails, -1)])
         return mixed(np.concatenate(keys)), beside, np.concatenate([heads + 1, tails])
 
-    def end_of(self, part: int) -> Hashes:
-        """Key of the end of a part, from its last window on; none of a part that has no window."""
-        inside = np.flatnonzero(self.part == part)[-1:]
-        stops = self.pieces.stops[self.pieces.part == part][-1:]
-        return mixed(self.hashed.hashes(self._starts[inside], stops[: len(inside)]) ^ _END)
+    def ends(self, latest: int) -> tuple[Hashes, Flags]:
+        """Keys of what may be a message's end: each window, and with the next few pieces; and the end of the latest.
 
-    def before_end(self, known: Flags, repeated: Flags, part: int) -> int:
-        """First piece in front of the end of a part from which on all is known and nothing repeats."""
-        first = len(self.pieces)
-        for at in np.flatnonzero(self.part == part)[::-1].tolist():
-            if repeated[at]:
-                return max(first, int(self.last[at]) + 1)
-            if not known[at]:
-                break
-            first = int(self.first[at])
-        return first
+        Returns
+        -------
+        keys : ndarray of uint64, [_TO_END * windows]
+        is_end : ndarray of bool, [_TO_END * windows]
+        """
+        stop, count = np.searchsorted(self.pieces.part, self.part, side="right") - 1, len(self.part)
+        keys = [self._stretches(self.first, np.minimum(self.last + more, stop)) ^ _END for more in range(_TO_END)]
+        is_end, at = np.zeros(_TO_END * count, dtype=bool), np.flatnonzero(self.part == latest)[-1:]
+        at = at[self.last[at] + _TO_END > stop[at]]
+        is_end[(_TO_END - 1) * count + at] = True
+        return mixed(np.concatenate(keys)), is_end
 
-    def last_lines(self, part: Said) -> int:
-        """First piece of a part's last line; of the line before it if the last one is a mere cue for the answer."""
+    def up_to(self, own: Flags, known: Flags) -> Flags:
+        """Windows that are own, and known ones that stand directly in front of them."""
+        beside = np.append((np.diff(self.first) == 1) & (np.diff(self.part) == 0), False)
+        found, linked, may_be = own.tolist(), False, (known & beside).tolist()
+        for at in range(len(found) - 1, -1, -1):
+            found[at] = linked = found[at] or (linked and may_be[at])
+        return np.array(found, dtype=bool)
+
+    def last_lines(self, part: Said) -> tuple[int, int]:
+        """First piece of a part's last line, and the first that no earlier span may hold.
+
+        If the last line is a mere cue for the answer, the line before it belongs to it. Without a name, as "Question:",
+        that may be a passage.
+        """
         text, start = self.hashed.text, part.start
         stop = start + len(text[start : part.stop].rstrip())
-        at = text.rfind("\n", start, stop)
+        at = cue = text.rfind("\n", start, stop)
         if stop - at <= _CUE and text[max(at, start) : stop].endswith((":", "：")):
             at = text.rfind("\n", start, start + len(text[start : max(at, start)].rstrip()))
-        return int(np.searchsorted(self.pieces.starts, max(at, start)))
+            cue = at if _NAMED.match(text, max(at, start)) else cue
+        first, behind = np.searchsorted(self.pieces.starts, [max(at, start), max(cue, start)])
+        return int(first), int(behind)
 
     def those_there(self, at: Places, lengths: Places, texts: npt.NDArray[np.uint32], repeated: Flags) -> list[Match]:
         """Spans that stand here: by their first windows, their lengths in characters and the hashes of their texts."""

@@ -256,6 +256,67 @@ def test_questions_asked_in_a_hundred_chats_are_nowhere_on_the_disk(tmp_path: Pa
     store.close()
 
 
+def quoting(number: int, question: str, texts: Sequence[str]) -> list[Any]:
+    """A chat whose earlier answer is a few words that stand in a passage, with the passages in the last message."""
+    quoted = A[20:52].strip()
+    sources = "\n".join(f"[{at}] {text}" for at, text in enumerate(texts, 1))
+    before = [SystemMessage(f"{number}. {OPENING}"), HumanMessage(f"What is {number}?"), AIMessage(quoted)]
+    return [*before, HumanMessage(f"{sources}\n\n{question}")]
+
+
+def test_short_earlier_answers_break_no_passage_and_leave_no_prefix(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
+    for number, texts in enumerate(PROMPTS):
+        model.invoke(quoting(number, f"Which one falls, number {number}?", texts))
+    assert [[one.hit for one in made.found] for made in reports] == [[], [False, False], [True, True]]
+    assert reports[-1].prefix_tokens <= 1, "what only one chat holds is stored behind no quotation"
+    tokens = len(engine.tokenizer(A + B)["input_ids"])
+    assert sum(one.tokens for one in reports[-1].found) > 0.9 * tokens
+    asked = engine.tokenizer("Which one falls, number 1?", add_special_tokens=False)["input_ids"][2:]
+    assert not any(str(asked)[1:-1] in str(info.token_ids + info.behind) for _, info in engine.store.infos(""))
+
+
+def test_long_earlier_answers_keep_their_prefix_and_passages_behind_it_are_found(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
+    for number, texts in enumerate(PROMPTS):
+        first, *others = quoting(number, f"Which one falls, number {number}?", texts)
+        model.invoke([first, others[0], AIMessage([passage(70), passage(71), passage(72)][number]), others[2]])
+    assert [[one.hit for one in made.found] for made in reports] == [[], [False, False], [True, True]]
+    assert all(made.prefix_tokens > 1 for made in reports), "the system prompt, as before"
+
+
+def test_questions_of_a_hundred_chats_with_short_answers_are_nowhere_on_the_disk_and_tenants_share_nothing(
+    tmp_path: Path,
+) -> None:
+    store = DiskStore(tmp_path)
+    engine = tiny_engine(find_repeated=True, store=store)
+    mine, theirs = (engine.with_config(salt=name) for name in ("mine", "theirs"))
+    model, other = (ChatCacheBlend(engine=one, max_new_tokens=1) for one in (mine, theirs))
+    question = f"My secret is this. {passage(50, 9)} {passage(51, 9)} What do you say to that?"
+    texts = [A, B, C, D, E, F, G]
+    for number in range(100):
+        model.invoke(quoting(number, question, [texts[(number + step) % 7] for step in (0, 2, 3)]))
+    engine.flush()
+    kept = found_keys(engine)
+    assert len(kept) >= 7
+    ids = engine.tokenizer(question, add_special_tokens=False)["input_ids"]
+    wanted = [ids[at : at + 8] for at in range(0, len(ids) - 8, 24)]
+    for _, info in store.infos(""):
+        held = str(info.token_ids + info.behind)[1:-1]
+        assert not any(str(one)[1:-1] in held for one in wanted)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name.endswith("-wal") for path in files), "the write-ahead log is among them"
+    on_disk = b"".join(path.read_bytes() for path in files)
+    assert not any(question[at : at + 40].encode() in on_disk for at in range(0, len(question) - 40, 40))
+    for width in (2, 4, 8):
+        assert not any(bytes_of(one, width) in on_disk for one in wanted)
+    assert other.invoke(quoting(100, question, [A, B, C])).response_metadata["found"] == []
+    assert found_keys(engine) == kept
+    store.close()
+
+
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:
     engine = tiny_engine(find_repeated=True)
     model = ChatCacheBlend(engine=engine, max_new_tokens=2)
