@@ -33,7 +33,7 @@ _WINDOW = 320
 # A last line such as "Helpful Answer:" is a cue, and no longer; the line before it belongs to it.
 _CUE = 40
 _NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
-_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN = 1, 2, 4, 8
+_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN, _ENDS = 1, 2, 4, 8, 16
 # Turns the hash of a message's end into a key of its own.
 _END = np.uint64(0xD1B54A32D192ED03)
 # So many pieces at most, less one, stand between a message's last window and its end.
@@ -264,10 +264,8 @@ class RepeatedText:
         answer = np.array([one.role == "assistant" for one in parts])[part]
         asked, own_from = windows.last_lines(parts[latest]) if latest >= 0 else [len(windows.pieces)] * 2
         in_asked, in_own = ((windows.last >= at) & (part == latest) for at in (asked, own_from))
-        ends, is_end = windows.ends(latest)
-        slots, was_known = self._windows.enter(np.append(keys, ends), np.append(counted | answer, is_end))
-        ended = was_known[len(keys) :].reshape(-1, len(keys)).any(axis=0)
-        slots, was_known = slots[: len(keys)], was_known[: len(keys)]
+        ended = self._ended(windows)
+        slots, was_known = self._windows.enter(keys, counted | answer)
         values = self._windows.young.values
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
@@ -282,7 +280,25 @@ class RepeatedText:
         goes_on &= ~((windows.last + 1 >= asked) & (part == latest))
         repeated, begins = flags & _REPEATED > 0, flags & _BEGINS_OTHERWISE > 0
         new = Known(windows.first, windows.last, repeated & open_to, otherwise, begins, goes_on, borders)
+        self._note_end(windows, latest)
         return new, repeated & ~answer & ~in_own
+
+    def _ended(self, windows: _Windows) -> Flags:
+        """Windows that are the end of an earlier message, or stand directly in front of what is."""
+        keys, ended = windows.keys, np.zeros(len(windows.keys), dtype=bool)
+        slots, known = self._windows.enter(keys, ended)
+        at = np.flatnonzero(known & (self._windows.young.values["flags"][slots] & _ENDS > 0))
+        if len(at):
+            ends = windows.ends(at)
+            _, known = self._windows.enter(ends, np.zeros(len(ends), dtype=bool))
+            ended[at] = known.reshape(-1, len(at)).any(axis=0)
+        return ended
+
+    def _note_end(self, windows: _Windows, latest: int) -> None:
+        if len(at := windows.last_of(latest)):
+            keys = np.append(windows.keys[at], windows.ends(at)[-1:])
+            slots, _ = self._windows.enter(keys, np.ones(2, dtype=bool))
+            self._windows.young.values["flags"][slots[0]] |= _ENDS
 
     def _borders(self, windows: _Windows, counts: Flags, latest: int) -> Flags:
         """Pieces in front of which the beginning or the end of a message was seen to be over.
@@ -420,20 +436,16 @@ class _Windows:
         beside = np.concatenate([self._beside(heads, 1), self._beside(tails, -1)])
         return mixed(np.concatenate(keys)), beside, np.concatenate([heads + 1, tails])
 
-    def ends(self, latest: int) -> tuple[Hashes, Flags]:
-        """Keys of what may be a message's end: each window, and with the next few pieces; and the end of the latest.
+    def last_of(self, part: int) -> Places:
+        """The last window of a part, if it has one and little more stands behind it."""
+        at = np.flatnonzero(self.part == part)[-1:]
+        return at[self.last[at] + _TO_END > np.searchsorted(self.pieces.part, self.part[at], side="right") - 1]
 
-        Returns
-        -------
-        keys : ndarray of uint64, [_TO_END * windows]
-        is_end : ndarray of bool, [_TO_END * windows]
-        """
-        stop, count = np.searchsorted(self.pieces.part, self.part, side="right") - 1, len(self.part)
-        keys = [self._stretches(self.first, np.minimum(self.last + more, stop)) ^ _END for more in range(_TO_END)]
-        is_end, at = np.zeros(_TO_END * count, dtype=bool), np.flatnonzero(self.part == latest)[-1:]
-        at = at[self.last[at] + _TO_END > stop[at]]
-        is_end[(_TO_END - 1) * count + at] = True
-        return mixed(np.concatenate(keys)), is_end
+    def ends(self, at: Places) -> Hashes:
+        """Keys of windows as ends of a message: each alone, and with the next few pieces, [_TO_END * windows]."""
+        stop, last = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1, self.last[at]
+        keys = [self._stretches(self.first[at], np.minimum(last + more, stop)) ^ _END for more in range(_TO_END)]
+        return mixed(np.concatenate(keys))
 
     def up_to(self, own: Flags, known: Flags) -> Flags:
         """Windows that are own, and known ones that stand directly in front of them."""
