@@ -174,8 +174,10 @@ class RepeatedText:
     - Words that one message alone has held never count, however often a client sends it again.
     - A beginning that two prompts have in common never counts.
     - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once.
-    - The end of what the user said last, which is the question, never counts. Neither does text that was seen before
-      directly in front of the same end, back to text that was found already.
+    - The end of what the user said last, which is the question, never counts.
+    - Words that were first seen in an answer, or in a question before they were found, never count anywhere: a client
+      may send a chat again as text, to ask for its title. Neither does text that was seen before directly in front of
+      these words, or of what was a message's end, back to text that was found already.
 
     Parameters
     ----------

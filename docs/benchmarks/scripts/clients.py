@@ -254,14 +254,15 @@ def _no_documents(folder: Path) -> Path:
     return made
 
 
-def measure_times(turns: Sequence[Turn], model: str, timed: int, folder: Path) -> dict[str, Any]:
-    """First tokens of the last prompts of each client, with repeated text found and without, in turn."""
-    keys, results = _keys(len(CLIENTS)), dict[str, Any]()
+def measure_times(turns: Sequence[Turn], names: Sequence[str], model: str, timed: int, folder: Path) -> dict[str, Any]:
+    """First tokens of the last prompts of some clients, with repeated text found and without, in turn."""
+    keys, results = _keys(len(names)), dict[str, Any]()
     arguments = ["--model", model, "--docs", str(_no_documents(folder))]
     with ExitStack() as stack:
         on = stack.enter_context(served(_made(folder / "on"), keys, arguments))
         off = stack.enter_context(served(_made(folder / "off"), keys, [*arguments, "--find-repeated", "off"]))
-        for (name, client), key in zip(CLIENTS.items(), keys.values(), strict=True):
+        for name, key in zip(names, keys.values(), strict=True):
+            client = CLIENTS[name]
             ways = {"found": _asking(on, key), "full prefill": _asking(off, key)}
             for turn in turns[:-timed]:
                 ways["found"](client.messages(turn))
@@ -315,7 +316,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         if options.timed:
             few = draws[0][: options.before + options.timed]
             found |= {"model": Path(options.model).name, "before": options.before}
-            found["seconds"] = measure_times(few, options.model, options.timed, folder)
+            found["seconds"] = measure_times(few, options.timed_clients, options.model, options.timed, folder)
     return found
 
 
@@ -332,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose first tokens are timed")
     parser.add_argument("--before", type=int, default=20, help="prompts before those that are timed")
     parser.add_argument("--timed", type=int, default=5, help="prompts that are timed; 0 for none")
+    parser.add_argument("--timed-clients", nargs="+", choices=CLIENTS, default=[*CLIENTS], metavar="NAME")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(argv)
 
