@@ -440,8 +440,9 @@ class _Windows:
 
     def last_of(self, part: int) -> Places:
         """The last window of a part, if it has one and little more stands behind it."""
-        at = np.flatnonzero(self.part == part)[-1:]
-        return at[self.last[at] + _TO_END > np.searchsorted(self.pieces.part, self.part[at], side="right") - 1]
+        at: Places = np.flatnonzero(self.part == part)[-1:]
+        stop: Places = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1
+        return at if (self.last[at] + _TO_END > stop).all() else at[:0]
 
     def ends(self, at: Places) -> Hashes:
         """Keys of windows as ends of a message: each alone, and with the next few pieces, [_TO_END * windows]."""
