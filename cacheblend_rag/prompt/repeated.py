@@ -272,7 +272,7 @@ class RepeatedText:
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
         own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))
-        open_to = ~answer & ~in_asked & ~windows.up_to(own, was_known & ~before)
+        open_to = ~answer & ~in_asked & (before | ~windows.beside(own, was_known & ~before))
         values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
 
         self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
@@ -450,13 +450,17 @@ class _Windows:
         keys = [self._stretches(self.first[at], np.minimum(last + more, stop)) ^ _END for more in range(_TO_END)]
         return mixed(np.concatenate(keys))
 
-    def up_to(self, own: Flags, known: Flags) -> Flags:
-        """Windows that are own, and known ones that stand directly in front of them."""
-        beside = np.append((np.diff(self.first) == 1) & (np.diff(self.part) == 0), False)
-        found, linked, may_be = own.tolist(), False, (known & beside).tolist()
+    def beside(self, own: Flags, known: Flags) -> Flags:
+        """Windows with a piece of own ones, or of known ones that stand directly in front of them."""
+        follow = np.append((np.diff(self.first) == 1) & (np.diff(self.part) == 0), False)
+        linked, found, may_be = False, own.tolist(), (known & follow).tolist()
         for at in range(len(found) - 1, -1, -1):
             found[at] = linked = found[at] or (linked and may_be[at])
-        return np.array(found, dtype=bool)
+        held = np.zeros(len(self.pieces) + 1, dtype=np.int64)
+        np.add.at(held, self.first[found], 1)
+        np.add.at(held, self.last[found] + 1, -1)
+        count = np.concatenate([held[:0], [0], np.cumsum(np.cumsum(held) > 0)])
+        return np.asarray(count[self.last + 1] > count[self.first])
 
     def last_lines(self, part: Said) -> tuple[int, int]:
         """First piece of a part's last line, and the first that no earlier span may hold.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from llama_index.core.llms import ChatMessage
+from transformers import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.segments import FOUND
@@ -315,6 +316,42 @@ def test_questions_of_a_hundred_chats_with_short_answers_are_nowhere_on_the_disk
     assert other.invoke(quoting(100, question, [A, B, C])).response_metadata["found"] == []
     assert found_keys(engine) == kept
     store.close()
+
+
+class Says(LogitsProcessor):
+    """Makes a model say some ids."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = iter(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, next(self._ids)] = 0
+        return forced
+
+
+ANSWERS: dict[str, Callable[[BlendEngine, str, dict[str, Any]], Any]] = {
+    "engine": lambda engine, text, options: engine.generate(text, **options),
+    "engine, streamed": lambda engine, text, options: [*engine.stream(text, **options)],
+    "LangChain chat, streamed": lambda engine, text, options: [*ChatCacheBlend(engine=engine, **options).stream(text)],
+    "LlamaIndex chat, streamed": lambda engine, text, options: [
+        *LlamaIndexLLM(engine=engine, **options).stream_chat([ChatMessage(role="user", content=text)])
+    ],
+}
+
+
+@pytest.mark.parametrize("way", ANSWERS)
+def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    answer, asked = passage(90, 8), "What is told of the harbour?"
+    ids = engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ANSWERS[way](engine, asked, {"max_new_tokens": len(ids), "logits_processor": [Says(ids)]})
+    for number in range(3):
+        chat = f"{number} is the number of a task.\n<chat>\nUSER: {asked}\nASSISTANT: {answer}\n</chat>\n{A}"
+        engine.generate(f"{chat}\n\nWhich title has it, number {number}?", max_new_tokens=2)
+    assert [[one.hit for one in made.found] for made in reports[-2:]] == [[False], [True]], "the passage alone"
+    tokens = len(engine.tokenizer(A)["input_ids"])
+    assert reports[-1].found[0].tokens <= tokens + 2
 
 
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:
