@@ -166,6 +166,11 @@ class Segments:
     repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
     ahead: StoredAhead | None = None
 
+    def hear(self, answer: str) -> None:
+        """Take note of an answer, where text that repeats is looked for: nothing that it says first is found later."""
+        if self.config.finds_repeated:
+            self.repeated.of(self.config.salt).hear(answer)
+
     # Identity ------------------------------------------------------------------------------
 
     def describe(
