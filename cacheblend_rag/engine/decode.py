@@ -18,6 +18,7 @@ from cacheblend_rag.config import (
     DEFAULT_NEW_TOKENS,
     FLAG,
     VERIFY,
+    BlendConfig,
     Kind,
     Reasoning,
     check_mapping,
@@ -119,6 +120,11 @@ def _checked(kind: Kind) -> BeforeValidator:
 def reasoning_of(value: Any) -> Reasoning:
     """Whether a call lets the model think; not, where it says nothing."""
     return False if value is None else read_reasoning("reasoning", value)
+
+
+def calls_early(arguments: DecodeArguments, config: BlendConfig) -> bool:
+    """Whether tool calls may be handed out before their answer has ended: not if it may be corrected until then."""
+    return (arguments.get("verify") or config.verify) != "always"
 
 
 def _bias(given: Any) -> Any:

@@ -37,7 +37,7 @@ from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R, usage_of
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
-from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, calls_of, turns_of
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, calls_of, growing_message, turns_of
 from cacheblend_rag.llama_index.tracking import (
     answers_noted,
     documents_retrieved,
@@ -46,7 +46,6 @@ from cacheblend_rag.llama_index.tracking import (
     switch_on,
 )
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.calls import begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
@@ -177,10 +176,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; tool calls come with the last piece.
+        """Answer a conversation piece by piece; each piece has the tool calls, as far as they are written.
 
-        With ``as_object=True``, as streams of objects ask for it, a call that must be made comes with each piece, as
-        far as it is written. An answer that is none in the end, or was cut, is an error then.
+        The last piece has those calls alone that can be read. With ``verify="always"`` calls come with it alone, since
+        an answer may be corrected until then. With ``as_object=True``, as streams of objects ask for it, an answer that
+        is none in the end, or was cut, is an error.
         """
         return self._conversation(messages, kwargs).pieces()
 
@@ -215,11 +215,10 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
         def respond(said: AnswerText) -> ChatResponse:
             if said.answer is not None:
-                message = answer_message(said.text, tools, bool(begun), said.thought)
-            elif begun:
-                message = called_message([call] if (call := begun_call(said.text)) else [])
+                names = [one.call_id for one in said.calls]
+                message = answer_message(said.text, tools, bool(begun), said.thought, names)
             else:
-                message = answer_message(said.text, thought=said.thought)
+                message = growing_message(said.text, said.calls, said.thought)
             more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
             response = ChatResponse(message=message, delta=said.rest(message.content or ""), **more)
             if as_object and begun and said.answer is not None:
