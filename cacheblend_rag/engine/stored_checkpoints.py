@@ -53,7 +53,7 @@ class StoredCheckpoints:
         """The cache behind the longest stored beginning of a prompt, if that has more than some tokens.
 
         The last token of the prompt is no part of it. A record that cannot be used is erased, and counts as a miss.
-        What is found is kept in memory; for ``times_forgotten`` see `Checkpoints.keep`.
+        A found one is kept in memory; for ``times_forgotten`` see `Checkpoints.keep`.
         """
         keys = self._keys(ids)
         lengths = sorted({_length(key) for key in keys if tokens < _length(key) < len(ids)}, reverse=True)

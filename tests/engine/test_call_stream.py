@@ -127,7 +127,7 @@ def test_pieces_of_calls_make_the_calls_of_the_whole_answer(text: str, size: int
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_written_pieces_make_the_calls_of_the_whole_answer(seed: int) -> None:
+def test_pieces_make_the_calls_of_the_whole_answer_whatever_is_written(seed: int) -> None:
     chance = random.Random(seed)
     odd = (
         '{"name": "find", "arguments": {"what": "a\\n\\u00e9\\ud83c\\udf42\\\\", "of": {"b": [1.50, {"c": -2e3, "d": tr'
