@@ -20,7 +20,9 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
 from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, Said, with_repeated
 from cacheblend_rag.report import WarmReport
-from cacheblend_rag.store.base import RecordInfo
+from cacheblend_rag.store.base import RecordInfo, Warnings
+
+_warnings = Warnings()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Chunks:
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
         Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
-        takes is left out, and a warning names it.
+        takes is left out, and a warning names it. Of a model that is answered plainly nothing is stored; a warning and
+        the report say why.
 
         Parameters
         ----------
@@ -70,6 +73,9 @@ class Chunks:
         self.turns.check_open()
         texts = list_of_texts(chunks)
         self.pipeline.segments.model.look()
+        if reason := self.pipeline.segments.model.adapter.plain_reason:
+            _warnings.warn("no KV of %d chunks is stored: the model is answered plainly, as %s", len(texts), reason)
+            return WarmReport(0, 0, 0, 0, 0, 0.0, reason)
         pairs = [(text, found) for text in texts if (found := self._fitting(text, prefix)) is not None]
         texts, fitting = [text for text, _ in pairs], [segment for _, segment in pairs]
         segments = self.pipeline.segments.behind_each_other(texts, fitting)

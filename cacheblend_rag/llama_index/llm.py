@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -29,6 +29,7 @@ from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
+from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import default_room, reasoning_of
@@ -57,6 +58,14 @@ _dispatcher = get_dispatcher(__name__)
 _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
+def _as_template(given: Any) -> Any:
+    """What wraps a question, as a template; texts are taken as those of ``HuggingFaceLLM`` are."""
+    made = PromptTemplate(given) if isinstance(given, str) and given else given or None
+    if made is not None and (not isinstance(made, BasePromptTemplate) or "query_str" not in made.template_vars):
+        raise ConfigError("query_wrapper_prompt", given, "use a text or a PromptTemplate with {query_str} in it")
+    return made
+
+
 class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
@@ -83,6 +92,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         Renders messages; by default the tokenizer's chat template does.
     completion_to_prompt : callable, optional
         Wraps a prompt that is not formatted yet.
+    query_wrapper_prompt : str or PromptTemplate, optional
+        Wraps the questions of `predict` and its like; ``{query_str}`` stands for the question.
     json_mode : bool
         Let each answer be a JSON object, where a call does not ask for another form (extra ``structured``).
     normalise_lists : bool
@@ -100,6 +111,9 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     is_function_calling_model: bool | None = None
     json_mode: bool = False
     normalise_lists: bool = False
+    query_wrapper_prompt: Annotated[BasePromptTemplate | None, BeforeValidator(_as_template)] = Field(
+        default=None, description="Query wrapper prompt for LLM calls.", exclude=True
+    )
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)

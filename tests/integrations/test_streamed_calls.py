@@ -206,3 +206,28 @@ def test_corrected_call_is_the_only_one(reusing: BlendEngine) -> None:
     pieces = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))
     assert [one.tool_kwargs for one in llm.get_tool_calls_from_response(pieces[-1])] == [{"what": "lead"}]
     assert all(not one.message.additional_kwargs for one in pieces[:-1])
+
+
+def test_corrected_thought_is_that_of_the_answer_at_the_end() -> None:
+    """Its words that were streamed cannot be taken back; no call that a thought named is made."""
+    with thinking_engine("qwen3", selection="none", variants=0, prompt_cache=0) as engine:
+        ChatCacheBlend.from_engine(engine).warm(CHUNKS)
+        question = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell?"
+        texts = [KINDS["qwen3"].thought.format(t=f"{word} {CALL}", a=f"{word} fell.") for word in ("An oak", "A leaf")]
+
+        def fields() -> dict[str, Any]:
+            minds = ChangesItsMind(engine.tokenizer, texts)
+            return {"verify": "always", "reasoning": True, "max_new_tokens": 200, "logits_processor": [minds]}
+
+        whole = ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).invoke(question)
+        assert whole.response_metadata["verification"]["status"] == "corrected"
+        assert whole.additional_kwargs["reasoning_content"] == f"A leaf {CALL}"
+        assert (whole.content, whole.tool_calls, whole.invalid_tool_calls) == ("A leaf fell.", [], [])
+        chunks = list(ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).stream(question))
+        merged = reduce(add, chunks)
+        assert merged.response_metadata["verification"]["status"] == "corrected"
+        assert (merged.content, merged.tool_calls, merged.invalid_tool_calls) == ("An oak fell.", [], [])
+        llm = CacheBlendLLM.from_engine(engine, **fields())
+        last = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))[-1]
+        assert last.message.content == "A leaf fell."
+        assert last.additional_kwargs["thinking"] == f"A leaf {CALL}"
