@@ -303,13 +303,7 @@ class LLMBase(DecodeFields):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.traits.size_limit
-        say = say or partial(print, file=sys.stderr)
-        if reason := self.engine.adapter.plain_reason:
-            say(f"no KV of {len(texts):,} documents is stored: the model is answered plainly, as {reason}")
-        limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
-        if not reason:
-            say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
+        (say or partial(print, file=sys.stderr))(_about_warming(self.engine, texts))
         self._registry.add(texts)
         return self.engine.warm(texts, progress=progress)
 
@@ -507,6 +501,15 @@ def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
 
 # Fields of loading that `model_kwargs` may hold, too.
 _OF_LOADING = {"device", "dtype"}
+
+
+def _about_warming(engine: BlendEngine, texts: Sequence[str]) -> str:
+    """A line on the bytes that some documents will take in the store, or why they take none."""
+    if reason := engine.adapter.plain_reason:
+        return f"no KV of {len(texts):,} documents is stored: the model is answered plainly, as {reason}"
+    needed, room = engine.chunks.estimate_bytes(texts), engine.store.traits.size_limit
+    limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
+    return f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}"
 
 
 def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
 def _as_template(given: Any) -> Any:
-    """What wraps a question, as a template; texts are taken as those of ``HuggingFaceLLM`` are."""
+    """The template that wraps a question; a text is taken for one, as ``HuggingFaceLLM`` does."""
     made = PromptTemplate(given) if isinstance(given, str) and given else given or None
     if made is not None and (not isinstance(made, BasePromptTemplate) or "query_str" not in made.template_vars):
         raise ConfigError("query_wrapper_prompt", given, "use a text or a PromptTemplate with {query_str} in it")
