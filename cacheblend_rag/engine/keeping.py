@@ -37,11 +37,15 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
 
 
 def store_checkpoints(pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-    """Jobs that store what a plainly answered model has kept of a prompt: its prefix, and all if prompts are kept."""
+    """Jobs that store what a plainly answered model has kept of a prompt: its prefix, and all if prompts are kept.
+
+    As with a model that is blended, text before no chunk is what was said in one conversation.
+    """
     stored = stored_checkpoints_of(pipeline)
     if stored is None or pipeline.config.write_back == "off":
         return {}
-    return stored.jobs((*split.input_ids, *answer_ids), split.prefix.stop, pipeline.keeps_sessions)
+    prefix = split.prefix.stop if split.located else 0
+    return stored.jobs((*split.input_ids, *answer_ids), prefix, pipeline.keeps_sessions)
 
 
 def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:

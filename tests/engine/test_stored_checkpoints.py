@@ -118,6 +118,14 @@ def test_finished_turns_are_stored_only_where_prompts_are(tmp_path: Path) -> Non
         assert {info.kind for info in infos} == {"checkpoint"}
 
 
+def test_conversation_without_documents_is_stored_only_where_prompts_are(tmp_path: Path) -> None:
+    for session_cache in (False, True):
+        folder = tmp_path / str(session_cache)
+        with engine_of(folder, session_cache=session_cache) as engine:
+            engine.generate(Prompt(BEGINS, suffix="What fell in the end?"), max_new_tokens=8)
+        assert bool(infos_in(folder)) is session_cache
+
+
 @pytest.mark.parametrize("options", [{"write_back": "off"}, {"prompt_cache": 0}], ids=str)
 def test_nothing_is_stored_where_nothing_shall_be(tmp_path: Path, options: dict[str, Any]) -> None:
     with engine_of(tmp_path, **options) as engine:
