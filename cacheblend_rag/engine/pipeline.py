@@ -620,7 +620,7 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
         checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
         stored = stored_checkpoints_of(pipeline)
         find = None if stored is None else stored.find
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or (None, None)), find)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or ()), stored=find)
     ready_at = time.perf_counter()
     return Blend(
         lookup,

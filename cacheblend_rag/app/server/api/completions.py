@@ -347,8 +347,11 @@ class _ChatChoice(Choice):
         async for piece, tokens in self.texts():
             yield self._delta(_delta_of(piece), tokens)
         answer = self.stream.result
-        for piece in filter(None, self.conversation.rest()):
-            yield self._delta(_delta_of(piece))
+        rest, calls = self.conversation.rest()
+        if rest:
+            yield self._delta(_delta_of(rest))
+        if calls:
+            yield self._delta(_delta_of(calls))
         split = self.conversation.split
         reason = _reason(answer, bool(split.calls), bool(split.unread)) if answer else "stop"
         yield self._delta({}, self.rest(answer), reason)
