@@ -620,7 +620,8 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
         checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
         stored = stored_checkpoints_of(pipeline)
         find = None if stored is None else stored.find
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or ()), stored=find)
+        between, each_layer = pauses or (None, None)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer, find)
     ready_at = time.perf_counter()
     return Blend(
         lookup,
