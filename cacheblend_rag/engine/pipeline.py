@@ -20,6 +20,7 @@ from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, Recent
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import FOUND, Segment, Segments, StoredAhead
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
+from cacheblend_rag.engine.stored_checkpoints import StoredCheckpoints
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
@@ -611,6 +612,14 @@ def checkpoints_of(pipeline: Pipeline) -> Checkpoints | None:
     return pipeline.checkpoints if pipeline.policy.rule.reads_store and pipeline.config.prompt_cache != 0 else None
 
 
+def stored_checkpoints_of(pipeline: Pipeline) -> StoredCheckpoints | None:
+    """Those of them that outlive the process; None if the store keeps nothing, or the model cannot go on from one."""
+    held, adapter = checkpoints_of(pipeline), pipeline.segments.model.adapter
+    if held is None or adapter.goes_on != "slices" or not pipeline.store.traits.persistent:
+        return None
+    return StoredCheckpoints(pipeline.store, owner_of(pipeline), adapter, held)
+
+
 def owner_of(pipeline: Pipeline) -> Owner:
     """Whose checkpoints are found and kept."""
     return Owner(pipeline.segments.model.fingerprint, pipeline.config.salt)
@@ -622,7 +631,10 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
     adapter = model.adapter
     with model.products():
         checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or ()))
+        stored = stored_checkpoints_of(pipeline)
+        find = None if stored is None else stored.find
+        between, each_layer = pauses or (None, None)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer, find)
     ready_at = time.perf_counter()
     return Blend(
         lookup,
