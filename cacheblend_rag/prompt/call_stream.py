@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.prompt.calls import BegunCall, WrittenCall, parse_calls
-
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+from cacheblend_rag.prompt.calls import STRING, BegunCall, WrittenCall, parse_calls
 
 
 def new_call_id() -> str:
@@ -145,7 +143,7 @@ class AnswerSplitter:
 
 def _unreadable_end(written: str) -> str:
     """An end of the beginning of some JSON with which it is none: a bracket that closes what is not open."""
-    structure, string, _ = _STRING.sub("", written).partition('"')
+    structure, string, _ = STRING.sub(r"\1", written).partition('"')
     opened = list[str]()
     for mark in re.findall(r"[{}\[\]]", structure):
         if mark in "{[":

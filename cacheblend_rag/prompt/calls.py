@@ -39,7 +39,8 @@ _FENCE = (
 _START = re.compile(rf"{_MARK_START.pattern}|(?P<thought>{_THOUGHT_START})|{_FENCE}", re.MULTILINE)
 # Behind a line's end with a few spaces, more would be code; behind a sentence, whose end is no number of a list.
 _LINE_BEGINS = re.compile(rf"(?:[\r\n] {{0,3}}|{_THOUGHT_END}[ \t]*)\Z")
-_MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d](?:[^\r\n]*\d)?[.!?…。！？])[ \t]*)\Z")
+_SENTENCE_ENDS = tuple(".!?…。！？")
+_NO_WORDS = re.compile(r"(?:(?:\A|[\r\n])(?:[^\S\r\n]|\d)*|\s)\Z")
 _LOOKED_BACK = 200  # characters before a mark in which it is seen whether a call may begin there
 # The line ends, a mark too many, a special token.
 _BEHIND = ("\n", "\r", CALL_END, "<|", "</s>", "<tool_response>", "<end_of_turn>")
@@ -51,7 +52,8 @@ _LEFT_OVER = re.compile(r"[\s,;}\]]*")  # such as a brace too many
 # The beginning of a call in JSON, up to its arguments.
 _JSON_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _TO_FIRST_CALL, _TO_CALL = re.compile(r"[\s\[]*"), re.compile(r"[\s,;\[]*")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# One that is still being written lasts to the end. So no quote in it is looked at as the beginning of another.
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"|("(?:[^"\\]|\\.)*\\?\Z)', re.DOTALL)
 _CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-f]{0,3})?\Z")
 _CUT_LITERAL = 9  # characters of JSON that may still become a literal or an escape
 
@@ -219,7 +221,11 @@ def parse_calls(
 
 def _may_begin(text: str, free: int, start: int) -> bool:
     """Whether a call that begins at ``start`` begins a line or a sentence; ``free`` text begins before it."""
-    return _MAY_BEGIN.search(text, max(free, start - _LOOKED_BACK), start) is not None
+    before = text[max(free, start - _LOOKED_BACK) : start]
+    if _LINE_BEGINS.search(before):
+        return True
+    sentence = before.rstrip(" \t")
+    return sentence.endswith(_SENTENCE_ENDS) and not _NO_WORDS.search(sentence[:-1])
 
 
 def _thought_end(text: str, at: int) -> int:
@@ -374,7 +380,7 @@ def _begun_function(text: str, found: re.Match[str], schema: Any) -> tuple[Writt
 
 def _certain_json(text: str) -> str:
     """The part of a JSON object that is certain, as ``json.dumps`` writes it; empty if it cannot be read so far."""
-    structure, string, _ = _STRING.sub("", text).partition('"')
+    structure, string, _ = STRING.sub(r"\1", text).partition('"')
     opened = sum(map(structure.count, "{[")) - sum(map(structure.count, "}]"))
     if not string:
         text = text.rstrip("0123456789+-.eE")  # a number may go on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -114,6 +115,23 @@ def test_name_that_an_object_has_twice_makes_another_call() -> None:
     _, pieces, last, split = streamed(text)
     assert joined(pieces + last) == [("find", '{"what": "a"]'), ("find", '{"what": "b"}')]
     assert split.unread == [0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "find", "arguments": {"what": "' + '\\n\\"' * 1000,
+        "say <tool_call>{} and " * 150,
+        "It is so. <tool_call>{} and " * 120,
+        "<function=find>" * 200,
+    ],
+    ids=["quotes in a text", "marks in a line", "marks behind sentences", "names"],
+)
+def test_long_answers_are_split_in_little_time(text: str) -> None:
+    """Each piece is read with all before it, so what one reading takes counts a thousand times: 9 s were needed."""
+    began = time.process_time()
+    streamed(text, 4)
+    assert time.process_time() - began < 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
