@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cacheblend_rag.prompt.forgotten import Forgotten
 from cacheblend_rag.prompt.hash_table import HashTable
 from cacheblend_rag.prompt.matching import rebuild
 from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
@@ -182,7 +183,8 @@ class RepeatedText:
     Parameters
     ----------
     limit : int
-        Windows that are remembered at least; those that were not seen for longest are forgotten first.
+        Windows that are remembered at least; those that were not seen for longest are forgotten first. In a prompt
+        that has more of them nothing is found.
 
     Notes
     -----
@@ -190,14 +192,18 @@ class RepeatedText:
     """
 
     def __init__(self, limit: int = 250_000) -> None:
+        self._limit, self._hasher, self._lock = limit, Hasher(), threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing."""
+        limit = self._limit
         self._windows = HashTable(
             limit, message=np.uint16, place=np.uint16, before=np.uint8, behind=np.uint16, flags=np.uint8
         )
         # By their first window, and a number: several spans may begin with the same.
         self._spans = HashTable(max(1, limit // 4), text=np.uint32, length=np.uint32)
-        # How often each piece was to be forgotten.
-        self._forgotten = HashTable(max(1, limit // 4), times=np.uint8)
-        self._hasher, self._lock = Hasher(), threading.Lock()
+        self._forgotten = Forgotten(max(1, limit // 4))
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -222,7 +228,7 @@ class RepeatedText:
             return []
         with self._lock:
             windows = self._cut(text, parts)
-            if not len(windows.keys):
+            if not 0 < len(windows.keys) <= self._limit:
                 return []
             known, again = self._note(parts, windows)
             spans = self._known_spans(windows, again)
@@ -240,22 +246,19 @@ class RepeatedText:
             self._windows.young.values["flags"][slots[~was_known]] |= _OWN
 
     def forget(self, texts: Iterable[str]) -> None:
-        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found."""
+        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found.
+
+        Where one of them cannot be told in a prompt, all that was seen is forgotten; see `Forgotten.add`.
+        """
         with self._lock:
-            for text in texts:
-                pieces = np.unique(HashedText(text, self._hasher).pieces([(0, len(text))]).hashes)
-                slots, _ = self._forgotten.enter(pieces, np.ones(len(pieces), dtype=bool))
-                self._forgotten.young.values["times"][slots] += 1
+            if not all([self._forgotten.add(HashedText(text, self._hasher)) for text in texts]):
+                self._begin()
 
     def _cut(self, text: str, parts: Sequence[Said]) -> _Windows:
         """The windows of a prompt; one that holds a forgotten piece has another key than before."""
         hashed = HashedText(text, self._hasher)
         pieces = hashed.pieces([(one.start, one.stop) for one in parts])
-        times = np.zeros(len(pieces), dtype=np.uint64)
-        if len(self._forgotten):
-            slots, known = self._forgotten.enter(pieces.hashes, np.zeros(len(pieces), dtype=bool))
-            times[known] = self._forgotten.young.values["times"][slots[known]]
-        return _Windows(hashed, pieces, times)
+        return _Windows(hashed, pieces, self._forgotten.times(hashed, pieces))
 
     def _note(self, parts: Sequence[Said], windows: _Windows) -> tuple[Known, Flags]:
         """Count the windows of a prompt as seen; what is known of each, and which of them earlier spans may hold."""

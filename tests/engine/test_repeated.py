@@ -299,6 +299,46 @@ def test_spans_of_erased_text_and_those_that_hold_it_must_be_seen_twice_again():
     assert any(b[-200:] in span for span in found_in(finder, joined([a, c, b], "And the fourth one?")))
 
 
+@pytest.mark.parametrize("part", ["half a piece to another half", "the middle of a piece", "a hundred pieces"])
+def test_erased_text_that_stood_in_longer_pieces_must_be_seen_twice_again(part):
+    a, b, c, d = passages()[:4]
+    long = " ".join(f"word{number} of one sentence that goes on" for number in range(12)) + "."
+    inner = {"half a piece to another half": f"{long[200:]} {b} {long[:200]}", "the middle of a piece": long[100:300]}
+    b = f"{long} {b} {long}"
+    finder = RepeatedText()
+    finder.find(joined([a, b, c], "First?"))
+    finder.find(joined([d, a, b], "Second?"))
+    finder.forget([inner.get(part, b)])
+    # Only what shares nothing with the erased text may be found.
+    spans = found_in(finder, joined([c, a, b, d], "Third, is it?"))
+    assert all(long[100:300] not in span and long[220:] not in span for span in spans)
+
+
+def test_text_that_is_erased_three_hundred_times_or_before_much_other_text_is_not_known_again():
+    a, b, c, d = passages()[:4]
+    for others in ([], [" ".join(f"Sentence {at} {number} is." for number in range(100)) for at in range(60)]):
+        finder = RepeatedText(4000)
+        finder.find(joined([a, b, c], "First?"))
+        finder.find(joined([d, a, b], "Second?"))
+        for _ in range(1 if others else 256):
+            finder.forget([b])
+        finder.forget(others)
+        assert all(b[:200] not in span for span in found_in(finder, joined([c, a, b, d], "Third, is it?")))
+
+
+@pytest.mark.parametrize("text", ["\\", "a\n", "Name:\n", "\n[a", "<b ", "." + ")" * 50, '"' + " " * 50])
+def test_looking_at_hostile_text_takes_time_and_room_by_its_length_alone(text):
+    finder, seconds = RepeatedText(20_000), list[float]()
+    for characters in (30_000, 120_000):
+        prompt = text * (characters // len(text)) + "\n\nWhat is it?"
+        finder.find(f"1\n{prompt}")
+        started = time.thread_time()
+        finder.find(f"2\n{prompt}")
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < 12 * max(seconds[0], 0.02), "four times the text"
+    assert finder.nbytes < 64 * 20_000
+
+
 def test_full_tables_forget_what_was_not_seen_for_longest_and_takes_no_more_room():
     table = HashTable(1000, value=np.uint32)
     kept = np.arange(2, 102, dtype=np.uint64) << np.uint64(50)
