@@ -15,7 +15,8 @@ import pytest
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.prompt.hash_table import HashTable
-from cacheblend_rag.prompt.repeated import RepeatedText, Said, said_in
+from cacheblend_rag.prompt.quoted_chats import Said
+from cacheblend_rag.prompt.repeated import RepeatedText, said_in
 
 
 @cache
@@ -217,8 +218,6 @@ QUESTIONS = {
 @pytest.mark.parametrize("searches", [False, True])
 def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are(form: str, searches: bool) -> None:
     """As Open WebUI does it: it asks for a search before a chat, and for a title, tags and more questions behind it."""
-    if searches and form == "a short last line":
-        pytest.skip("that it is a question cannot be told: the message in front of the chat holds it like any text")
     question, draw, finder, found = QUESTIONS[form](), random.Random(1), RepeatedText(), list[str]()
 
     def asked(*turns: tuple[str, str]) -> None:
@@ -239,6 +238,40 @@ def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_
     assert all(any(span in passage for passage in passages()[:6]) for span in found)
 
 
+QUOTED = {
+    "one text": "{earlier}Human: {question}\nAI:",
+    "one text, system": "System: It is {number} o'clock. Be kind.\n{earlier}Human: {question}\nAI:",
+    "histories": "It is {number}.\n<histories>\n{earlier}Human: {question}\n</histories>\nFollow up: Go on, {number}.",
+    "condensed": "Number {number}.\nChat History:\n{earlier}Human: {question}\nAssistant: Yes.\nInput: Go on?\nOutput:",
+}
+
+
+@pytest.mark.parametrize("form", QUOTED)
+def test_chats_as_one_text_are_no_span_whoever_answered(form: str) -> None:
+    finder, found = RepeatedText(), list[str]()
+    for number in range(6):
+        asked = [f"My letter.\n{passages()[at]}\nWhat is this, {at}?" for at in range(number + 1)]
+        earlier = "".join(f"Human: {one}\nAI: {passages()[9 + at]}\n" for at, one in enumerate(asked[:-1]))
+        prompt = QUOTED[form].format(number=number, earlier=earlier, question=asked[-1])
+        found += found_in(finder, prompt) + found_in(finder, *chat(("user", prompt)))
+    assert found == []
+
+
+def test_passages_beside_quoted_chats_are_found():
+    a, b, c, d, e = passages()[:5]
+    for form in (
+        "{context}\n\nChat history:\nHuman: Hello?\nAI: Well, {number}.\n\nQuestion: And {number}?\nAnswer:",
+        "<chat>\nUSER: Hello, {number}?\n</chat>\n{context}\n\nAnd {number}?",
+        "System: Use this.\n{context}\nHuman: And {number}?\nAI:",
+        "Human: Use this.\n{context}\n\nQuestion: And {number}?\nAI:",
+    ):
+        finder = RepeatedText()
+        for number, texts in enumerate(([a, b, c], [d, a, e], [b, e, a])):
+            prompt = form.format(number=number, context=tagged(texts, "Read it well."))
+            spans = found_in(finder, prompt) if number % 2 else found_in(finder, *chat(("user", prompt)))
+        assert any(a[100:300] in span for span in spans), form
+
+
 def test_words_that_were_found_before_an_answer_quotes_them_are_found_still():
     a, b, c, d = passages()[:4]
     finder = RepeatedText()
@@ -256,6 +289,30 @@ def test_passages_directly_before_a_cue_are_found_once_they_stood_elsewhere():
     assert any(a[-200:] in span for span in spans)
     for question in (a, f"Question: {a}\nAnswer:"):  # the same words as a question are computed
         assert all(a[-200:] not in span for span in found_in(finder, f"{b}\n\n{d}\n\n{question}"))
+
+
+def test_passages_that_stood_where_a_question_does_are_found_after_seven_messages_in_which_they_do_not():
+    a, *others = (one.replace("\n", " ") for one in passages()[:20])
+    finder, found = RepeatedText(), list[bool]()
+    finder.find(f"{others[0]}\n\n{a}")
+    for number in range(10):
+        spans = found_in(finder, tagged([others[number + 1], a], f"Is it number {number}?"))
+        found.append(any(a[100:400] in span for span in spans))
+    assert found == [False] * 7 + [True] * 3
+
+
+def test_words_of_a_chat_stay_its_own_while_they_are_said_now_and_then():
+    question, answer = passages()[9].replace("\n", " "), passages()[10]
+    finder, found = RepeatedText(), list[str]()
+    for number in range(60):  # six texts about the chat, then its next turn
+        if number % 7 == 0:
+            turns = [("user", question), ("assistant", answer), ("user", f"And what is number {number}?")]
+            found += found_in(finder, *chat(*turns[: 1 if number % 14 == 0 else 3]))
+            finder.hear(answer)
+        else:
+            told = f"They said {question}\nIt said {answer}"
+            found += found_in(finder, f"Task {number}:\n{told}\nWhat is its title?")
+    assert found == []
 
 
 def test_templates_own_words_are_no_part_of_a_passage():
