@@ -22,7 +22,7 @@ from cacheblend_rag.app.server.settings import Limits
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUESTION = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
-_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+/verification")
+_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+(?:/verification|/events)?")
 _READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app import collection as articles
 from cacheblend_rag.app.server.api.bodies import bounded_router
+from cacheblend_rag.app.server.api.kept import give_back_unread, going_on
 from cacheblend_rag.app.server.api.rag_bodies import (
     AskBody,
     ChunkText,
@@ -48,6 +50,7 @@ from cacheblend_rag.app.server.services.collection import Collection, OwnCollect
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session, required_tokens
+from cacheblend_rag.app.server.services.under_way import Told
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.calibration.comparison import COMPARED_TOKENS
@@ -87,6 +90,7 @@ async def state(here: Here) -> PageState:
             answer_tokens=service.answer_tokens(None),
             verify=config.verify,
             reasoning=service.settings.rag.reasoning,
+            keep_conversations=service.settings.keeps_conversations,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -354,18 +358,39 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
-    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, required, level))
-        here.charge([question.tokens + most + (thought_most or 0)])
     arguments = DecodeArguments(
         max_new_tokens=required, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
     )
-    answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
+
+    async def prepared(slot: Slot) -> _Answering:
+        question = await _retrieved(here, model, collection, body, slot, required, level)
+        here.charge([question.tokens + most + (thought_most or 0)])
+        return _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
+
+    if body.conversation is not None or body.resume:
+        return await going_on(here, request, collection, body, partial(_in_a_slot, here, prepared))
+    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    async with slot.kept():
+        answering = await unless_gone(request, prepared(slot))
     if body.stream:
-        return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
+        return EventStream(_to_the_end(event(*one) async for one in answering.told()), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, answering.whole())
+
+
+async def _in_a_slot(
+    here: Session,
+    prepared: Callable[[Slot], Awaitable[_Answering]],
+    noted: Callable[[Sequence[tuple[str, str]]], Awaitable[None]],
+) -> AsyncGenerator[Told]:
+    """Events of an answer that waits for its slot itself; ``noted`` is told collection and document of passages."""
+    async with await here.service.queue.slot(here.tenant.name) as slot:
+        answering = await prepared(slot)
+        await noted([(one.collection, one.document_id) for one in answering.found])
+        async with aclosing(answering.told()) as told:
+            async for one in told:
+                yield one
+    give_back_unread(here)
 
 
 class _Answering:
@@ -395,15 +420,20 @@ class _Answering:
         answered = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt
         return await asyncio.to_thread(report_of, self._engine, *answered)
 
-    async def events(self) -> AsyncIterator[str]:
+    @property
+    def found(self) -> list[SearchHit]:
+        """The passages in the prompt."""
+        return self._question.found
+
+    async def told(self) -> AsyncGenerator[Told]:
         """The answer as events."""
         stream = self._begin()
-        yield event("sources", [asdict(one) for one in self._question.found])
+        yield "sources", [asdict(one) for one in self._question.found]
         stream.with_thoughts = True
         async for piece in stream:
-            yield event("thought" if isinstance(piece, Thought) else "token", {"text": str(piece)})
+            yield "thought" if isinstance(piece, Thought) else "token", {"text": str(piece)}
         if stream.result is not None:
-            yield event("report", await self._report(stream.result))
+            yield "report", await self._report(stream.result)
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""

@@ -10,6 +10,7 @@ from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.config import Reasoning, Verify
 
 Name = Annotated[str, StringConstraints(max_length=500)]
+TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
 
@@ -41,12 +42,14 @@ class HistoryTurn(_Body):
     """A question that was asked before in the conversation, and its answer.
 
     With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
+    ``turn`` is its id in a conversation that the server keeps.
     """
 
     question: _Question
     answer: Annotated[str, StringConstraints(max_length=100_000)]
     sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
     stands_alone: bool = True
+    turn: TurnId | None = None
 
 
 class CompareBody(_Body):
@@ -72,8 +75,15 @@ class AskBody(CompareBody):
 
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
     prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
+
+    With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
+    on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
+    nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
     """
 
+    conversation: TurnId | None = None
+    turn: TurnId | None = None
+    resume: bool = False
     stream: bool = True
     show_prompt: bool = False
     verify: Verify | None = None
@@ -114,6 +124,7 @@ class SettingsInfo(BaseModel):
     answer_tokens: int
     verify: str
     reasoning: Reasoning
+    keep_conversations: bool
 
 
 class Suggestion(BaseModel):
@@ -197,7 +208,10 @@ class ChunkText(BaseModel):
 
 
 class FoundChunk(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1.
+
+    ``collection`` is the id of the collection that has it.
+    """
 
     document_id: str
     document: str
@@ -205,6 +219,7 @@ class FoundChunk(BaseModel):
     text: str
     score: float
     page: int | None = None
+    collection: str = ""
 
 
 class WholeAnswer(BaseModel):

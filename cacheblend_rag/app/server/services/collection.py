@@ -34,7 +34,10 @@ _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1."""
+    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1.
+
+    ``collection`` is the id of the collection that has it.
+    """
 
     document_id: str
     document: str
@@ -42,6 +45,7 @@ class SearchHit:
     text: str
     score: float
     page: int | None = None
+    collection: str = ""
 
 
 class Collection:
@@ -130,7 +134,9 @@ class BaseCollection(Collection):
 
     def _found(self, id: str, one: Document, score: float) -> SearchHit:
         about = one.metadata
-        return SearchHit(id, shown_name(about["source"]), about["chunk"], one.page_content, score, about.get("page"))
+        return SearchHit(
+            id, shown_name(about["source"]), about["chunk"], one.page_content, score, about.get("page"), self.id
+        )
 
     def texts(self) -> list[str]:
         """Texts of all chunks."""
@@ -169,7 +175,7 @@ class OwnCollection(Collection):
         found = self._catalogue.passage(self.id, document_id, number)
         if found is None:
             raise Problem(404, "no_chunk", "there is no such chunk")
-        return SearchHit(found.document_id, found.document, found.number, found.text, 0.0, found.page)
+        return SearchHit(found.document_id, found.document, found.number, found.text, 0.0, found.page, self.id)
 
     def search(self, query: str, k: int) -> list[SearchHit]:
         """See `Collection.search`."""
@@ -180,7 +186,7 @@ class OwnCollection(Collection):
         far = {int(str(one.id)): distance for one, distance in hits}
         passages = self._catalogue.passages(far)
         return [
-            SearchHit(one.document_id, one.document, one.number, one.text, distance, one.page)
+            SearchHit(one.document_id, one.document, one.number, one.text, distance, one.page, self.id)
             for id, distance in far.items()
             if (one := passages.get(id)) is not None
         ]

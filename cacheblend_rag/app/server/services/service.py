@@ -26,12 +26,14 @@ from cacheblend_rag.app.server.services.collection import (
     SearchHit,
     shown_name,
 )
+from cacheblend_rag.app.server.services.conversations import Conversations
 from cacheblend_rag.app.server.services.following import Follower, Following
 from cacheblend_rag.app.server.services.ingestion import Ingestion, SharedTexts
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
@@ -336,6 +338,8 @@ class Session:
             shared,
             peers,
         )
+        self.conversations = Conversations(self.library, service.limits, service.settings.keeps_conversations)
+        self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 

@@ -25,7 +25,16 @@ from sqlalchemy.schema import CreateSchema
 
 from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.storage.tables import VERSION, Backend, documents, in_parts, metadata, tombstones, totals
+from cacheblend_rag.app.server.storage.tables import (
+    VERSION,
+    Backend,
+    documents,
+    in_parts,
+    later,
+    metadata,
+    tombstones,
+    totals,
+)
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 
 try:
@@ -338,6 +347,8 @@ class Database:
                     tables.create_all(connection, checkfirst=False)
                 connection.execute(insert(totals), [{"what": what, "bytes": 0} for what in ("files", "documents")])
                 connection.execution_options(no_parameters=True).exec_driver_sql(_MORE)
+            connection.exec_driver_sql(f"SET LOCAL search_path = {schema}")
+            later.create_all(connection)
         return schema, str(found.salt)
 
 
@@ -400,6 +411,11 @@ class PostgresBackend(Backend):
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
         return self.database.alone()
+
+    @property
+    def server(self) -> str:
+        """See `Backend.server`."""
+        return self.database.server
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""
