@@ -39,14 +39,14 @@ class NewConversation(_Body):
 
 
 class ConversationChange(_Body):
-    """What is to be changed of a conversation; an empty ``title`` is that of its first question."""
+    """Changes of a conversation; an empty ``title`` is that of its first question."""
 
     title: _Title | None = None
     pinned: bool | None = None
 
 
 class AnswerChange(_Body):
-    """What is added to an answer: a ``rating``, 1 for good, -1 for bad, 0 for none; or ``rows`` of a comparison."""
+    """An addition to an answer: a ``rating``, 1 for good, -1 for bad, 0 for none; or ``rows`` of a comparison."""
 
     rating: Annotated[int, Field(ge=-1, le=1)] | None = None
     rows: Annotated[list[dict[str, str | float | bool | None]], Field(max_length=10)] | None = None
@@ -226,8 +226,9 @@ async def answer_events(here: Here, id: str) -> EventStream:
 
 @router.delete("/answers/{id}", status_code=204)
 async def stop_answer(here: Here, id: str) -> Response:
-    """Stop an answer; what there is of it stays."""
-    await here.under_way.get(id).stopped()
+    """Stop an answer, if it is under way here; what there is of it stays."""
+    if (answer := here.under_way.find(id)) is not None:
+        await answer.stopped()
     return Response(status_code=204)
 
 

@@ -87,6 +87,7 @@ function showStatus(node, turn) {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
     thinking: "Thinking…",
     stopped: "Stopped before the end.",
+    erased: "This answer was deleted with a document that it was made from.",
     failed: turn.error,
   }[turn.status];
   const text = said ?? (turn.status === "done" ? remark(turn) : "");
@@ -94,9 +95,9 @@ function showStatus(node, turn) {
   node.classList.toggle("error", turn.status === "failed");
   if (node.firstChild?.textContent === text && node.dataset.status === turn.status) return;
   node.dataset.status = turn.status;
-  const again = turn.status === "failed" || turn.status === "stopped";
-  node.replaceChildren(el("span", { text, role: again ? "alert" : null }));
-  if (again) node.append(button("Try again", () => askAgain(turn), { class: "link" }));
+  const again = ["failed", "stopped", "erased"].includes(turn.status);
+  node.replaceChildren(el("span", { text, role: again && turn.status !== "erased" ? "alert" : null }));
+  if (again) node.append(button(turn.status === "erased" ? "Ask again" : "Try again", () => askAgain(turn), { class: "link" }));
   const more = turn.status === "done" && turn.report?.finish_reason === "length" ? longerAnswer(turn) : null;
   if (more) node.append(button(`Ask again with up to ${count(more, "token")}`, () => askAgain(turn, more), { class: "link" }));
 }

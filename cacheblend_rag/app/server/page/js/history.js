@@ -1,15 +1,18 @@
-// Earlier conversations: search them, open, save or delete one, or delete all. They are kept in this browser alone.
+// Earlier conversations: search them, open, save or delete one, or delete all. They are in this browser or on the server.
 
-import { isAsking, stop } from "./asking.js";
+import { ApiError } from "./api.js";
+import { isAsking, leave, resume } from "./asking.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
 import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
-import { changed, forget, state } from "./store.js";
+import { deleteKept, keeping, listKept, loadKept } from "./kept.js";
+import { changed, forget, state, unread } from "./store.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
-function show(one) {
-  if (isAsking()) stop();
+async function show(one) {
+  if (isAsking()) await leave();
+  if (one?.kept && !one.loaded && !(await attempt(() => loadKept(one)))) return;
   state.conversation = one?.id ?? null;
   state.selected = one?.turns.at(-1)?.id ?? null;
   const there = state.server?.collections.some(({ id }) => id === one?.collection);
@@ -18,7 +21,25 @@ function show(one) {
   changed("server");
   changed("conversation", { latest: one?.turns.at(-1) });
   $("question").focus();
+  await resume(unread());
 }
+
+/** Do something on the server; whether that was done. What stood in the way is said in the dialog. */
+async function attempt(work) {
+  try {
+    await work();
+    return true;
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    const told = $("history").querySelector(".body .error");
+    if (told) told.textContent = error.message;
+    return false;
+  }
+}
+
+const titleOf = (one) => one.title || (one.turns[0]?.question ?? one.opening ?? "");
+
+const sizeOf = (one) => (one.kept && !one.loaded ? one.count : one.turns.length);
 
 const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
 
@@ -30,36 +51,47 @@ function holds(one, words) {
 
 function itemView(one) {
   const name = nameOf(one);
-  const facts = `${when.format(one.created)} · ${count(one.turns.length, "question")} · ${name}`;
+  const facts = `${when.format(one.created)} · ${count(sizeOf(one), "question")} · ${name}`;
   const open = el(
     "button",
     { type: "button", class: "open", "aria-current": one.id === state.conversation ? "true" : null, on: { click: () => show(one) } },
-    el("span", { class: "name", text: one.turns[0].question }),
+    el("span", { class: "name", text: titleOf(one) }),
     el("small", { text: facts }),
   );
-  const remove = button("Delete", () => {
-    forget(one.id);
+  const remove = button("Delete", async () => {
+    if (one.kept && !(await attempt(() => deleteKept(one.id)))) return;
+    if (!one.kept) forget(one.id);
     render();
     $("history").querySelector("button").focus();
-  }, { class: "quiet", "aria-label": `Delete conversation: ${one.turns[0].question}` });
-  const save = button("Save", () => saveConversation(one, name), { class: "quiet", "aria-label": `Save conversation: ${one.turns[0].question}` });
+  }, { class: "quiet", "aria-label": `Delete conversation: ${titleOf(one)}` });
+  const save = button("Save", async () => {
+    if (!one.kept || one.loaded || (await attempt(() => loadKept(one)))) saveConversation(one, name);
+  }, { class: "quiet", "aria-label": `Save conversation: ${titleOf(one)}` });
   return el("li", {}, open, save, remove);
 }
 
-/** The list, narrowed to what is searched for. */
-function showList(list, all, searched) {
+let searching = 0; // only what the latest search found is shown
+
+/** The list, narrowed to what is searched for: here, and on the server. */
+async function showList(list, all, searched) {
+  const mine = (searching += 1);
   const words = searched.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = all.filter((one) => holds(one, words));
+  let there = new Set();
+  if (words.length && all.some((one) => one.kept)) await attempt(async () => (there = await listKept(searched)));
+  if (mine !== searching) return;
+  const found = all.filter((one) => (one.kept && words.length ? there.has(one.id) : holds(one, words)));
   list.replaceChildren(...found.map(itemView));
   if (!found.length) list.append(el("li", { class: "hint", text: "No conversation holds all of these words." }));
 }
 
 function render() {
-  const found = state.conversations.filter((one) => one.turns.length);
+  const found = state.conversations.filter((one) => sizeOf(one)).sort((a, b) => (b.latest ?? b.created) - (a.latest ?? a.created));
   const body = $("history").querySelector(".body");
-  if (!found.length) return body.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }));
+  const told = el("p", { class: "error", role: "alert" });
+  if (!found.length) return body.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }), told);
   const all = button("Delete all", () => {
-    confirmInPlace(all, "Delete all conversations?", () => {
+    confirmInPlace(all, "Delete all conversations?", async (back) => {
+      if (keeping() && !(await attempt(() => deleteKept()))) return back();
       forget();
       render();
       $("history").querySelector("button").focus();
@@ -72,14 +104,23 @@ function render() {
   body.replaceChildren(
     search,
     list,
-    el("div", { class: "row" }, el("p", { class: "hint", text: "Kept in this browser alone." }), all),
+    told,
+    el("div", { class: "row" }, el("p", { class: "hint", text: placeOf(found) }), all),
   );
+}
+
+/** Where the conversations are kept, in a sentence. */
+function placeOf(found) {
+  const kept = found.filter((one) => one.kept).length;
+  if (!kept) return "Kept in this browser alone.";
+  return kept === found.length ? "Kept on the server, for your key alone." : `Kept on the server, for your key alone; ${found.length - kept} in this browser.`;
 }
 
 export function startHistory() {
   $("open-history").addEventListener("click", () => {
     render();
     $("history").showModal();
+    if (keeping()) attempt(() => listKept()).then((done) => done && $("history").open && !$("history").querySelector("input")?.value && render());
   });
   $("new-conversation").addEventListener("click", () => show(null));
 }

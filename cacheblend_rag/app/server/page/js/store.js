@@ -12,7 +12,7 @@ export const state = {
   theme: "auto",
   collection: null,
   model: null, // name; null: the server's first
-  conversations: [], // newest first: {id, collection, created, turns}
+  conversations: [], // newest first: {id, collection, created, turns}; those with `kept` are on the server
   conversation: null, // id
   selected: null, // id of the turn that the panel shows
   ratio: null, // null: the server's own
@@ -50,12 +50,26 @@ export function changed(name, detail) {
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(2)).reduce((text, part) => text + part.toString(36), "");
 
+/** Every turn that is known. */
+const allTurns = () => state.conversations.flatMap((one) => one.turns);
+
 export const conversation = () => state.conversations.find((one) => one.id === state.conversation) ?? null;
 
 export const turns = () => conversation()?.turns ?? [];
 
 /** A turn by its id, of whatever conversation. */
-export const turnOf = (id) => state.conversations.flatMap((one) => one.turns).find((turn) => turn.id === id) ?? null;
+export const turnOf = (id) => allTurns().find((turn) => turn.id === id) ?? null;
+
+/** The answer that is on its way on the server and that nobody here reads: after a reload, or from another device. */
+export const unread = () => turns().filter(isWaiting).at(-1) ?? null;
+
+/** The same when the page begins: of answers that this browser alone has, the latest goes on, wherever it stands. */
+export function unreadAtFirst() {
+  const waiting = allTurns().filter((turn) => isWaiting(turn) && !turn.kept).sort((a, b) => a.at - b.at);
+  const latest = unread() ?? waiting.at(-1) ?? null;
+  for (const turn of waiting) if (turn !== latest) turn.status = "stopped";
+  return latest;
+}
 
 /** Whether an answer is on its way. */
 export const isWaiting = ({ status }) => status === "asking" || status === "thinking" || status === "streaming";
@@ -78,9 +92,15 @@ export function conversationFor(collectionId) {
   if (current && current.collection === collectionId) return current;
   const made = { id: newId(), collection: collectionId, created: Date.now(), turns: [] };
   state.conversations.unshift(made);
-  state.conversations.splice(CONVERSATIONS_KEPT);
+  dropOldest();
   state.conversation = made.id;
   return made;
+}
+
+/** Let go of the oldest that this browser alone has. */
+function dropOldest() {
+  const own = state.conversations.filter((one) => !one.kept).slice(CONVERSATIONS_KEPT);
+  state.conversations = state.conversations.filter((one) => !own.includes(one));
 }
 
 export function addPoint(report) {
@@ -98,7 +118,8 @@ function kept(promptsKept) {
   const slim = (turn) =>
     turn.report && !latest.includes(turn.id) ? { ...turn, report: { ...turn.report, prompt: [] } } : turn;
   const { server, conversations, ...rest } = state;
-  return { ...rest, conversations: conversations.map((one) => ({ ...one, turns: one.turns.map(slim) })) };
+  const here = conversations.filter((one) => !one.kept); // the server has the others, and no browser shall
+  return { ...rest, conversations: here.map((one) => ({ ...one, turns: one.turns.map(slim) })) };
 }
 
 let timer = null;
@@ -147,7 +168,7 @@ function absorb(saved) {
     mine?.turns.sort((a, b) => a.at - b.at);
   }
   state.conversations = state.conversations.filter((one) => !state.gone.includes(one.id)).sort((a, b) => b.created - a.created);
-  state.conversations.splice(CONVERSATIONS_KEPT);
+  dropOldest();
   for (const one of state.conversations) one.turns.forEach((turn) => dropTexts(turn, one.collection));
 }
 
@@ -211,7 +232,7 @@ export function restore() {
   state.conversations = sound(state.conversations);
   for (const name of ["points", "jobs"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
-    if (isWaiting(turn)) turn.status = "stopped";
+    if (isWaiting(turn) && !turn.resumes) turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
     turn.instructions ??= null;
@@ -228,8 +249,8 @@ export function restore() {
 /** Forget conversations: one, or all. */
 export function forget(id = null) {
   absorb(read(place()));
-  state.gone.push(...state.conversations.map((one) => one.id).filter((one) => id === null || one === id));
-  state.conversations = id === null ? [] : state.conversations.filter((one) => one.id !== id);
+  state.gone.push(...state.conversations.filter((one) => !one.kept).map((one) => one.id).filter((one) => id === null || one === id));
+  state.conversations = state.conversations.filter((one) => (id === null ? one.kept : one.id !== id));
   if (!conversation()) {
     state.conversation = null;
     state.selected = null;
