@@ -268,7 +268,7 @@ async def going_on(
     here : Session
     request : Request
     collection : Collection
-        What it is answered from.
+        Its passages answer it.
     body : AskBody
     answered : callable
         Makes the answer's events; it is given what to do once the passages are known.

@@ -34,7 +34,7 @@ class KeptConversation:
     id, title : str
         The title is empty until its owner gives one.
     about : dict
-        What it is answered from.
+        Ids of the collections that it is answered from.
     created, changed : int
         Milliseconds since 1970.
     pinned : bool

@@ -217,7 +217,7 @@ def test_browser_that_keeps_its_own_reads_on_after_a_reload(
     assert problems == []
 
 
-def test_where_no_more_may_be_kept_the_page_says_so_and_answers(
+def test_page_says_that_no_more_may_be_kept_and_answers(
     model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, problems: list[str]
 ) -> None:
     with keyed(model, docs, tmp_path, Limits(conversations=1)) as server:
