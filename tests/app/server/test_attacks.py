@@ -209,6 +209,10 @@ def test_bodies_have_a_limit_declared_or_not(ada: httpx.Client) -> None:
     [
         ("GET", "/api/state"),
         ("POST", "/api/collections"),
+        ("GET", "/api/conversations"),
+        ("GET", "/api/conversations/0123456789abcdef"),
+        ("DELETE", "/api/conversations"),
+        ("GET", "/api/answers/one/events"),
         ("GET", "/metrics"),
         ("GET", "/v1/models"),
         ("POST", "/v1/chat/completions"),
