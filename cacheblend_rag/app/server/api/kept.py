@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, StringConstraints
 
 from cacheblend_rag.app.server.api.bodies import bounded_router
-from cacheblend_rag.app.server.api.rag_bodies import AskBody, FoundChunk, WholeAnswer, _Body
+from cacheblend_rag.app.server.api.rag_bodies import Among, AskAmong, AskBody, FoundChunk, WholeAnswer, _Body
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.problems import Problem
@@ -312,7 +312,8 @@ def _asked(body: AskBody, collection: Collection) -> dict[str, Any]:
     """How a question was asked, as the conversation keeps it."""
     given = body.model_dump(include=_SETTINGS, exclude_none=True)
     follows = [one.turn for one in body.history if one.turn]
-    return {**given, "collections": [collection.id], "follows": follows}
+    among = body if isinstance(body, AskAmong) else Among(collections=[collection.id])
+    return {**given, "collections": among.collections, "documents": among.documents, "follows": follows}
 
 
 _SETTINGS = {"k", "ratio", "rule", "max_tokens", "instructions", "model", "reasoning", "verify"}

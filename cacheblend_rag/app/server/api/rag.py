@@ -21,9 +21,12 @@ from cacheblend_rag.app import collection as articles
 from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.kept import give_back_unread, going_on
 from cacheblend_rag.app.server.api.rag_bodies import (
+    Among,
+    AskAmong,
     AskBody,
     ChunkText,
     CollectionInfo,
+    CompareAmong,
     CompareBody,
     DiskInfo,
     DocumentInfo,
@@ -35,6 +38,7 @@ from cacheblend_rag.app.server.api.rag_bodies import (
     Name,
     NewCollection,
     PageState,
+    SearchAmong,
     SearchBody,
     SettingsInfo,
     StoreInfo,
@@ -333,26 +337,48 @@ def _shown(collection: Collection, document: str, number: int) -> ChunkText:
 @router.post("/collections/{id}/search")
 async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
     """The passages nearest to a question."""
-    collection = here.collection(id)
+    return await _found_in(here, request, here.collection(id), body)
+
+
+@router.post("/search")
+async def find_among(here: Here, request: Request, body: SearchAmong) -> list[FoundChunk]:
+    """The passages of several collections and documents that are nearest to a question."""
+    return await _found_in(here, request, await _among(here, body), body)
+
+
+async def _among(here: Session, body: Among) -> Collection:
+    return await here.in_thread(here.among, body.collections, body.documents)
+
+
+async def _found_in(here: Session, request: Request, collection: Collection, body: SearchBody) -> list[FoundChunk]:
     _check_question(here, body.query, "query")
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
         found = await slot.in_thread(here.search, collection, body.query, body.k)
     return [FoundChunk(**asdict(one)) for one in found]
 
 
-@router.post(
-    "/collections/{id}/ask",
-    response_model=WholeAnswer,
-    responses={
-        200: {
-            "content": {"text/event-stream": {}},
-            "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
-        }
-    },
-)
+_ASKED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
+    }
+}
+
+
+@router.post("/collections/{id}/ask", response_model=WholeAnswer, responses=_ASKED)
 async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
-    collection, model = here.collection(id), here.service.model_of(body.model)
+    return await _answered(here, request, here.collection(id), body)
+
+
+@router.post("/ask", response_model=WholeAnswer, responses=_ASKED)
+async def ask_among(here: Here, request: Request, body: AskAmong) -> Any:
+    """Answer a question from several collections, and from single documents, with sources."""
+    return await _answered(here, request, await _among(here, body), body)
+
+
+async def _answered(here: Session, request: Request, collection: Collection, body: AskBody) -> Any:
+    model = here.service.model_of(body.model)
     _check_texts(here, body)
     engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
     most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
@@ -443,24 +469,33 @@ class _Answering:
         return WholeAnswer(answer=answer.text, thought=answer.thought, sources=sources, report=report)
 
 
-@router.post(
-    "/collections/{id}/compare",
-    response_class=StreamingResponse,
-    responses={
-        200: {
-            "content": {"text/event-stream": {}},
-            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
-            "`order_kl`, `nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in "
-            "nats a token of its answer; `order_kl` is that of full recompute over the same passages in another order, "
-            "or null; `nearness` says both in words. A row comes with the answer, then again after each round: "
-            "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
-            "is 0.",
-        }
-    },
-)
+_COMPARED_AS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
+        "`order_kl`, `nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in "
+        "nats a token of its answer; `order_kl` is that of full recompute over the same passages in another order, "
+        "or null; `nearness` says both in words. A row comes with the answer, then again after each round: "
+        "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
+        "is 0.",
+    }
+}
+
+
+@router.post("/collections/{id}/compare", response_class=StreamingResponse, responses=_COMPARED_AS)
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
-    collection, service = here.collection(id), here.service
+    return await _compared(here, request, here.collection(id), body)
+
+
+@router.post("/compare", response_class=StreamingResponse, responses=_COMPARED_AS)
+async def compare_among(here: Here, request: Request, body: CompareAmong) -> EventStream:
+    """The same from several collections, and from single documents."""
+    return await _compared(here, request, await _among(here, body), body)
+
+
+async def _compared(here: Session, request: Request, collection: Collection, body: CompareBody) -> EventStream:
+    service = here.service
     model = service.model_of(body.model)
     _check_texts(here, body)
     engine = _engine(here, model, collection, body)
@@ -479,12 +514,12 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
             for row in known:
                 yield event("row", row)
             if await slot.give_way():  # nobody waits for more than one pass of one method
-                await asyncio.to_thread(_check_there, here, id, question.found)
+                await asyncio.to_thread(_check_there, here, question.found)
 
     return EventStream(_to_the_end(rows()), slot, service.longest)
 
 
-def _check_there(here: Session, id: str, found: list[SearchHit]) -> None:
+def _check_there(here: Session, found: list[SearchHit]) -> None:
     """Refuse to go on with passages that were deleted meanwhile: their KV would be stored again.
 
     Raises
@@ -492,9 +527,8 @@ def _check_there(here: Session, id: str, found: list[SearchHit]) -> None:
     Problem
         404 if one is gone.
     """
-    collection = here.collection(id)
     for one in found:
-        collection.chunk(one.document_id, one.chunk)
+        here.collection(one.collection).chunk(one.document_id, one.chunk)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,25 @@ class AskBody(CompareBody):
     reasoning: Reasoning | None = None
 
 
+class Among(_Body):
+    """Ids of ``collections``, and of single ``documents`` of others, that are searched together."""
+
+    collections: Annotated[list[Name], Field(max_length=50)] = Field(default_factory=list)
+    documents: Annotated[list[Name], Field(max_length=100)] = Field(default_factory=list)
+
+
+class SearchAmong(SearchBody, Among):
+    """A search of several collections and documents."""
+
+
+class CompareAmong(CompareBody, Among):
+    """A question to several collections and documents, to be answered by every method; see `CompareBody`."""
+
+
+class AskAmong(AskBody, Among):
+    """A question to several collections and documents; see `AskBody`."""
+
+
 class ModelInfo(BaseModel):
     """A model that answers; ``instructions`` is what it is told before the passages unless a request says otherwise.
 

@@ -10,6 +10,7 @@
 ``conversations``    conversations that are kept for a tenant
 ``library``          what one tenant does with its collections, and its uploads
 ``collection``       a collection that can be searched, and its vectors in memory
+``several``          collections and documents that are searched together
 ``erasing``          KV of what a tenant deletes
 ``following``        how a server follows the others that share a database
 ``ingestion``        uploads read, split, embedded and warmed in the background, tenants in turns
