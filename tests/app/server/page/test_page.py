@@ -244,11 +244,13 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     with page.expect_request(re.compile("/ask$")) as asked:
         page.get_by_role("button", name="Ask again with these").click()
     sent = asked.value.post_data_json
+    assert re.fullmatch("[a-z0-9]+", sent.pop("turn"))
     (followed,) = sent.pop("history")  # what was asked before, and not the answer that is asked for again
     assert followed["question"] == easy_questions()[0].question
     assert sent == {
         "question": easy_questions()[0].question,
         "k": 6,
+        "resume": True,
         "ratio": 0.99,
         "rule": "hkvd",
         "stream": True,

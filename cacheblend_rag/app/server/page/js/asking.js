@@ -36,10 +36,11 @@ export async function leave() {
   await reading;
 }
 
-const path = (collection, action) => `api/collections/${encodeURIComponent(collection)}/${action}`;
+const path = ({ from, collection }, action) => (from ? `api/${action}` : `api/collections/${encodeURIComponent(collection)}/${action}`);
 
 function request(turn) {
   const body = { question: turn.question, k: turn.passages };
+  if (turn.from) Object.assign(body, { collections: turn.from.collections, documents: turn.from.documents.map(({ id }) => id) });
   const history = turn.earlier.map(turnOf).filter((one) => one?.status === "done");
   if (history.length) body.history = history.map((one) => ({ ...historyOf(one), ...(one.kept && one.kept === turn.kept && { turn: one.id }) }));
   if (turn.ratio !== null) body.ratio = turn.ratio;
@@ -73,6 +74,7 @@ export async function ask(question, { earlier = null, tokens = state.tokens } = 
   const { one, refused } = await conversationToAskIn(collection);
   const { turns } = one;
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
+  turn.from = state.from === null ? null : structuredClone(state.from);
   turn.model = modelName();
   turn.reasoning = model()?.thinks ? state.reasoning : null;
   turn.passages = state.passages ?? state.server.settings.passages;
@@ -118,7 +120,7 @@ async function* asked(turn, signal, refused = null) {
   if (turn.kept) body.conversation = turn.kept;
   else body.resume = true;
   if (turn.reasoning !== null) body.reasoning = turn.reasoning;
-  yield* stream("POST", path(turn.collection, "ask"), body, signal);
+  yield* stream("POST", path(turn, "ask"), body, signal);
 }
 
 /** Events of an answer that is under way on the server, from its first on. */
@@ -248,7 +250,7 @@ export async function compare(turn) {
   changed("rows", turn);
   let ended = false;
   try {
-    for await (const { event, data } of stream("POST", path(turn.collection, "compare"), request(turn), controller.signal)) {
+    for await (const { event, data } of stream("POST", path(turn, "compare"), request(turn), controller.signal)) {
       if (event === "row") takeRow(turn, data);
       if (event === "error") throw new ApiError(data.message, { code: data.code });
       ended ||= event === "done";

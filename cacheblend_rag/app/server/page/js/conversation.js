@@ -8,6 +8,7 @@ import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
+import { describe } from "./sources.js";
 import { collection, isWaiting, on, state, turns } from "./store.js";
 import { thoughtView } from "./thought.js";
 import { showVerification } from "./verification.js";
@@ -62,7 +63,7 @@ function turnView(turn) {
 
 /** Add to the words of an answer that has ended: citations, colours of code, and marks where it was corrected. */
 function finish(words, turn, shown) {
-  cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+  cite(words, turn.question, turn.sources, (at) => openPassage(turn, turn.sources[at]));
   shown.marked = false;
   if (turn.first !== undefined) {
     const other = el("div");
@@ -117,7 +118,7 @@ function showSources(node, turn) {
           class: "source",
           title: titleOf(source),
           "aria-label": `Source ${at + 1}: ${titleOf(source)}, open the passage`,
-          on: { click: () => openPassage(turn.collection, source, turn.answer) },
+          on: { click: () => openPassage(turn, source) },
         },
         el("span", { class: "number", text: at + 1 }),
         el("span", { class: "name", text: titleOf(source) }),
@@ -144,6 +145,7 @@ function showFoot(node, turn) {
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
   node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
   if (turn.model !== null) node.append(el("span", { class: "follows", text: turn.model.split("/").at(-1), title: turn.model }));
+  if (turn.from) node.append(el("span", { class: "follows", text: `From ${describe(turn.from)}` }));
   if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
   if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
   if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));

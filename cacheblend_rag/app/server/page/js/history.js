@@ -6,7 +6,7 @@ import { $, button, confirmInPlace, el } from "./dom.js";
 import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
 import { deleteKept, keeping, listKept, loadKept } from "./kept.js";
-import { changed, forget, state, unread } from "./store.js";
+import { changed, forget, KEY, state, unread } from "./store.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
@@ -113,7 +113,8 @@ function render() {
 function placeOf(found) {
   const kept = found.filter((one) => one.kept).length;
   if (!kept) return "Kept in this browser alone.";
-  return kept === found.length ? "Kept on the server, for your key alone." : `Kept on the server, for your key alone; ${found.length - kept} in this browser.`;
+  const place = sessionStorage.getItem(KEY) ? "Kept on the server, for your key alone" : "Kept on the server";
+  return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
 export function startHistory() {

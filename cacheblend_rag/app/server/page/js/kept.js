@@ -20,9 +20,11 @@ function take(info) {
 }
 
 /** A turn as the page has it. */
-function turnFrom({ id }, told) {
+function turnFrom({ id, collection }, told) {
   const { asked } = told;
-  const turn = { id: told.id, kept: id, question: told.question, collection: asked.collections[0], at: told.at };
+  const { collections, documents = [] } = asked;
+  const turn = { id: told.id, kept: id, question: told.question, collection: collections[0] ?? collection, at: told.at };
+  turn.from = collections.length === 1 && !documents.length ? null : { collections, documents: documents.map((one) => ({ id: one })) };
   Object.assign(turn, { ratio: asked.ratio ?? null, rule: asked.rule ?? null, tokens: asked.max_tokens ?? null });
   Object.assign(turn, { instructions: asked.instructions ?? null, model: asked.model ?? null, reasoning: asked.reasoning ?? null });
   Object.assign(turn, { passages: asked.k ?? state.server.settings.passages, earlier: asked.follows });

@@ -12,6 +12,7 @@ import { startPanel } from "./panel.js";
 import { chooseModel, refreshServer } from "./server.js";
 import { startSettings } from "./settings.js";
 import { changed, conversation, model, on, restore, state, turns, unreadAtFirst } from "./store.js";
+import { startSources } from "./sources.js";
 import { startTheme } from "./theme.js";
 import { startVerifying } from "./verifying.js";
 
@@ -61,6 +62,7 @@ startSettings();
 startPanel();
 startDocuments();
 startHistory();
+startSources();
 startVerifying();
 on("server", showModel);
 $("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));

@@ -11,6 +11,7 @@ export const state = {
   server: null,
   theme: "auto",
   collection: null,
+  from: null, // {collections, documents} that the next question is asked of; null: the collection alone
   model: null, // name; null: the server's first
   conversations: [], // newest first: {id, collection, created, turns}; those with `kept` are on the server
   conversation: null, // id
@@ -174,7 +175,7 @@ function absorb(saved) {
 
 /** Let go of passages that were deleted, and of a prompt that held one. */
 function dropTexts(turn, collection) {
-  const deleted = turn.sources.filter((source) => state.gone.includes(collection) || state.gone.includes(source.document_id));
+  const deleted = turn.sources.filter((source) => state.gone.includes(source.collection || collection) || state.gone.includes(source.document_id));
   for (const source of deleted) source.text = "";
   if (deleted.length && turn.report) turn.report.prompt = [];
 }
@@ -187,7 +188,7 @@ export function forgetTexts(id) {
 
 /** Nobody may read what is kept before the server has accepted a key. */
 export function forgetAll() {
-  for (const name of ["conversations", "conversation", "selected", "instructions", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  for (const name of ["conversations", "conversation", "selected", "instructions", "from", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
   try {
     sessionStorage.removeItem(NAME);
     localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
