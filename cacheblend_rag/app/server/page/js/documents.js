@@ -61,7 +61,7 @@ function showCollections() {
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
   $("files").accept = server.limits.upload_suffixes.join(",");
-  $("drop-hint").textContent = `${server.limits.upload_suffixes.join(" ")}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
+  $("drop-hint").textContent = `${KINDS}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
 }
 
 function documentView(one, here) {
@@ -99,6 +99,8 @@ function sizeOf({ passages, kv_bytes: size }) {
   const kept = size > limit ? ", what was used last" : "";
   return `KV of its passages takes about ${bytes(size)}. The store keeps ${bytes(limit)} in all${kept}.`;
 }
+
+const KINDS = "Text, Markdown, HTML, Word, Excel, PowerPoint, OpenDocument, EPUB, PDF, tables, JSON and code";
 
 let asked = 0; // only the answer to the latest request is shown
 
