@@ -64,7 +64,7 @@ class FolderRAGOptions:
     docs: str | os.PathLike[str] = option(
         None,
         _FOLDER,
-        "text, Markdown, HTML, Word, PDF, tables, slides, books, JSON, code. The folder that questions are answered from.",
+        "text, Word, PDF, tables, slides, books, JSON, code. The folder that questions are answered from.",
         flag="docs",
         metavar="FOLDER",
         shown="the bundled articles",
