@@ -30,6 +30,7 @@ from cacheblend_rag.app.server.api.kept import router as kept_router
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
+from cacheblend_rag.app.server.api.saved import router as saved_router
 from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
@@ -270,6 +271,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     add_handlers(app)
     app.include_router(rag_router)
     app.include_router(kept_router)
+    app.include_router(saved_router)
     app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)

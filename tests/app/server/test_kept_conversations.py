@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import (
     BASE,
     Running,
@@ -349,3 +350,60 @@ def test_off_keeps_none_and_a_key_needs_no_word(model: Path, docs: Path, tmp_pat
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_kept")
         assert service_of(client).sessions["ada"].library.catalogue.kept.listed() == []
         assert json.loads(refused.text)["error"]["message"]
+
+
+def test_prompts_are_saved_changed_and_deleted_for_a_key_alone(ada: Any, tmp_path: Path) -> None:
+    assert ada.get("/api/prompts").json() == []
+    made = ada.post("/api/prompts", json={"title": " Parties ", "text": "Who are the parties?"}).json()
+    assert (made["title"], made["text"]) == ("Parties", "Who are the parties?")
+    changed = ada.put(f"/api/prompts/{made['id']}", json={"title": "Sides", "text": "Which sides are there?"}).json()
+    assert ada.get("/api/prompts").json() == [changed]
+    with client_of(ada.server, KEYS["ben"]) as ben:
+        assert ben.get("/api/prompts").json() == []
+        assert ben.delete(f"/api/prompts/{made['id']}").status_code == 404
+    assert ada.post("/api/prompts", json={"title": "x", "text": "y" * 4001}).status_code == 413
+    assert ada.post("/api/prompts", json={"title": " ", "text": "y"}).status_code == 422
+    assert bytes_in(tmp_path / "tenants", "Who are the parties?") == []
+    assert ada.delete(f"/api/prompts/{made['id']}").status_code == 204
+    assert bytes_in(tmp_path / "tenants", "Which sides are there?") == []
+    for number in range(200):
+        last = ada.post("/api/prompts", json={"title": f"p{number}", "text": "Which?"})
+    assert last.status_code == 201
+    assert ada.post("/api/prompts", json={"title": "one more", "text": "Which?"}).status_code == 409
+
+
+def test_rated_answers_are_questions_for_the_evaluation(ada: Any, tmp_path: Path) -> None:
+    id = begin(ada)
+    good, bad = ask(ada, id, turn="good"), ask(ada, id, "Which bird?", turn="bad")
+    ask(ada, id, "And which fish?", turn="none")
+    for turn, rating in (("good", 1), ("bad", -1)):
+        assert ada.patch(f"/api/conversations/{id}/turns/{turn}", json={"rating": rating}).status_code == 204
+    path = tmp_path / "good.jsonl"
+    path.write_text(ada.get("/api/ratings").text, encoding="utf-8")
+    (case,) = load_cases(path)
+    assert (case.question, case.answers, case.kind, case.group) == (
+        "Which leaf?",
+        (good["answer"].strip(),),
+        "good",
+        id,
+    )
+    assert [one.text for one in case.passages] == [one["text"] for one in good["sources"]]
+    (line,) = ada.get("/api/ratings", params={"rating": -1}).text.splitlines()
+    wrong = json.loads(line)
+    assert (wrong["question"], wrong["answers"], wrong["given"]) == ("Which bird?", [], bad["answer"].strip())
+    path.write_text(json.dumps(wrong | {"answers": ["an owl"]}), encoding="utf-8")
+    assert load_cases(path)[0].answers == ("an owl",)
+    with client_of(ada.server, KEYS["ben"]) as ben:
+        assert ben.get("/api/ratings").text == ""
+
+
+def test_temperature_lets_answers_vary_and_no_such_answer_is_called_checked(ada: Any) -> None:
+    id = begin(ada)
+    greedy = {ask(ada, id, turn=f"g{n}", temperature=0)["answer"] for n in range(2)}
+    assert len(greedy) == 1
+    told = [ask(ada, id, turn=f"t{n}", temperature=1.5, verify="idle") for n in range(3)]
+    assert len({one["answer"] for one in told}) == 3
+    assert {one["report"]["verification"]["status"] for one in told} <= {"off", "given up"}
+    assert turns(ada, id)[-1]["asked"]["temperature"] == 1.5
+    body = {"question": "Which?", "temperature": 2.5}
+    assert ada.post("/api/collections/archive/ask", json=body).status_code == 422

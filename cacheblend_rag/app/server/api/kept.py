@@ -124,7 +124,7 @@ async def delete_conversations(here: Here) -> Response:
 @router.get("/conversations/{id}")
 async def conversation(here: Here, id: str) -> ConversationWhole:
     """A conversation with all that was said."""
-    return await here.in_thread(_whole, here, id)
+    return await here.in_thread(whole, here, id)
 
 
 @router.patch("/conversations/{id}")
@@ -172,10 +172,12 @@ def _named(one: KeptConversation) -> dict[str, Any]:
     return found | {"collections": found.pop("about").get("collections", [])}
 
 
-def _whole(here: Session, id: str) -> ConversationWhole:
+def whole(here: Session, id: str, rating: int | None = None) -> ConversationWhole:
+    """A conversation with all that was said, or with the answers that were rated so."""
     found = here.conversations.get(id)
     texts: dict[tuple[str, str, int], str] = {}
-    turns = [_turn(here, one, texts) for one in here.conversations.turns(id)]
+    chosen = [one for one in here.conversations.turns(id) if rating is None or one.rating == rating]
+    turns = [_turn(here, one, texts) for one in chosen]
     return ConversationWhole(**_named(found), all_turns=turns)
 
 
@@ -316,7 +318,7 @@ def _asked(body: AskBody, collection: Collection) -> dict[str, Any]:
     return {**given, "collections": among.collections, "documents": among.documents, "follows": follows}
 
 
-_SETTINGS = {"k", "ratio", "rule", "max_tokens", "instructions", "model", "reasoning", "verify"}
+_SETTINGS = {"k", "ratio", "rule", "max_tokens", "instructions", "model", "reasoning", "verify", "temperature"}
 
 
 def _follow_verification(here: Session, kept: KeptAnswer, answer: AnswerUnderWay) -> None:

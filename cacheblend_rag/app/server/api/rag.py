@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app import collection as articles
 from cacheblend_rag.app.server.api.bodies import bounded_router
+from cacheblend_rag.app.server.api.completions import COLDEST
 from cacheblend_rag.app.server.api.kept import give_back_unread, going_on
 from cacheblend_rag.app.server.api.rag_bodies import (
     Among,
@@ -385,7 +386,11 @@ async def _answered(here: Session, request: Request, collection: Collection, bod
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
     arguments = DecodeArguments(
-        max_new_tokens=required, temperature=0.0, verify=body.verify, reasoning=level, reasoning_tokens=thought_most
+        max_new_tokens=required,
+        temperature=_temperature(body),
+        verify=body.verify,
+        reasoning=level,
+        reasoning_tokens=thought_most,
     )
 
     async def prepared(slot: Slot) -> _Answering:
@@ -402,6 +407,11 @@ async def _answered(here: Session, request: Request, collection: Collection, bod
         return EventStream(_to_the_end(event(*one) async for one in answering.told()), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, answering.whole())
+
+
+def _temperature(body: AskBody) -> float:
+    """The temperature of an answer; next to none is none, as in `/v1`."""
+    return 0.0 if body.temperature is None or body.temperature < COLDEST else body.temperature
 
 
 async def _in_a_slot(

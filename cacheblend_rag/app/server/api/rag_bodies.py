@@ -76,11 +76,14 @@ class AskBody(CompareBody):
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
     prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
 
+    ``temperature`` above 0 samples; by default the likeliest token is taken each time.
+
     With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
     on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
     nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
     """
 
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     conversation: TurnId | None = None
     turn: TurnId | None = None
     resume: bool = False

@@ -22,6 +22,7 @@ from cacheblend_rag.app.server.storage.conversations import (
     has_deleted,
     purge_deleted,
 )
+from cacheblend_rag.app.server.storage.prompts import SavedPrompts
 from cacheblend_rag.app.server.storage.tables import (
     MOST,
     SOME,
@@ -361,7 +362,7 @@ class Catalogue:
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.deletions, self.uploads = backend, Deletions(backend), Uploads(backend)
-        self.kept = KeptConversations(backend)
+        self.kept, self.prompts = KeptConversations(backend), SavedPrompts(backend)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,4 +1,4 @@
-"""Conversations of a tenant whose last key was revoked: erased without its server, or beside it."""
+"""Conversations and saved prompts of a tenant whose last key was revoked: erased without its server, or beside it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from sqlalchemy import text
 
 from cacheblend_rag.app.server.storage.conversations import KeptConversations, has_deleted, purge_deleted
+from cacheblend_rag.app.server.storage.prompts import SavedPrompts
 from cacheblend_rag.app.server.storage.sqlite import CatalogueDamagedError, SqliteBackend
 from cacheblend_rag.app.server.storage.tables import MOST, Backend
 
@@ -16,7 +17,7 @@ _PATIENCE, _AGAIN = 10.0, 0.1
 
 
 def erase_conversations(data: Path, tenant: str, database: str | None) -> int:
-    """Erase all conversations of a tenant; how many they were.
+    """Erase all conversations and saved prompts of a tenant; how many conversations they were.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ def erase_conversations(data: Path, tenant: str, database: str | None) -> int:
     try:
         done = _erased(backend)
         until = time.monotonic() + _PATIENCE
-        while done and backend.read(text("PRAGMA wal_checkpoint(TRUNCATE)"))[0][0] and time.monotonic() < until:
+        while backend.read(text("PRAGMA wal_checkpoint(TRUNCATE)"))[0][0] and time.monotonic() < until:
             time.sleep(_AGAIN)
         return done
     finally:
@@ -59,6 +60,7 @@ def erase_conversations(data: Path, tenant: str, database: str | None) -> int:
 
 
 def _erased(backend: Backend) -> int:
+    SavedPrompts(backend).delete(None)
     done = KeptConversations(backend).mark_deleted(None)
     while has_deleted(backend):
         purge_deleted(backend, MOST)

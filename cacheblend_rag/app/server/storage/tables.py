@@ -154,6 +154,8 @@ quotes = sa.Table(
     _text("document", primary_key=True, index=True),
     sqlite_with_rowid=False,
 )
+# Saved by their tenant.
+prompts = sa.Table("prompts", later, _text("id", primary_key=True), _text("title"), _text("text"))
 # Triggers keep them.
 totals = sa.Table("totals", metadata, _text("what", primary_key=True), _whole("bytes"))
 

@@ -12,9 +12,12 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, watch
 from tests.app.server.page.driving import compare_off
+from tests.app.server.page.test_axe import AXE
+from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, Gate, keyed
 from tests.app.server.test_kept_conversations import gate as gate
 
@@ -229,4 +232,153 @@ def test_page_says_that_no_more_may_be_kept_and_answers(
         problems.clear()  # the browser notes every refusal
         turn.get_by_role("button", name="Try again").click()
         assert done(page.locator(".turn").last)
+        page.close()
+
+
+def test_conversations_are_renamed_and_pinned(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, problems: list[str]
+) -> None:
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        for question in ("Which leaf is it?", "Which bird is it?"):
+            done(send(page, question))
+            page.get_by_role("button", name="New", exact=True).click()
+        page.get_by_role("button", name="History").click()
+        names = page.locator("#history .past .name")
+        page.get_by_role("button", name="Pin conversation: Which leaf is it?").click()
+        expect(names).to_have_text(["Which leaf is it?", "Which bird is it?"])
+        page.get_by_role("button", name="Rename conversation: Which leaf is it?").click()
+        page.get_by_label("Title of the conversation").fill("About leaves")
+        page.keyboard.press("Enter")
+        expect(names).to_have_text(["About leaves", "Which bird is it?"])
+        page.get_by_role("button", name="Rename conversation: Which bird is it?").click()
+        page.keyboard.press("Escape")
+        expect(page.locator("#history")).to_be_visible()
+        page.reload()
+        page.get_by_role("button", name="History").click()
+        expect(names).to_have_text(["About leaves", "Which bird is it?"])
+        page.get_by_label("Search questions and answers").fill("about")
+        expect(names).to_have_text(["About leaves"])
+        page.close()
+
+
+def test_answers_are_rated_and_saved_for_the_evaluation(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext
+) -> None:
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        turn = send(page, "Which leaf?")
+        text = done(turn)
+        good, bad = turn.get_by_role("button", name="Good answer"), turn.get_by_role("button", name="Bad answer")
+        bad.click()
+        expect(bad).to_have_attribute("aria-pressed", "true")
+        with page.expect_response("**/turns/*"):
+            good.click()
+        expect(good).to_be_focused()
+        expect(bad).to_have_attribute("aria-pressed", "false")
+        page.reload()
+        expect(good).to_have_attribute("aria-pressed", "true")
+        page.get_by_role("button", name="History").click()
+        page.get_by_role("button", name="Save the bad ones").click()
+        expect(page.locator("#history .error")).to_have_text("No answer was rated bad.")
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Save the good ones").click()
+        saved.value.save_as(tmp_path / "good.jsonl")
+        (case,) = load_cases(tmp_path / "good.jsonl")
+        assert (case.question, len(case.passages)) == ("Which leaf?", 4)
+        assert text
+        page.close()
+
+
+@pytest.mark.parametrize("where", ["server", "browser"])
+def test_prompts_are_saved_and_used(
+    model: Path, docs: Path, tmp_path: Path, browser: Browser, problems: list[str], where: str
+) -> None:
+    keys = KEYS if where == "server" else {}
+    with (
+        running(settings_for(model, docs, tmp_path, keys=keys)) as server,
+        visitor(browser, problems, keys.get("ada", "")) as made,
+    ):
+        page = open_page(made, server.url)
+        page.locator("#question").fill("Who are the parties?")
+        page.get_by_role("button", name="Saved prompts").click()
+        page.get_by_label("Save what is written as").fill("Parties")
+        page.keyboard.press("Enter")
+        expect(page.locator("#prompts-list .name")).to_have_text(["Parties"])
+        page.keyboard.press("Escape")
+        page.locator("#question").fill("")
+        page.reload()
+        assert ("the parties?" in stored(page)) == (where == "browser")
+        page.locator("#question").fill("In short:")
+        page.get_by_role("button", name="Saved prompts").click()
+        page.locator("#prompts-list .open").click()
+        expect(page.locator("#question")).to_have_value("In short:\nWho are the parties?")
+        expect(page.locator("#question")).to_be_focused()
+        page.get_by_role("button", name="Saved prompts").click()
+        page.get_by_role("button", name="Delete prompt Parties").click()
+        expect(page.locator("#prompts-list")).to_contain_text("None yet.")
+    assert problems == []
+
+
+def test_temperature_goes_with_the_question(model: Path, docs: Path, tmp_path: Path, ada: BrowserContext) -> None:
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        page.get_by_label("Temperature").fill("0.7")
+        page.keyboard.press("Tab")
+        with page.expect_request("**/ask") as asked:
+            done(send(page, "Which leaf?"))
+        assert asked.value.post_data_json["temperature"] == 0.7
+        page.get_by_role("button", name="As the server has it").click()
+        expect(page.get_by_label("Temperature")).to_have_value("0")
+        with page.expect_request("**/ask") as asked:
+            done(send(page, "And which bird?"))
+        assert "temperature" not in asked.value.post_data_json
+        page.close()
+
+
+@pytest.mark.parametrize("size", [(1280, 860), (390, 844)], ids=["desktop", "phone"])
+def test_axe_finds_nothing_in_what_is_kept(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, problems: list[str], size: tuple[int, int]
+) -> None:
+    def check() -> None:
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+            found = AXE.run(page, options={"resultTypes": ["violations"]})
+            assert found.violations_count == 0, f"{scheme}: {found.generate_report()}"
+
+    with keyed(model, docs, tmp_path) as server, client_of(server, KEYS["ada"]) as client:
+        id = new_collection(client)
+        upload(client, id, {"only.txt": passage(900), "other.txt": passage(901)})
+        settle(server.service)
+        page = open_page(ada, server.url)
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        page.locator("#collection").select_option(label="Mine")
+        page.get_by_role("button", name="Saved prompts").click()
+        check()
+        page.locator("#question").evaluate("(box) => (box.value = 'Which leaf?')")
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Saved prompts").click()
+        page.get_by_label("Save what is written as").fill("Leaves")
+        page.keyboard.press("Enter")
+        expect(page.locator("#prompts-list .name")).to_have_text(["Leaves"])
+        check()
+        page.keyboard.press("Escape")
+        done(send(page, "Which leaf?"))
+        page.get_by_role("button", name="Good answer").click()
+        client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['only.txt']}")
+        send(page, "And which bird?")
+        expect(page.locator(".turn").first).to_have_attribute("data-status", "erased")
+        done(page.locator(".turn").last)  # it is asked without the turn that was erased
+        expect(page.locator(".turn")).to_have_count(2)
+        problems.clear()  # the browser notes every refusal
+        page.reload()
+        expect(page.locator(".turn").first).to_have_attribute("data-status", "erased")
+        page.get_by_role("button", name="Good answer").last.click()
+        check()
+        page.get_by_role("button", name="History").click()
+        page.get_by_role("button", name="Pin conversation: Which leaf?").click()
+        expect(page.locator("#history .pinned")).to_have_count(1)
+        check()
+        page.get_by_role("button", name="Rename conversation: Which leaf?").click()
+        check()
         page.close()

@@ -4,7 +4,7 @@ import { ApiError, call, stream } from "./api.js";
 import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
-import { addKept, beginKept, keeping, turnKept } from "./kept.js";
+import { addKept, beginKept, keeping, renewKept, turnKept } from "./kept.js";
 import { takeVerification, verifyOf } from "./verifying.js";
 import { addPoint, changed, comparing, conversation, conversationFor, model, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
 
@@ -67,13 +67,14 @@ function upTo(turn) {
  * Ask, show the answer as it comes, and compare methods where that is wanted.
  * By default it follows the latest turn, and is as long as the settings say.
  */
-export async function ask(question, { earlier = null, tokens = state.tokens } = {}) {
+export async function ask(question, { earlier = null, tokens = state.tokens, anew = false } = {}) {
   if (running || !state.collection) return;
   running = new AbortController();
   const { collection, ratio, rule, instructions } = state;
   const { one, refused } = await conversationToAskIn(collection);
   const { turns } = one;
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
+  turn.temperature = state.temperature;
   turn.from = state.from === null ? null : structuredClone(state.from);
   turn.model = modelName();
   turn.reasoning = model()?.thinks ? state.reasoning : null;
@@ -86,7 +87,10 @@ export async function ask(question, { earlier = null, tokens = state.tokens } = 
   state.selected = turn.id;
   changed("conversation", { latest: turn });
   await (reading = attend(turn, (signal) => asked(turn, signal, refused)));
-  if (turn.status === "done" && comparing()) await compare(turn);
+  if (turn.code === "history_erased" && !anew) {
+    await renewKept(); // a document was deleted elsewhere: what was made from it is not followed
+    await ask(question, { earlier, tokens, anew: true });
+  } else if (turn.status === "done" && comparing()) await compare(turn);
 }
 
 /** Ask the same again, after the same turns, with model and settings as they are now, or a longer answer. */
@@ -120,6 +124,7 @@ async function* asked(turn, signal, refused = null) {
   if (turn.kept) body.conversation = turn.kept;
   else body.resume = true;
   if (turn.reasoning !== null) body.reasoning = turn.reasoning;
+  if (turn.temperature) body.temperature = turn.temperature;
   yield* stream("POST", path(turn, "ask"), body, signal);
 }
 
@@ -219,7 +224,7 @@ function fail(turn, error) {
     return;
   }
   turn.status = "failed";
-  turn.error = error.message;
+  Object.assign(turn, { error: error.message, code: error.code });
   if (!(error instanceof ApiError)) throw error;
 }
 

@@ -8,6 +8,7 @@ import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
+import { ratingView } from "./rating.js";
 import { describe } from "./sources.js";
 import { collection, isWaiting, on, state, turns } from "./store.js";
 import { thoughtView } from "./thought.js";
@@ -130,7 +131,7 @@ function showSources(node, turn) {
 
 function showFoot(node, turn) {
   const { report } = turn;
-  const now = `${turn.status}/${Boolean(report)}`;
+  const now = `${turn.status}/${Boolean(report)}/${turn.rating ?? 0}`;
   if (node.dataset.now === now) return;
   node.dataset.now = now;
   node.replaceChildren();
@@ -140,6 +141,7 @@ function showFoot(node, turn) {
   });
   const ended = !isWaiting(turn);
   if (ended && turn.answer.trim()) node.append(copyAnswer);
+  if (turn.status === "done" && turn.answer.trim()) node.append(el("span", { class: "thumbs", role: "group", "aria-label": "Rate this answer" }, ratingView(turn)));
   if (!report) return;
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
@@ -294,6 +296,11 @@ export function startConversation() {
     showSuggestions();
   });
   on("asking", showSuggestions);
+  on("rated", (turn) => {
+    const held = document.activeElement?.dataset.rating;
+    views.get(turn.id)?.update();
+    if (held) views.get(turn.id)?.root.querySelector(`.thumb[data-rating="${held}"]`)?.focus();
+  });
   on("rows", (turn) => views.get(turn.id)?.update());
   on("turn", (turn) => {
     views.get(turn.id)?.update();

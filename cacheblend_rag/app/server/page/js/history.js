@@ -5,7 +5,8 @@ import { isAsking, leave, resume } from "./asking.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
 import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
-import { deleteKept, keeping, listKept, loadKept } from "./kept.js";
+import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
+import { saveRated } from "./rating.js";
 import { changed, forget, KEY, state, unread } from "./store.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
@@ -45,7 +46,7 @@ const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.co
 
 /** Whether every word that is searched for stands somewhere in a conversation. */
 function holds(one, words) {
-  const text = one.turns.map((turn) => `${turn.question}\n${turn.answer}`).join("\n").toLowerCase();
+  const text = [one.title ?? "", ...one.turns.map((turn) => `${turn.question}\n${turn.answer}`)].join("\n").toLowerCase();
   return words.every((word) => text.includes(word));
 }
 
@@ -54,7 +55,7 @@ function itemView(one) {
   const facts = `${when.format(one.created)} · ${count(sizeOf(one), "question")} · ${name}`;
   const open = el(
     "button",
-    { type: "button", class: "open", "aria-current": one.id === state.conversation ? "true" : null, on: { click: () => show(one) } },
+    { type: "button", class: "open", data: { of: one.id }, "aria-current": one.id === state.conversation ? "true" : null, on: { click: () => show(one) } },
     el("span", { class: "name", text: titleOf(one) }),
     el("small", { text: facts }),
   );
@@ -67,7 +68,41 @@ function itemView(one) {
   const save = button("Save", async () => {
     if (!one.kept || one.loaded || (await attempt(() => loadKept(one)))) saveConversation(one, name);
   }, { class: "quiet", "aria-label": `Save conversation: ${titleOf(one)}` });
-  return el("li", {}, open, save, remove);
+  const pin = button(one.pinned ? "Unpin" : "Pin", () => change(one, { pinned: !one.pinned }), {
+    class: "quiet",
+    "aria-label": `${one.pinned ? "Unpin" : "Pin"} conversation: ${titleOf(one)}`,
+  });
+  const rename = button("Rename", () => renameIn(row, one), { class: "quiet", "aria-label": `Rename conversation: ${titleOf(one)}` });
+  const row = el("li", { class: one.pinned ? "pinned" : null }, open, el("span", { class: "deeds" }, pin, rename, save, remove));
+  return row;
+}
+
+/** Give a conversation a title, or pin it. */
+async function change(one, values) {
+  if (one.kept && !(await attempt(() => changeKept(one, values)))) return;
+  Object.assign(one, values);
+  changed("titles");
+  render();
+  $("history").querySelector(`[data-of="${one.id}"]`)?.focus();
+}
+
+/** A field in the place of a conversation's name; empty, it is that of its first question again. */
+function renameIn(row, one) {
+  const box = el("input", { type: "text", maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
+  box.value = one.title ?? "";
+  const form = el("form", { class: "pair" }, box, el("button", { type: "submit", text: "Rename" }), button("Cancel", () => render()));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    change(one, { title: box.value.trim() });
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the dialog around it stays open
+    event.stopPropagation();
+    render();
+  });
+  row.replaceChildren(form);
+  box.focus();
 }
 
 let searching = 0; // only what the latest search found is shown
@@ -85,7 +120,7 @@ async function showList(list, all, searched) {
 }
 
 function render() {
-  const found = state.conversations.filter((one) => sizeOf(one)).sort((a, b) => (b.latest ?? b.created) - (a.latest ?? a.created));
+  const found = state.conversations.filter((one) => sizeOf(one)).sort((a, b) => Boolean(b.pinned) - Boolean(a.pinned) || (b.latest ?? b.created) - (a.latest ?? a.created));
   const body = $("history").querySelector(".body");
   const told = el("p", { class: "error", role: "alert" });
   if (!found.length) return body.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }), told);
@@ -101,12 +136,21 @@ function render() {
   const search = el("input", { type: "search", "aria-label": "Search questions and answers", placeholder: "Search questions and answers" });
   search.addEventListener("input", () => showList(list, found, search.value));
   showList(list, found, "");
+  const rated = el("p", { class: "hint rated" }, "Rated answers, for the evaluation: ", [1, -1].map((rating) => button(rating > 0 ? "Save the good ones" : "Save the bad ones", () => saveAll(rating, told), { class: "link" })));
   body.replaceChildren(
     search,
     list,
     told,
+    rated,
     el("div", { class: "row" }, el("p", { class: "hint", text: placeOf(found) }), all),
   );
+}
+
+async function saveAll(rating, told) {
+  told.textContent = "";
+  await attempt(async () => {
+    if (!(await saveRated(rating))) told.textContent = rating > 0 ? "No answer was rated good." : "No answer was rated bad.";
+  });
 }
 
 /** Where the conversations are kept, in a sentence. */

@@ -25,7 +25,7 @@ function turnFrom({ id, collection }, told) {
   const { collections, documents = [] } = asked;
   const turn = { id: told.id, kept: id, question: told.question, collection: collections[0] ?? collection, at: told.at };
   turn.from = collections.length === 1 && !documents.length ? null : { collections, documents: documents.map((one) => ({ id: one })) };
-  Object.assign(turn, { ratio: asked.ratio ?? null, rule: asked.rule ?? null, tokens: asked.max_tokens ?? null });
+  Object.assign(turn, { ratio: asked.ratio ?? null, rule: asked.rule ?? null, tokens: asked.max_tokens ?? null, temperature: asked.temperature ?? null });
   Object.assign(turn, { instructions: asked.instructions ?? null, model: asked.model ?? null, reasoning: asked.reasoning ?? null });
   Object.assign(turn, { passages: asked.k ?? state.server.settings.passages, earlier: asked.follows });
   Object.assign(turn, { status: STATES[told.state] ?? told.state, answerId: told.answer_id, answer: told.answer, thought: told.thought });

@@ -20,6 +20,8 @@ export const state = {
   rule: null,
   passages: null, // for each answer
   tokens: null, // of the longest answer
+  temperature: null, // null: 0, the likeliest words
+  prompts: [], // {id, title, text} that were saved here; where conversations are kept, the server has them
   instructions: null, // what the model is told before the passages
   verify: null, // whether answers are checked; null: yes
   reasoning: null, // whether the model thinks first; null: as the server has it
@@ -32,7 +34,7 @@ export const state = {
 };
 const firsts = structuredClone(state);
 const KINDS = { collection: "string", model: "string", conversation: "string", selected: "string", ratio: "number", rule: "string" };
-Object.assign(KINDS, { passages: "number", tokens: "number", instructions: "string", compare: "boolean", pace: "number" });
+Object.assign(KINDS, { passages: "number", tokens: "number", temperature: "number", instructions: "string", compare: "boolean", pace: "number" });
 const GONE_KEPT = 1000;
 const own = new Set(); // ids of turns that this tab has worked on; of others the kept ones are the latest
 
@@ -188,7 +190,7 @@ export function forgetTexts(id) {
 
 /** Nobody may read what is kept before the server has accepted a key. */
 export function forgetAll() {
-  for (const name of ["conversations", "conversation", "selected", "instructions", "from", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  for (const name of ["conversations", "conversation", "selected", "instructions", "from", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
   try {
     sessionStorage.removeItem(NAME);
     localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
@@ -231,12 +233,13 @@ export function restore() {
     if (name in state && name !== "server" && fits(name, value)) state[name] = value;
   }
   state.conversations = sound(state.conversations);
-  for (const name of ["points", "jobs"]) state[name] = state[name].filter(isObject);
+  for (const name of ["points", "jobs", "prompts"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (isWaiting(turn) && !turn.resumes) turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
     turn.instructions ??= null;
+    turn.temperature ??= null;
     turn.model ??= null;
     turn.reasoning ??= null;
     turn.passages ??= 6;
