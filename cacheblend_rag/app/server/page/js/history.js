@@ -88,7 +88,7 @@ async function change(one, values) {
 
 /** A field in the place of a conversation's name; empty, it is that of its first question again. */
 function renameIn(row, one) {
-  const box = el("input", { type: "text", maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
+  const box = el("input", { maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
   box.value = one.title ?? "";
   const form = el("form", { class: "pair" }, box, el("button", { type: "submit", text: "Rename" }), button("Cancel", () => render()));
   form.addEventListener("submit", (event) => {
