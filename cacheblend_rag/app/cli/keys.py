@@ -108,6 +108,4 @@ def _erase(parsed: argparse.Namespace, tenant: str, keys: Sequence[KeyEntry]) ->
     given = given_options(parsed)
     data = Path(given["data_dir"].value) if "data_dir" in given else default_data_path()
     done = erase_conversations(data, tenant, given["database"].value if "database" in given else None)
-    print(
-        f"It was the last key of {tenant}: {done} conversations are erased, and saved prompts. Documents stay, for a key made later."
-    )
+    print(f"It was the last key of {tenant}: {done} conversations are erased, and saved prompts. Documents stay.")
