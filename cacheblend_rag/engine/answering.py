@@ -118,6 +118,7 @@ class Answering:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             answer, cache = self._decode(blend, options, sink)
+            pipeline.segments.hear(answer.text)
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
@@ -153,6 +154,7 @@ class Answering:
             self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
             answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs)
+            self.pipeline.segments.hear(answer.text)
             trace.answered(answer)
         return answer
 
@@ -257,7 +259,7 @@ class Answering:
     def _repeatable(self, options: DecodeOptions) -> DecodeOptions:
         """The options, with a seed where an answer that is drawn will be drawn again."""
         model = self.pipeline.segments.model.adapter.model
-        if self._verifies(options) != "always" or options.seed is not None:
+        if self._verifies(options) not in ("always", "idle") or options.seed is not None:
             return options
         if not options.samples(model, self.tokenizer):
             return options
@@ -311,8 +313,6 @@ class Answering:
             return Verification(reason="verify_share leaves it out")
         model, lookup, choice = self.pipeline.segments.model, blend.lookup, blend.choice
         split = lookup.fit.split
-        if options.samples(model.adapter.model, self.tokenizer):  # the program may draw meanwhile, as the check would
-            return Verification(reason="tokens were drawn by chance; verify='always' checks such an answer")
         fingerprint = model.fingerprint
         # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
@@ -320,7 +320,7 @@ class Answering:
         kept = {
             "logits_processor": others,
             "generation_config": config,
-            "do_sample": False,
+            "do_sample": options.samples(model.adapter.model, self.tokenizer),
             "logprobs": None,
             "top_logprobs": None,
         }

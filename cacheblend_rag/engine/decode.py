@@ -6,12 +6,13 @@ import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from transformers import GenerationConfig
-from transformers.generation import StoppingCriteria
+from transformers.generation import LogitsProcessorList, StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.config import (
@@ -29,7 +30,7 @@ from cacheblend_rag.config import (
     whole,
 )
 from cacheblend_rag.engine.grammar import Grammar
-from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenMask, logit_bias
+from cacheblend_rag.engine.logits import Drawing, LogProbs, Penalties, TokenMask, logit_bias
 from cacheblend_rag.engine.repetition import repeats
 from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
@@ -63,6 +64,9 @@ _GRAMMAR = kind_of("what engine.grammar(schema) gives", lambda value: isinstance
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
+
+Sample = Callable[..., Any]
+"""Transformers' loop over tokens: it is called with the model, ``input_ids`` and what ``generate`` prepared."""
 
 
 class DecodeArguments(TypedDict, total=False):
@@ -427,20 +431,18 @@ def decode(
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), cache_argument(model): cache}
 
     def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        return type(model)._sample(_PrefilledModel(model, logits, cache, own_step), input_ids, **arguments)
+        return type(model)._sample(_PrefilledModel(model, logits, cache, step), input_ids, **arguments)
 
-    with _RandomState(options.seed, logits.device) as chance:
-        own_step = chance.apart_from(step) if step is not None else None
-        return generate(
-            model,
-            tokenizer,
-            inputs=inputs,
-            options=options.model_copy(update={"seed": None}),
-            on_text=on_text,
-            cancelled=cancelled,
-            window=window,
-            custom_generate=continue_from_fused,
-        )
+    return generate(
+        model,
+        tokenizer,
+        inputs=inputs,
+        options=options,
+        on_text=on_text,
+        cancelled=cancelled,
+        window=window,
+        sample=continue_from_fused,
+    )
 
 
 def generate(
@@ -452,7 +454,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     window: int | None = None,
-    **how: Any,
+    sample: Sample | None = None,
 ) -> DecodedAnswer:
     """Prefill and decode by transformers' own generation.
 
@@ -462,8 +464,8 @@ def generate(
         Inputs of the model: ``input_ids``, and whatever belongs to them.
     model, tokenizer, options, on_text, cancelled, window
         As for `decode`.
-    **how
-        Passed on to ``generate``.
+    sample : callable, optional
+        Stands for the model's own loop over tokens, prefill included.
 
     Raises
     ------
@@ -490,13 +492,15 @@ def generate(
     vocabulary = model.config.get_text_config().vocab_size
     processors = [thinking.of_answer(one) for one in options.processors(noted, end_ids, vocabulary)]
     processors.append(thinking.forcing(end_ids))
-    with evaluating(model), _RandomState(options.seed, ids.device):
+    if options.seed is not None:
+        sample = partial(_drawn_by, options.seed, sample or _own_sample)
+    with evaluating(model):
         keeping_nothing(model).generate(
             **inputs,
             generation_config=config,
             stopping_criteria=[assembler],
             logits_processor=processors,
-            **how,
+            custom_generate=sample,
         )
     answer = assembler.result()
     return answer if noted is None else replace(answer, logprobs=tuple(noted.rest(answer.token_ids, answer.text)))
@@ -550,55 +554,17 @@ class _PrefilledModel:
         return CausalLMOutputWithPast(logits=logits, **{CACHE_FIELD: self._cache})
 
 
-class _RandomState:
-    """PyTorch's random numbers, begun anew for one answer; what others draw meanwhile is theirs.
+def _drawn_by(seed: int, sample: Sample, model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+    """The sampling loop, its tokens drawn by a seed if they are drawn at all."""
+    config, processors = arguments["generation_config"], arguments["logits_processor"]
+    if config.do_sample:
+        config.do_sample = False
+        arguments["logits_processor"] = LogitsProcessorList([*processors, Drawing(seed, input_ids.device)])
+    return sample(model, input_ids, **arguments)
 
-    Parameters
-    ----------
-    seed : int or None
-        None takes them as they come.
-    device : torch.device
-        Where tokens are drawn.
-    """
 
-    def __init__(self, seed: int | None, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-        self._others: list[torch.Tensor] = []  # their state, while this answer draws
-
-    def __enter__(self) -> _RandomState:
-        if self._seed is not None:
-            self._others = self._state()
-            torch.manual_seed(self._seed)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._others:
-            self._set(self._others)
-
-    def apart_from(self, step: Step) -> Step:
-        """The step, during which others may draw."""
-        if self._seed is None:
-            return step
-
-        def separated(inputs: Mapping[str, Any]) -> torch.Tensor:
-            own, others = self._state(), self._others
-            self._set(others)
-            self._others = []  # if the step fails, theirs is in place
-            logits = step(inputs)
-            self._others = self._state()
-            self._set(own)
-            return logits
-
-        return separated
-
-    def _state(self) -> list[torch.Tensor]:
-        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_gpu]
-
-    def _set(self, state: Sequence[torch.Tensor]) -> None:
-        torch.set_rng_state(state[0])
-        for of_gpu in state[1:]:
-            torch.cuda.set_rng_state(of_gpu, self._device)
+def _own_sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+    return type(model)._sample(model, input_ids, **arguments)
 
 
 class _TextAssembler(StoppingCriteria):  # type: ignore[misc]

@@ -35,17 +35,30 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
 
 
 def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
-    """Jobs that store the chunks of a prompt for which no record was looked for: it went on from one in memory.
+    """Jobs that store the chunks of a prompt for which no record was looked for.
 
-    Other prompts have these chunks in another order, and nothing to go on from.
+    It went on from one in memory: other prompts have these chunks in another order, and nothing to go on from. Or it
+    has too few chunk tokens: then text in it that repeats is stored, as it may stand beside more of it next time.
     """
     config, fit, split = pipeline.config, lookup.fit, lookup.fit.split
+    if not lookup.plain or config.write_back == "off":
+        return {}
     few = has_few_chunks(split, config.min_tokens)
-    if lookup.kept is None or not lookup.plain or config.write_back == "off" or few:
+    if lookup.kept is None if not few else not _is_stored(pipeline, lookup):
         return {}
     # Those that are stored already are passed over where the jobs are done.
     chunks = chunks_of(pipeline.segments, fit, split)
+    if few:
+        chunks = tuple(one for one, chunk in zip(chunks, split.located, strict=True) if chunk.found)
     return pipeline.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=chunks, records={}))
+
+
+def _is_stored(pipeline: Pipeline, lookup: Lookup) -> bool:
+    """Whether text that repeats is stored of a prompt with too few chunk tokens."""
+    split, policy = lookup.fit.split, pipeline.policy
+    reads = policy.rule.reads_store and not policy.prefills_all
+    found = any(chunk.found for chunk in split.located)
+    return reads and found and pipeline.segments.model.adapter.reusable(len(split.input_ids))
 
 
 def keep_session(

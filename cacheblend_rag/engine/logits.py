@@ -274,3 +274,18 @@ def logprob_dicts(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any]]:
         }
         for one in tokens
     ]
+
+
+class Drawing:
+    """Draws each token by random numbers of its own, so that what others draw is theirs.
+
+    It leaves the drawn token alone to choose from. The tokens are those of ``torch.manual_seed(seed)`` before
+    transformers' own drawing.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._chance = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        drawn = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._chance)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)

@@ -127,6 +127,11 @@ class Segments:
     latest: LatestContexts = field(default_factory=LatestContexts)
     repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
 
+    def hear(self, answer: str) -> None:
+        """Take note of an answer, where text that repeats is looked for: nothing that it says first is found later."""
+        if self.config.finds_repeated:
+            self.repeated.of(self.config.salt).hear(answer)
+
     # Identity ------------------------------------------------------------------------------
 
     def describe(

@@ -23,6 +23,7 @@ from cacheblend_rag.prompt.matching import rebuild
 from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
 from cacheblend_rag.prompt.prompt import Prompt
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
+from cacheblend_rag.prompt.spans import Flags, Known, new_spans
 
 SHORTEST_SPAN = 64
 """Tokens of a span at least."""
@@ -31,21 +32,19 @@ SHORTEST_SPAN = 64
 _WINDOW = 320
 # A last line such as "Helpful Answer:" is a cue, and no longer; the line before it belongs to it.
 _CUE = 40
-_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE = 1, 2, 4
+_NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
+_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN, _ENDS = 1, 2, 4, 8, 16
 # Turns the hash of a message's end into a key of its own.
 _END = np.uint64(0xD1B54A32D192ED03)
-# A piece of so many bytes that does not end a sentence is not left at the end of a new span.
-_SLIGHT = 24
-_CLOSE = frozenset(".!?…。！？\"'”)")
-# Where a template's next passage begins: a tag, a title in brackets or a fence, with a line's end before or behind it.
-_MARK = re.compile(r"<[^<>\n]*>|\[[^\[\]\n]*\]|```|\"\}")
+# So many pieces at most, less one, stand between a message's last window and its end.
+_TO_END = 6
+# Those of a message's first and last few pieces.
+_HEAD, _TAIL = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 # Spans that may begin with the same window.
 _SAME_START = 4
 _TENANTS = 128
 _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,10 @@ class RepeatedText:
     - Words that one message alone has held never count, however often a client sends it again.
     - A beginning that two prompts have in common never counts.
     - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once.
-    - The end of what the user said last, which is the question, never counts. Neither does text that was seen before
-      directly in front of the same end, back to text that was found already.
+    - The end of what the user said last, which is the question, never counts.
+    - Words that were first seen in an answer, or in a question before they were found, never count anywhere: a client
+      may send a chat again as text, to ask for its title. Neither does text that was seen before directly in front of
+      these words, or of what was a message's end, back to text that was found already.
 
     Parameters
     ----------
@@ -223,14 +224,20 @@ class RepeatedText:
             windows = self._cut(text, parts)
             if not len(windows.keys):
                 return []
-            known = self._note(parts, windows)
-            taken = DisjointMatches(
-                sorted(self._known_spans(windows, known.repeated), key=lambda one: one.start - one.stop)
-            )
-            new = windows.new_spans(known, taken)
+            known, again = self._note(parts, windows)
+            spans = self._known_spans(windows, again)
+            taken = DisjointMatches(sorted(spans, key=lambda one: one.start - one.stop))
+            new = new_spans(windows.hashed, windows.pieces, known, taken)
             self._keep(windows, new)
             taken.offer(new)
             return taken.matches
+
+    def hear(self, answer: str) -> None:
+        """Take note of an answer of the model: what it says first never repeats, also where a client quotes it."""
+        with self._lock:
+            keys = self._cut(answer, [Said(0, len(answer))]).keys
+            slots, was_known = self._windows.enter(keys, np.ones(len(keys), dtype=bool))
+            self._windows.young.values["flags"][slots[~was_known]] |= _OWN
 
     def forget(self, texts: Iterable[str]) -> None:
         """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found."""
@@ -250,29 +257,64 @@ class RepeatedText:
             times[known] = self._forgotten.young.values["times"][slots[known]]
         return _Windows(hashed, pieces, times)
 
-    def _note(self, parts: Sequence[Said], windows: _Windows) -> _Known:
-        """Count the windows of a prompt as seen, and give what is known of each."""
+    def _note(self, parts: Sequence[Said], windows: _Windows) -> tuple[Known, Flags]:
+        """Count the windows of a prompt as seen; what is known of each, and which of them earlier spans may hold."""
         part, keys = windows.part, windows.keys
         latest = max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
-        counted = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])[part]
-        matched = np.array([one.role != "assistant" for one in parts])[part]
-        end = windows.end_of(latest)
-        slots, was_known = self._windows.enter(np.append(keys, end), np.append(counted, np.ones(len(end), dtype=bool)))
-        end_known = was_known[len(keys) :].all()
-        slots, was_known = slots[: len(keys)], was_known[: len(keys)]
-        asked = windows.last_lines(parts[latest]) if latest >= 0 else len(windows.pieces)
-        if len(end) and end_known:
-            repeated = self._windows.young.values["flags"][slots] & _REPEATED > 0
-            asked = min(asked, windows.before_end(was_known, was_known & repeated, latest))
-        open_to = matched & ~((windows.last >= asked) & (part == latest))
-
-        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
+        counts = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])
+        borders, counted = self._borders(windows, counts, latest), counts[part]
+        answer = np.array([one.role == "assistant" for one in parts])[part]
+        asked, own_from = windows.last_lines(parts[latest]) if latest >= 0 else [len(windows.pieces)] * 2
+        in_asked, in_own = ((windows.last >= at) & (part == latest) for at in (asked, own_from))
+        ended = self._ended(windows)
+        slots, was_known = self._windows.enter(keys, counted | answer)
         values = self._windows.young.values
         flags = np.where(slots >= 0, values["flags"][slots], 0)
-        ends = flags & _GOES_ON_OTHERWISE > 0
-        goes_on = (slots >= 0) & ~ends & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
+        before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
+        own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))
+        open_to = ~answer & ~in_asked & (before | ~windows.beside(own, was_known & ~before))
+        values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
+
+        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
+        flags = np.where(slots >= 0, values["flags"][slots], 0)
+        otherwise = flags & _GOES_ON_OTHERWISE > 0
+        goes_on = (slots >= 0) & ~otherwise & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
         goes_on &= ~((windows.last + 1 >= asked) & (part == latest))
-        return _Known((flags & _REPEATED > 0) & open_to, ends, flags & _BEGINS_OTHERWISE > 0, goes_on)
+        repeated, begins = flags & _REPEATED > 0, flags & _BEGINS_OTHERWISE > 0
+        new = Known(windows.first, windows.last, repeated & open_to, otherwise, begins, goes_on, borders)
+        self._note_end(windows, latest)
+        return new, repeated & ~answer & ~in_own
+
+    def _ended(self, windows: _Windows) -> Flags:
+        """Windows that are the end of an earlier message, or stand directly in front of what is."""
+        keys, ended = windows.keys, np.zeros(len(windows.keys), dtype=bool)
+        slots, known = self._windows.enter(keys, ended)
+        at = np.flatnonzero(known & (self._windows.young.values["flags"][slots] & _ENDS > 0))
+        if len(at):
+            ends = windows.ends(at)
+            _, known = self._windows.enter(ends, np.zeros(len(ends), dtype=bool))
+            ended[at] = known.reshape(-1, len(at)).any(axis=0)
+        return ended
+
+    def _note_end(self, windows: _Windows, latest: int) -> None:
+        if len(at := windows.last_of(latest)):
+            keys = np.append(windows.keys[at], windows.ends(at)[-1:])
+            slots, _ = self._windows.enter(keys, np.ones(2, dtype=bool))
+            self._windows.young.values["flags"][slots[0]] |= _ENDS
+
+    def _borders(self, windows: _Windows, counts: Flags, latest: int) -> Flags:
+        """Pieces in front of which the beginning or the end of a message was seen to be over.
+
+        A template's words before its first passage, and behind its last one, are often too short for a window.
+        """
+        keys, beside, at = windows.edges(counts, latest)
+        slots, was_known = self._windows.enter(keys, np.ones(len(keys), dtype=bool))
+        values = self._windows.young.values
+        values["behind"][slots[~was_known]] = beside[~was_known]
+        values["flags"][slots[values["behind"][slots] != beside]] |= _GOES_ON_OTHERWISE
+        borders = np.zeros(len(windows.pieces), dtype=bool)
+        borders[at[values["flags"][slots] & _GOES_ON_OTHERWISE > 0]] = True
+        return borders
 
     def _count(
         self,
@@ -322,16 +364,6 @@ class RepeatedText:
                     break
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The state of each window of a prompt: repeated, seen to go on or to begin otherwise, goes on as it always did."""
-
-    repeated: Flags
-    ends: Flags
-    begins: Flags
-    goes_on: Flags
-
-
 class _Windows:
     """The windows of a text.
 
@@ -349,17 +381,21 @@ class _Windows:
     """
 
     def __init__(self, hashed: HashedText, pieces: Pieces, times: Hashes) -> None:
-        self._hashed, self.pieces = hashed, pieces
+        self.hashed, self.pieces = hashed, pieces
         bytes_at = hashed.bytes_before
         last = np.searchsorted(bytes_at[pieces.stops], bytes_at[pieces.starts] + _WINDOW)
         first = np.flatnonzero(last < len(pieces))
         first = first[pieces.part[last[first]] == pieces.part[first]]
         self.first, self.last, self.part = first, last[first], pieces.part[first]
         self._starts = pieces.starts[first]
-        forgotten = np.concatenate([times[:0], [0], np.cumsum(times)]).astype(np.uint64)
-        within = forgotten[self.last + 1] - forgotten[self.first]
-        self.keys = mixed(hashed.hashes(self._starts, pieces.stops[self.last]) + within)
+        self._forgotten = np.concatenate([times[:0], [0], np.cumsum(times)]).astype(np.uint64)
+        self.keys = mixed(self._stretches(self.first, self.last))
         self.before, self.behind = _eight(self._beside(first, -1)), self._beside(self.last, 1)
+
+    def _stretches(self, first: Places, last: Places) -> Hashes:
+        """Hashes of stretches of pieces; of one that holds a forgotten piece it is another than before."""
+        within = self._forgotten[last + 1] - self._forgotten[first]
+        return self.hashed.hashes(self.pieces.starts[first], self.pieces.stops[last]) + within
 
     def _beside(self, at: Places, by: int) -> npt.NDArray[np.uint16]:
         pieces, beside = self.pieces, at + by
@@ -369,39 +405,77 @@ class _Windows:
 
     def places(self) -> npt.NDArray[np.uint16]:
         """Hash of all that stands before each window."""
-        return _sixteen(self._hashed.hashes(np.zeros_like(self._starts), self._starts))
+        return _sixteen(self.hashed.hashes(np.zeros_like(self._starts), self._starts))
 
     def messages(self, parts: Sequence[Said]) -> Hashes:
         """Identity of the message of each part: its words, and the call that it answers."""
         starts, stops = np.array([(one.start, one.stop) for one in parts], dtype=np.int64).T
         calls = np.array([zlib.crc32(one.call.encode()) for one in parts], dtype=np.uint64)
-        return mixed(self._hashed.hashes(starts, stops) ^ calls)
+        return mixed(self.hashed.hashes(starts, stops) ^ calls)
 
-    def end_of(self, part: int) -> Hashes:
-        """Key of the end of a part, from its last window on; none of a part that has no window."""
-        inside = np.flatnonzero(self.part == part)[-1:]
-        stops = self.pieces.stops[self.pieces.part == part][-1:]
-        return mixed(self._hashed.hashes(self._starts[inside], stops[: len(inside)]) ^ _END)
+    def edges(self, counted: Flags, latest: int) -> tuple[Hashes, npt.NDArray[np.uint16], Places]:
+        """Keys of the stretches that a part begins or ends with and that are within a window, and what is beside them.
 
-    def before_end(self, known: Flags, repeated: Flags, part: int) -> int:
-        """First piece in front of the end of a part from which on all is known and nothing repeats."""
-        first = len(self.pieces)
-        for at in np.flatnonzero(self.part == part)[::-1].tolist():
-            if repeated[at]:
-                return max(first, int(self.last[at]) + 1)
-            if not known[at]:
-                break
-            first = int(self.first[at])
-        return first
+        Nothing of the end of the latest message: it is the question.
 
-    def last_lines(self, part: Said) -> int:
-        """First piece of a part's last line; of the line before it if the last one is a mere cue for the answer."""
-        text, start = self._hashed.text, part.start
+        Returns
+        -------
+        keys : ndarray of uint64, [edges]
+        beside : ndarray of uint16, [edges]
+            Hash of the piece beside each.
+        borders : ndarray of int64, [edges]
+            Number of the piece in front of which each begins or ends.
+        """
+        of, at = np.unique(self.part, return_index=True)
+        ends = np.append(at[1:], len(self.part)) - 1
+        numbers, part = np.arange(len(self.pieces)), self.pieces.part
+        place = np.minimum(np.searchsorted(of, part), len(of) - 1)
+        inside = counted[part] & (of[place] == part)
+        begins, stops = np.searchsorted(part, part), np.searchsorted(part, part, side="right") - 1
+        heads = numbers[inside & (numbers < self.last[at[place]])]
+        tails = numbers[inside & (part != latest) & (numbers > self.first[ends[place]])]
+        keys = [self._stretches(begins[heads], heads) ^ _HEAD, self._stretches(tails, stops[tails]) ^ _TAIL]
+        beside = np.concatenate([self._beside(heads, 1), self._beside(tails, -1)])
+        return mixed(np.concatenate(keys)), beside, np.concatenate([heads + 1, tails])
+
+    def last_of(self, part: int) -> Places:
+        """The last window of a part, if it has one and little more stands behind it."""
+        at: Places = np.flatnonzero(self.part == part)[-1:]
+        stop: Places = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1
+        return at if (self.last[at] + _TO_END > stop).all() else at[:0]
+
+    def ends(self, at: Places) -> Hashes:
+        """Keys of windows as ends of a message: each alone, and with the next few pieces, [_TO_END * windows]."""
+        stop, last = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1, self.last[at]
+        keys = [self._stretches(self.first[at], np.minimum(last + more, stop)) ^ _END for more in range(_TO_END)]
+        return mixed(np.concatenate(keys))
+
+    def beside(self, own: Flags, known: Flags) -> Flags:
+        """Windows with a piece of own ones, or of known ones that stand directly in front of them."""
+        follow = np.append((np.diff(self.first) == 1) & (np.diff(self.part) == 0), False)
+        linked, found, may_be = False, own.tolist(), (known & follow).tolist()
+        for at in range(len(found) - 1, -1, -1):
+            found[at] = linked = found[at] or (linked and may_be[at])
+        held = np.zeros(len(self.pieces) + 1, dtype=np.int64)
+        np.add.at(held, self.first[found], 1)
+        np.add.at(held, self.last[found] + 1, -1)
+        count = np.concatenate([held[:0], [0], np.cumsum(np.cumsum(held) > 0)])
+        return np.asarray(count[self.last + 1] > count[self.first])
+
+    def last_lines(self, part: Said) -> tuple[int, int]:
+        """First piece of a part's last line, and the first that no earlier span may hold.
+
+        If the last line is a mere cue for the answer, the line before it belongs to it. Without a name, as "Question:",
+        that may be a passage.
+        """
+        text, start = self.hashed.text, part.start
         stop = start + len(text[start : part.stop].rstrip())
-        at = text.rfind("\n", start, stop)
+        at = cue = text.rfind("\n", start, stop)
         if stop - at <= _CUE and text[max(at, start) : stop].endswith((":", "：")):
             at = text.rfind("\n", start, start + len(text[start : max(at, start)].rstrip()))
-        return int(np.searchsorted(self.pieces.starts, max(at, start)))
+            cue = at if _NAMED.match(text, max(at, start)) else cue
+        first, behind = np.searchsorted(self.pieces.starts, [max(at, start), max(cue, start)])
+        return int(first), int(behind)
 
     def those_there(self, at: Places, lengths: Places, texts: npt.NDArray[np.uint32], repeated: Flags) -> list[Match]:
         """Spans that stand here: by their first windows, their lengths in characters and the hashes of their texts."""
@@ -412,81 +486,13 @@ class _Windows:
         # All windows that lie within must be repeated still.
         missing = np.concatenate([[0], np.cumsum(~repeated)])
         behind = np.searchsorted(self.pieces.stops[self.last], stops, side="right")
-        right = (self._hashed.hashes(starts, stops).astype(np.uint32) == texts) & (missing[behind] == missing[at])
+        right = (self.hashed.hashes(starts, stops).astype(np.uint32) == texts) & (missing[behind] == missing[at])
         return [Match(int(start), int(stop)) for start, stop in zip(starts[right], stops[right], strict=True)]
 
     def keys_of(self, span: Match) -> tuple[Hashes, Hashes]:
         """Key of the first window of a span, and the hash of its text."""
         at = np.searchsorted(self._starts, [span.start])
-        return self.keys[at], self._hashed.hashes(np.array([span.start]), np.array([span.stop]))
-
-    def _slight(self) -> tuple[Flags, Flags]:
-        """Pieces that may be a template's: short ones that are no sentence, and those of one word among them."""
-        pieces, text = self.pieces, self._hashed.text
-        short = self._hashed.sizes(pieces.starts, pieces.stops) <= _SLIGHT
-        slight, name = np.zeros_like(short), np.zeros_like(short)
-        for at in np.flatnonzero(short).tolist():
-            piece = text[pieces.starts[at] : pieces.stops[at]]
-            slight[at] = piece[-1] not in _CLOSE
-            name[at] = slight[at] and not any(map(str.isspace, piece))
-        return slight, name
-
-    def _marked(self, slight: Sequence[bool], name: Sequence[bool]) -> list[bool]:
-        """Pieces in front of which a template's mark stands, or a line with a name; short ones between do not count."""
-        pieces, text, found, stop, named = self.pieces, self._hashed.text, list[bool](), 0, False
-        for at, (start, end) in enumerate(zip(pieces.starts.tolist(), pieces.stops.tolist(), strict=True)):
-            between = text[stop:start]
-            lines = "\n" in between or "\\n" in between
-            found.append(not slight[at] and ((lines and named) or (_MARK.search(between) is not None)))
-            named = slight[at] and (named or name[at])
-            stop = stop if slight[at] else end
-        return found
-
-    def new_spans(self, known: _Known, taken: DisjointMatches) -> list[Match]:
-        """Spans in what is left: from left to right, each as long as it can be."""
-        found, free = list[Match](), 0
-        first, last = self.first.tolist(), self.last.tolist()
-        starts, stops = self.pieces.starts.tolist(), self.pieces.stops.tolist()
-        repeated, ends, begins, goes_on = (
-            one.tolist() for one in (known.repeated, known.ends, known.begins, known.goes_on)
-        )
-
-        slight, name = (one.tolist() for one in self._slight())
-        marked = self._marked(slight, name)
-
-        def fits(at: int) -> bool:
-            return repeated[at] and taken.free(starts[first[at]], stops[last[at]])
-
-        at, count = 0, len(first)
-        while at < count:
-            if first[at] < free or not fits(at):
-                at += 1
-                continue
-            start, end = at, last[at]
-            while True:
-                follows = at + 1 < count and first[at + 1] == first[at] + 1 and fits(at + 1)
-                enough = first[at] >= last[start]
-                if follows and (begins[at + 1] or (enough and marked[first[at + 1]])):  # another span begins there
-                    end = first[at + 1] - 1
-                    break
-                if ends[at] or not follows:
-                    end = last[at]
-                    if goes_on[at] and taken.free(starts[end + 1], stops[end + 1]):
-                        end += 1
-                    break
-                at += 1
-            at += 1
-            while end > last[start] and slight[end]:
-                end -= 1
-            lead = start
-            while lead + 1 < at and slight[first[lead]] and last[lead + 1] <= end:
-                lead += 1
-                if name[first[lead - 1]]:
-                    start = lead
-            if end >= last[start]:
-                found.append(Match(starts[first[start]], stops[end]))
-                free = end + 1
-        return found
+        return self.keys[at], self.hashed.hashes(np.array([span.start]), np.array([span.stop]))
 
 
 def _eight(hashes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

@@ -205,6 +205,70 @@ def test_text_of_answers_and_of_messages_that_were_not_found_counts_for_nothing(
         assert finder.find(f"{number}\n{a}\n{b}\nWhat is it?", []) == []
 
 
+QUESTIONS = {
+    "one line": lambda: passages()[9].replace("\n", " "),
+    "several lines": lambda: f"My secret.\n{passages()[9]}\n{passages()[10]}\nWhat do you say to that?",
+    "a long last line": lambda: f"My secret.\n{passages()[9]}\n" + passages()[10].replace("\n", " "),
+    "a short last line": lambda: passages()[9].replace("\n", " ") + "\nWhat now?",
+}
+
+
+@pytest.mark.parametrize("form", QUESTIONS)
+@pytest.mark.parametrize("searches", [False, True])
+def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are(form: str, searches: bool) -> None:
+    """As Open WebUI does it: it asks for a search before a chat, and for a title, tags and more questions behind it."""
+    if searches and form == "a short last line":
+        pytest.skip("that it is a question cannot be told: the message in front of the chat holds it like any text")
+    question, draw, finder, found = QUESTIONS[form](), random.Random(1), RepeatedText(), list[str]()
+
+    def asked(*turns: tuple[str, str]) -> None:
+        found.extend(found_in(finder, *chat(*turns)))
+
+    for number in range(12):
+        told = f"<chat_history>\nUSER: {question}\n"
+        if searches:
+            asked(("user", f"### Task:\nMake queries for a search.\n{told}</chat_history>\n\n### Output:\nJSON"))
+        asked(("user", tagged(draw.sample(passages()[:6], 3), question)))
+        answer = f"In the case of {number}: {passages()[11 + number % 3]}"
+        finder.hear(answer)
+        for task in ("Find a title of 3 words", "Find 1-3 broad tags", "Suggest what may be asked next"):
+            asked(("user", f"### Task:\n{task}.\n### Chat History:\n{told}ASSISTANT: {answer}\n</chat_history>"))
+        later = tagged(draw.sample(passages()[:6], 3), f"And {number}?")
+        asked(("user", question), ("assistant", answer), ("user", later))
+    assert len(found) > 50
+    assert all(any(span in passage for passage in passages()[:6]) for span in found)
+
+
+def test_words_that_were_found_before_an_answer_quotes_them_are_found_still():
+    a, b, c, d = passages()[:4]
+    finder = RepeatedText()
+    for number, texts in enumerate(([a, b], [c, a], [d, c, a])):
+        spans = found_in(finder, tagged(texts, f"Is it number {number}?"))
+        finder.hear(f"It says: {a}")
+    assert any(a[100:300] in span for span in spans)
+
+
+def test_passages_directly_before_a_cue_are_found_once_they_stood_elsewhere():
+    a, b, c, d, e = (one.replace("\n", " ") for one in passages()[:5])
+    finder = RepeatedText()
+    for number, texts in enumerate(([a, b, c], [d, a, b], [c, e, a])):
+        spans = found_in(finder, f"Question: Is it {number}?\nContext: " + "\n\n".join(texts) + " \nAnswer:")
+    assert any(a[-200:] in span for span in spans)
+    for question in (a, f"Question: {a}\nAnswer:"):  # the same words as a question are computed
+        assert all(a[-200:] not in span for span in found_in(finder, f"{b}\n\n{d}\n\n{question}"))
+
+
+def test_templates_own_words_are_no_part_of_a_passage():
+    a, b, c, d, e, f = passages()[:6]
+    finder = RepeatedText()
+    head, foot = "Here is what was found in your files.", "Use only this, and say so if you do not know."
+    for number, texts in enumerate(([a, b, c], [d, e, f], [c, a, b], [b, d, a])):
+        messages = [("system", f"{head}\n\n" + "\n\n".join(texts) + f"\n\n{foot}"), ("user", f"Is it {number}?")]
+        spans = found_in(finder, *chat(*messages))
+        assert all(head not in span and foot not in span for span in spans)
+    assert spans
+
+
 def test_tools_answers_count_by_their_calls_and_schemas_that_move_are_found():
     a, schema = passages()[0], json.dumps({"name": "search", "description": passages()[1]})
     finder = RepeatedText()

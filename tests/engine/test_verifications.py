@@ -344,14 +344,21 @@ def test_forgotten_text_is_not_stored_again_by_a_check(begun: threading.Event) -
         assert list(engine.store.infos(KEY_PREFIX)) == []
 
 
-def test_drawn_answer_is_not_checked_later() -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_drawn_answer_is_checked_later_by_the_same_random_numbers(seed: int | None) -> None:
+    drawn = {"max_new_tokens": 12, "temperature": 1.0, "seed": seed}
     with reused(verify="idle") as engine:
-        for _ in range(2):
-            torch.manual_seed(5)
-            found = engine.generate(PROMPT, max_new_tokens=4, temperature=1.0)
-            assert found.verification.status == "off"
-            assert "verify='always'" in found.verification.reason
-        assert engine.verifications.status.waiting == 0
+        torch.manual_seed(5)
+        with engine.turns.scheduler:  # so that the check waits
+            answer = engine.generate(PROMPT, **drawn)
+            torch.manual_seed(6)
+            state = torch.random.get_rng_state()
+        found = checked(engine, answer)
+        assert torch.equal(torch.random.get_rng_state(), state), "the program's own numbers are left alone"
+        torch.manual_seed(5)
+        expected = engine.generate(PROMPT, verify="always", **drawn)
+        assert found.done
+        assert answer.text[: found.position] + found.after == expected.text
 
 
 def test_generation_config_is_that_of_the_answer() -> None:

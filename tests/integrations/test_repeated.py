@@ -12,6 +12,7 @@ import pytest
 import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from llama_index.core.llms import ChatMessage
+from transformers import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.segments import FOUND
@@ -116,6 +117,23 @@ def test_nothing_is_found_unless_it_is_asked_for(way: str, reports: list[BlendRe
         WAYS[way](engine, stuffed(texts, number))
     assert all(one.plain and not one.found for one in reports)
     assert not [*engine.store.infos("")]
+
+
+def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_with_more(
+    reports: list[BlendReport],
+) -> None:
+    engine = tiny_engine(find_repeated=True, min_tokens=150)
+    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [G, B, A])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    assert [one.plain for one in reports] == [True, True, True, False]
+    assert [[use.hit for use in one.found] for one in reports[1:3]] == [[False], [False]]
+    assert [one.hit for one in reports[3].found] == [True, True]
+    assert all(key in found_keys(engine) for key, _ in engine.store.infos("")), "nothing else is stored"
+    for options in ({"write_back": "off"}, {"selection": "all"}):
+        engine = tiny_engine(find_repeated=True, min_tokens=150, **options)
+        for number, texts in enumerate(([A, B, C], [D, A])):
+            engine.generate(stuffed(texts, number), max_new_tokens=2)
+        assert not found_keys(engine)
 
 
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
@@ -237,6 +255,103 @@ def test_questions_asked_in_a_hundred_chats_are_nowhere_on_the_disk(tmp_path: Pa
     for width in (2, 4, 8):
         assert not any(bytes_of(one, width) in on_disk for one in wanted)
     store.close()
+
+
+def quoting(number: int, question: str, texts: Sequence[str]) -> list[Any]:
+    """A chat whose earlier answer is a few words that stand in a passage, with the passages in the last message."""
+    quoted = A[20:52].strip()
+    sources = "\n".join(f"[{at}] {text}" for at, text in enumerate(texts, 1))
+    before = [SystemMessage(f"{number}. {OPENING}"), HumanMessage(f"What is {number}?"), AIMessage(quoted)]
+    return [*before, HumanMessage(f"{sources}\n\n{question}")]
+
+
+def test_short_earlier_answers_break_no_passage_and_leave_no_prefix(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
+    for number, texts in enumerate(PROMPTS):
+        model.invoke(quoting(number, f"Which one falls, number {number}?", texts))
+    assert [[one.hit for one in made.found] for made in reports] == [[], [False, False], [True, True]]
+    assert reports[-1].prefix_tokens <= 1, "what only one chat holds is stored behind no quotation"
+    tokens = len(engine.tokenizer(A + B)["input_ids"])
+    assert sum(one.tokens for one in reports[-1].found) > 0.9 * tokens
+    asked = engine.tokenizer("Which one falls, number 1?", add_special_tokens=False)["input_ids"][2:]
+    assert not any(str(asked)[1:-1] in str(info.token_ids + info.behind) for _, info in engine.store.infos(""))
+
+
+def test_long_earlier_answers_keep_their_prefix_and_passages_behind_it_are_found(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
+    for number, texts in enumerate(PROMPTS):
+        first, *others = quoting(number, f"Which one falls, number {number}?", texts)
+        model.invoke([first, others[0], AIMessage([passage(70), passage(71), passage(72)][number]), others[2]])
+    assert [[one.hit for one in made.found] for made in reports] == [[], [False, False], [True, True]]
+    assert all(made.prefix_tokens > 1 for made in reports), "the system prompt, as before"
+
+
+def test_questions_of_a_hundred_chats_with_short_answers_are_nowhere_on_the_disk_and_tenants_share_nothing(
+    tmp_path: Path,
+) -> None:
+    store = DiskStore(tmp_path)
+    engine = tiny_engine(find_repeated=True, store=store)
+    mine, theirs = (engine.with_config(salt=name) for name in ("mine", "theirs"))
+    model, other = (ChatCacheBlend(engine=one, max_new_tokens=1) for one in (mine, theirs))
+    question = f"My secret is this. {passage(50, 9)} {passage(51, 9)} What do you say to that?"
+    texts = [A, B, C, D, E, F, G]
+    for number in range(100):
+        model.invoke(quoting(number, question, [texts[(number + step) % 7] for step in (0, 2, 3)]))
+    engine.flush()
+    kept = found_keys(engine)
+    assert len(kept) >= 7
+    ids = engine.tokenizer(question, add_special_tokens=False)["input_ids"]
+    wanted = [ids[at : at + 8] for at in range(0, len(ids) - 8, 24)]
+    for _, info in store.infos(""):
+        held = str(info.token_ids + info.behind)[1:-1]
+        assert not any(str(one)[1:-1] in held for one in wanted)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name.endswith("-wal") for path in files), "the write-ahead log is among them"
+    on_disk = b"".join(path.read_bytes() for path in files)
+    assert not any(question[at : at + 40].encode() in on_disk for at in range(0, len(question) - 40, 40))
+    for width in (2, 4, 8):
+        assert not any(bytes_of(one, width) in on_disk for one in wanted)
+    assert other.invoke(quoting(100, question, [A, B, C])).response_metadata["found"] == []
+    assert found_keys(engine) == kept
+    store.close()
+
+
+class Says(LogitsProcessor):
+    """Makes a model say some ids."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = iter(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, next(self._ids)] = 0
+        return forced
+
+
+ANSWERS: dict[str, Callable[[BlendEngine, str, dict[str, Any]], Any]] = {
+    "engine": lambda engine, text, options: engine.generate(text, **options),
+    "engine, streamed": lambda engine, text, options: [*engine.stream(text, **options)],
+    "LangChain chat, streamed": lambda engine, text, options: [*ChatCacheBlend(engine=engine, **options).stream(text)],
+    "LlamaIndex chat, streamed": lambda engine, text, options: [
+        *LlamaIndexLLM(engine=engine, **options).stream_chat([ChatMessage(role="user", content=text)])
+    ],
+}
+
+
+@pytest.mark.parametrize("way", ANSWERS)
+def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True)
+    answer, asked = passage(90, 8), "What is told of the harbour?"
+    ids = engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ANSWERS[way](engine, asked, {"max_new_tokens": len(ids), "logits_processor": [Says(ids)]})
+    for number in range(3):
+        chat = f"{number} is the number of a task.\n<chat>\nUSER: {asked}\nASSISTANT: {answer}\n</chat>\n{A}"
+        engine.generate(f"{chat}\n\nWhich title has it, number {number}?", max_new_tokens=2)
+    assert [[one.hit for one in made.found] for made in reports[-2:]] == [[False], [True]], "the passage alone"
+    tokens = len(engine.tokenizer(A)["input_ids"])
+    assert reports[-1].found[0].tokens <= tokens + 2
 
 
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:

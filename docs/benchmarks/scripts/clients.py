@@ -8,14 +8,22 @@ tenant of its own of one server, and sends the same questions, in the form of it
 
 Shares are measured on a model of random weights with the starter's tokenizer. A passage's tokens are counted from its
 third sight on. They are reused if they lie in a span that hit, or in the beginning that the engine kept of an earlier
-prompt. A span that hit is wrong if no record in the store has its ids, or if no earlier prompt has its text.
+prompt. A span that hit is wrong if no record in the store has its ids, or if no earlier prompt has its text. Of tokens
+that are not reused it is said why:
 
-Times are those of ``--model``: two servers, one of which finds nothing, get the last ``--timed`` prompts in turn.
+- ``beginning``: in all earlier prompts the passage stood behind the same text, so that it counted once.
+- ``message``: one message alone held it so far, which the client sent again.
+- ``few``: a span that was found before, in a prompt with less than ``min_tokens`` in chunks.
+- ``border``: in other spans before, or in none.
+
+Times are those of ``--model``: two servers, one of which finds nothing, get the last ``--timed`` prompts in turn. The
+machine may have other work, so ratios are those of a prompt's two first tokens, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -25,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +74,8 @@ class Replay:
         Ids of each span that hit.
     unseen : int
         Spans that hit whose text no earlier prompt has.
+    lost : Counter of str
+        Tokens that were not reused, by their causes; see the module.
     """
 
     prompts: int = 0
@@ -74,6 +85,7 @@ class Replay:
     found_tokens: int = 0
     spans: list[tuple[int, ...]] = field(default_factory=list)
     unseen: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
 
     @property
     def share(self) -> float:
@@ -97,7 +109,8 @@ def replay(client: Client, turns: Sequence[Turn], ask: Callable[[Messages], dict
     tokenizer : tokenizer
         The server's.
     """
-    result, sights, texts = Replay(), Counter[str](), list[str]()
+    result, texts, known = Replay(), list[str](), set[str]()
+    stood: dict[str, list[tuple[str, str]]] = {}
     for turn in turns:
         messages = client.messages(turn)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -107,25 +120,43 @@ def replay(client: Client, turns: Sequence[Turn], ask: Callable[[Messages], dict
         if answer["usage"]["prompt_tokens"] != len(ids):
             raise SystemExit(f"the server reads {answer['usage']['prompt_tokens']} tokens, not {len(ids)}")
         made = answer["cacheblend"][0]
-        hits = [range(one["start"], one["start"] + one["tokens"]) for one in made["found"] if one["hit"]]
-        for one in hits:
-            span = text[offsets[one.start][0] : offsets[one.stop - 1][1]]
-            result.spans.append(tuple(ids[one.start : one.stop]))
-            result.unseen += not any(span.strip() in earlier for earlier in texts)
-        found = {at for one in hits for at in one}
-        for passage in turn.passages:
-            start = text.index(client.written(passage.text))
-            stop = start + len(client.written(passage.text))
-            if sights[passage.text] >= _THIRD:
-                within = [at for at, (first, last) in enumerate(offsets) if first >= start and last <= stop]
+        found = {range(one["start"], one["start"] + one["tokens"]): one["hit"] for one in made["found"]}
+        words = {at: text[offsets[at.start][0] : offsets[at.stop - 1][1]].strip() for at in found}
+        for at in (at for at, hit in found.items() if hit):
+            result.spans.append(tuple(ids[at.start : at.stop]))
+            result.unseen += not any(words[at] in earlier for earlier in texts)
+        hits = {at for one, hit in found.items() if hit for at in one}
+        few = {at for one in found if words[one] in known for at in one}
+        for passage in dict.fromkeys(turn.passages):
+            written = client.written(passage.text)
+            start = text.index(written)
+            sights = stood.setdefault(passage.text, [])
+            if len(sights) >= _THIRD:
+                within = [
+                    at for at, (first, last) in enumerate(offsets) if first >= start and last <= start + len(written)
+                ]
                 result.passage_tokens += len(within)
-                result.found_tokens += sum(at in found for at in within)
-                result.reused_tokens += sum(at in found or at < made["resumed"] for at in within)
-        sights.update({one.text for one in turn.passages})
+                result.found_tokens += sum(at in hits for at in within)
+                lost = [at for at in within if at not in hits and at >= made["resumed"]]
+                result.reused_tokens += len(within) - len(lost)
+                result.lost.update(_cause(sights, at in few) for at in lost)
+            held = next(str(one["content"]) for one in messages if written in str(one["content"]))
+            sights.append((text[:start], held))
+        known |= {*words.values()}
         texts.append(text)
         result.prompts += 1
         result.prompt_tokens += len(ids)
     return result
+
+
+def _cause(sights: Sequence[tuple[str, str]], few: bool) -> str:
+    """Why a token of a passage was not reused, from what stood before it in earlier prompts, and in which messages."""
+    befores, messages = ({*one} for one in zip(*sights, strict=True))
+    if few:
+        return "few"
+    if len(befores) == 1:
+        return "beginning"
+    return "message" if len(messages) == 1 else "border"
 
 
 def conversations(cases: Sequence[EvalCase], count: int, seed: int, folder: Path) -> list[Turn]:
@@ -167,8 +198,8 @@ def _tiny_model(folder: Path, tokenizer: Any) -> Path:
     return folder
 
 
-def _keys() -> dict[str, str]:
-    return {f"client-{number}": f"key-of-client-number-{number}" for number in range(len(CLIENTS))}
+def _keys(count: int) -> dict[str, str]:
+    return {f"client-{number}": f"key-of-client-number-{number}" for number in range(count)}
 
 
 def _asking(url: str, key: str) -> Callable[[Messages], dict[str, Any]]:
@@ -183,29 +214,35 @@ def _asking(url: str, key: str) -> Callable[[Messages], dict[str, Any]]:
     return ask
 
 
-def measure_shares(turns: Sequence[Turn], folder: Path) -> dict[str, Any]:
-    """What each client's prompts reuse, on a tiny model."""
+def measure_shares(draws: Sequence[Sequence[Turn]], folder: Path) -> dict[str, Any]:
+    """What each client's prompts reuse, on a tiny model; in each draw of questions it is another tenant."""
     tokenizer = load_geometry(DEFAULT_MODEL)[1]
-    model, keys, results = _tiny_model(folder / "model", tokenizer), _keys(), dict[str, Replay]()
+    model, keys = _tiny_model(folder / "model", tokenizer), _keys(len(CLIENTS) * len(draws))
+    results: dict[str, list[Replay]] = {name: [] for name in CLIENTS}
+    left = iter(keys.values())
     with served(folder, keys, ["--model", str(model), "--docs", str(_no_documents(folder))]) as url:
-        for (name, client), key in zip(CLIENTS.items(), keys.values(), strict=True):
-            results[name] = replay(client, turns, _asking(url, key), tokenizer)
-            print(f"{name}: {results[name].share:.3f}", file=sys.stderr)
+        for turns in draws:
+            for name, client in CLIENTS.items():
+                results[name].append(replay(client, turns, _asking(url, next(left)), tokenizer))
+                print(f"{name}: {results[name][-1].share:.3f}", file=sys.stderr)
     (at,) = {path.parent for path in (folder / "served").rglob("cache.db")}
     with closing(DiskStore(at)) as store:
         stored = {tuple(info.token_ids) for _, info in store.infos(FOUND)}
+    return {name: _summed(of, stored) for name, of in results.items()}
+
+
+def _summed(draws: Sequence[Replay], stored: set[tuple[int, ...]]) -> dict[str, Any]:
+    """The prompts of a client in all draws."""
+    names = ("prompts", "prompt_tokens", "passage_tokens", "reused_tokens", "found_tokens")
+    whole = {name: sum(getattr(one, name) for one in draws) for name in names}
+    lost = sum((one.lost for one in draws), Counter[str]())
     return {
-        name: {
-            "prompts": one.prompts,
-            "prompt_tokens": one.prompt_tokens,
-            "passage_tokens": one.passage_tokens,
-            "reused_tokens": one.reused_tokens,
-            "found_tokens": one.found_tokens,
-            "share": one.share,
-            "spans": len(one.spans),
-            "wrong_spans": one.wrong(stored),
-        }
-        for name, one in results.items()
+        **whole,
+        "share": whole["reused_tokens"] / max(1, whole["passage_tokens"]),
+        "shares": [one.share for one in draws],
+        "lost": dict(lost),
+        "spans": sum(len(one.spans) for one in draws),
+        "wrong_spans": sum(one.wrong(stored) for one in draws),
     }
 
 
@@ -217,14 +254,15 @@ def _no_documents(folder: Path) -> Path:
     return made
 
 
-def measure_times(turns: Sequence[Turn], model: str, timed: int, folder: Path) -> dict[str, Any]:
-    """First tokens of the last prompts of each client, with repeated text found and without, in turn."""
-    keys, results = _keys(), dict[str, Any]()
+def measure_times(turns: Sequence[Turn], names: Sequence[str], model: str, timed: int, folder: Path) -> dict[str, Any]:
+    """First tokens of the last prompts of some clients, with repeated text found and without, in turn."""
+    keys, results = _keys(len(names)), dict[str, Any]()
     arguments = ["--model", model, "--docs", str(_no_documents(folder))]
     with ExitStack() as stack:
         on = stack.enter_context(served(_made(folder / "on"), keys, arguments))
         off = stack.enter_context(served(_made(folder / "off"), keys, [*arguments, "--find-repeated", "off"]))
-        for (name, client), key in zip(CLIENTS.items(), keys.values(), strict=True):
+        for name, key in zip(names, keys.values(), strict=True):
+            client = CLIENTS[name]
             ways = {"found": _asking(on, key), "full prefill": _asking(off, key)}
             for turn in turns[:-timed]:
                 ways["found"](client.messages(turn))
@@ -244,30 +282,41 @@ def _made(folder: Path) -> Path:
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """Shares and times by client."""
-    rows = []
+    """Shares, causes of loss and times by client."""
+    rows, causes = [], ("beginning", "message", "few", "border")
     for name, one in found["clients"].items():
-        row = [name, f"{one['passage_tokens']:,}", f"{one['reused_tokens']:,}", f"{one['share']:.1%}"]
+        of = max(1, one["passage_tokens"])
+        row = [name, f"{one['passage_tokens']:,}", f"{one['share']:.3f}"]
+        row += [f"{one['lost'].get(cause, 0) / of:.3f}" for cause in causes]
         row += [str(one["spans"]), str(one["wrong_spans"])]
         if times := found.get("seconds", {}).get(name):
             row += [f"{statistics.median(times[way]):.2f} s" for way in ("found", "full prefill")]
+            row.append(f"{statistics.median(map(_ratio, times['found'], times['full prefill'])):.2f}")
         rows.append(row)
-    head = ["client", "passage tokens", "reused", "share", "spans that hit", "wrong"]
-    return table([*head, "first token", "full prefill"] if "seconds" in found else head, rows)
+    head = ["client", "passage tokens", "share", *causes, "spans that hit", "wrong"]
+    return table([*head, "first token", "full prefill", "ratio"] if "seconds" in found else head, rows)
+
+
+def _ratio(found: float, full: float) -> float:
+    return found / full
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     # What one prompt leaves is stored before the next one comes.
     os.environ["CACHEBLEND_RAG_WRITE_BACK"] = "inline"
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        turns = conversations(load_cases(options.data), options.questions, options.seed, folder)
-        found: dict[str, Any] = {"questions": len(turns), "seed": options.seed}
-        found["clients"] = measure_shares(turns, _made(folder / "tiny"))
+        folder, cases = Path(name), load_cases(options.data)
+        seeds = range(options.seed, options.seed + options.draws)
+        draws = [conversations(cases, options.questions, seed, _made(folder / f"draw-{seed}")) for seed in seeds]
+        found: dict[str, Any] = {"questions": options.questions, "seeds": [*seeds], "date": f"{date.today()}"}
+        if options.shares:
+            found["clients"] = json.loads(Path(options.shares).read_text(encoding="utf-8"))["clients"]
+        else:
+            found["clients"] = measure_shares(draws, _made(folder / "tiny"))
         if options.timed:
-            few = turns[: options.before + options.timed]
+            few = draws[0][: options.before + options.timed]
             found |= {"model": Path(options.model).name, "before": options.before}
-            found["seconds"] = measure_times(few, options.model, options.timed, folder)
+            found["seconds"] = measure_times(few, options.timed_clients, options.model, options.timed, folder)
     return found
 
 
@@ -277,9 +326,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, metavar="FILE", help="questions with passages")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--draws", type=int, default=3, help="draws of so many questions each, with seeds from --seed on"
+    )
+    parser.add_argument("--shares", metavar="FILE", help="an earlier run whose shares are taken over")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose first tokens are timed")
     parser.add_argument("--before", type=int, default=20, help="prompts before those that are timed")
     parser.add_argument("--timed", type=int, default=5, help="prompts that are timed; 0 for none")
+    parser.add_argument("--timed-clients", nargs="+", choices=CLIENTS, default=[*CLIENTS], metavar="NAME")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(argv)
 

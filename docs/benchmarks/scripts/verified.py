@@ -6,7 +6,8 @@ Each question is asked through LangChain's ``stream`` of a chat model, its passa
 verified, and by full prefill in the same engine; then transformers' own ``generate`` answers the same ids. All ways
 answer one question before the next one is asked. ``--ways verified full`` leaves out those that only times need: the
 draft of a verified answer is what was blended. A verified answer is the text at the end, corrected where it was. It
-counts as full prefill's if it has the same words. An answer is right if it has one of the answers in the file.
+counts as full prefill's if it has the same words. An answer is right if it has one of the answers in the file. A run
+that was broken off goes on where ``--out`` ends.
 """
 
 from __future__ import annotations
@@ -213,10 +214,12 @@ def run(parsed: argparse.Namespace) -> None:
     """Ask all questions, and write what was found."""
     torch.set_num_threads(parsed.threads)
     cases = of_half(open_cases(parsed.data), parsed.half)[: parsed.limit]
-    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline")
+    # Nothing that checks teach: a draft is what an answer without a check is.
+    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline", variants=0, verify_bound=1)
     with BlendEngine.from_pretrained(parsed.model, dtype=parsed.dtype, config=config) as engine:
-        asking, rows = Asking(engine, parsed.ways), list[dict[str, Any]]()
-        for case in cases:
+        asking, rows = Asking(engine, parsed.ways), _asked(parsed)
+        known = {row["id"] for row in rows}
+        for case in (case for case in cases if case.id not in known):
             rows.append(asking.row(in_prompt(case, parsed.chunks)))
             print(".", end="", file=sys.stderr, flush=True)
             _write(parsed, rows)
@@ -225,14 +228,31 @@ def run(parsed: argparse.Namespace) -> None:
     print(json.dumps({name: value for name, value in found.items() if name != "ways"}))
 
 
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    options = {name: getattr(parsed, name) for name in ("dtype", "half", "chunks", "ways", "threads", "limit")}
+    return options | {"model": Path(parsed.model).name, "data": Path(parsed.data).name}
+
+
+def _asked(parsed: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of an earlier run that was broken off, or had a lower limit."""
+    if not parsed.out or not Path(parsed.out).exists():
+        return []
+    earlier = json.loads(Path(parsed.out).read_text(encoding="utf-8"))
+    options = _options(parsed)
+    other = sorted(name for name in options if name != "limit" and earlier["options"].get(name) != options[name])
+    if other:
+        raise SystemExit(f"--out {parsed.out} has another run, of other {', '.join(other)}: name another file")
+    rows: list[dict[str, Any]] = earlier["rows"]
+    return rows[: parsed.limit]
+
+
 def _write(parsed: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     """Write what is known so far, so that a long run that is broken off is not lost."""
-    if not parsed.out:
-        return
-    options = {name: getattr(parsed, name) for name in ("dtype", "half", "chunks", "ways", "threads", "limit")}
-    options |= {"model": Path(parsed.model).name, "data": Path(parsed.data).name}
-    result = {"options": options, "machine": machine(), "summary": summary(rows), "rows": rows}
-    write_json(parsed.out, result)
+    if parsed.out:
+        write_json(
+            parsed.out,
+            {"options": _options(parsed), "machine": machine(), "summary": summary(rows), "rows": rows},
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""First token, whole answer and memory, beside plain transformers and llama.cpp.
+"""First token, whole answer and memory, beside plain transformers, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
 
 ``python -m docs.benchmarks.scripts.whole_answer --model smollm2 --out docs/benchmarks/whole-answer.json``
 
@@ -9,8 +9,9 @@ the 64th were there. An answer that may not end repeats itself, so no tokens are
 (``prompt_lookup``): there would be more of them than in real answers.
 
 llama.cpp needs the package llama-cpp-python. Its 4 bits are the starter's own GGUF file, or what its own quantiser
-makes of a shape; its 8 bits are made by its quantiser. Memory is that of the whole process: each has torch in it, some
-0.4 GB that llama.cpp by itself would not take.
+makes of a shape; its 8 bits are made by its quantiser. ik_llama.cpp and OpenVINO GenAI need the packages
+ik-llama-cpp-python and openvino-genai, and read a starter's own file. Memory is that of the whole process: each has
+torch in it, some 0.4 GB that llama.cpp by itself would not take.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits, write_json
 from docs.benchmarks.scripts.gguf_file import write_gguf
+from docs.benchmarks.scripts.ik_llama import IkLlama
 from docs.benchmarks.scripts.llama_cpp import LlamaCpp, LlamaSettings
 from docs.benchmarks.scripts.measuring import bench_prompt, bench_tokenizer, machine
+from docs.benchmarks.scripts.openvino import OpenVino, write_readable
 from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions, random_model
 
 CHUNK_TOKENS, THREADS = 512, 2
@@ -158,13 +161,47 @@ def _llama(case: Case, bits: int) -> _Answer:
     return answer
 
 
+def _ik_llama(case: Case) -> _Answer:
+    ids = case.ids()
+    llama = IkLlama(_starter_file(case), len(ids) + NOTED[-1], THREADS)
+
+    def answer(tokens: int) -> list[float]:
+        given, at, times = list(ids), 0, []
+        for _ in range(tokens):
+            newest = llama.next_token(given, at)
+            times.append(time.perf_counter())
+            given, at = [newest], at + len(given)
+        return times
+
+    return answer
+
+
+def _openvino(case: Case) -> _Answer:
+    ids, file = case.ids(), Path(case.folder, f"openvino {case.chunks}.gguf")
+    write_readable(_starter_file(case), file)
+    model = OpenVino(file, THREADS)
+
+    def answer(tokens: int) -> list[float]:
+        began = time.perf_counter()
+        return [began + seconds for seconds in model.answer(ids, tokens)]
+
+    return answer
+
+
+def _starter_file(case: Case) -> Path:
+    if not case.starter:
+        raise SystemExit(f"--model {case.model}: OpenVINO GenAI and ik_llama.cpp read the files of starters alone")
+    return starter_folder(case.model) / STARTERS[case.model].weights
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way of answering: how tables call it, what answers, and llama.cpp's bits if it is llama.cpp."""
+    """A way of answering: how tables call it, what answers, llama.cpp's bits, and a package that must be there."""
 
     title: str
     answer: Callable[[Case], _Answer]
     bits: int | None = None
+    package: str | None = None
 
 
 WAYS = {
@@ -173,22 +210,26 @@ WAYS = {
     "reuse": Way("this package, full KV reuse", lambda case: _engine(case, selection="none")),
     "default": Way("this package, blended (default)", _engine),
     "int8": Way("the same, weights in 8 bits", lambda case: _engine(case, eight_bits=True)),
-    "llama-4": Way("llama.cpp, 4 bits, full prefill", lambda case: _llama(case, 4), bits=4),
-    "llama-8": Way("llama.cpp, 8 bits, full prefill", lambda case: _llama(case, 8), bits=8),
+    "llama-4": Way("llama.cpp, 4 bits, full prefill", lambda case: _llama(case, 4), 4, "llama_cpp"),
+    "llama-8": Way("llama.cpp, 8 bits, full prefill", lambda case: _llama(case, 8), 8, "llama_cpp"),
+    "ik": Way("ik_llama.cpp, 4 bits, full prefill", _ik_llama, package="ik_llama_cpp"),
+    "openvino": Way("OpenVINO GenAI, 4 bits, full prefill", _openvino, package="openvino_genai"),
 }
 
 
 def _work(way: str, case: Case) -> None:
     """Answer whenever a line comes in, and say how long it took."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries write there what they like
     torch.set_num_threads(THREADS)
     answer = WAYS[way].answer(case)
     answer(2)  # warms up
-    print("ready", flush=True)
+    print("ready", file=said, flush=True)
     for _ in sys.stdin:
         began = time.perf_counter()
         times = answer(NOTED[-1])
         seconds = [times[count - 1] - began for count in NOTED]
-        print(json.dumps({"seconds": seconds, "peak": _peak_memory()}), flush=True)
+        print(json.dumps({"seconds": seconds, "peak": _peak_memory()}), file=said, flush=True)
 
 
 def _peak_memory() -> int:
@@ -237,7 +278,7 @@ def write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
     if not wanted:
         return {}
     if case.starter:
-        source = starter_folder(case.model) / STARTERS[case.model].weights
+        source = _starter_file(case)
     else:
         source = Path(case.folder, "16.gguf")
         write_gguf(random_model(case.model, dtype=case.dtype), source, torch.float16)
@@ -273,7 +314,7 @@ def measure(
             rows += [
                 {
                     "way": way,
-                    "weights": weights.get(way, "int8" if way == "int8" else dtype),
+                    "weights": weights.get(way, _weights_of(way, dtype)),
                     "prompt_tokens": tokens,
                     "seconds": [statistics.median(at) for at in zip(*(one["seconds"] for one in times), strict=True)],
                     "peak_bytes": max(one["peak"] for one in times),
@@ -282,6 +323,10 @@ def measure(
                 for way, times in _in_turn(case, rounds, ways).items()
             ]
             yield {"model": model, "noted": NOTED, "machine": machine("cpu") | {"threads": THREADS}, "rows": rows}
+
+
+def _weights_of(way: str, dtype: str) -> str:
+    return "int8" if way == "int8" else "its file" if WAYS[way].package else dtype
 
 
 def _in_turn(case: Case, rounds: int, ways: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -320,6 +365,10 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _can_be(way: Way) -> bool:
+    return way.package is None or importlib.util.find_spec(way.package) is not None
+
+
 def main() -> None:
     """Read the arguments and measure, or be one of the processes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -335,8 +384,7 @@ def main() -> None:
         way, case = given.work
         _work(way, Case(**json.loads(case)))
         return
-    can_llama = importlib.util.find_spec("llama_cpp") is not None
-    ways = given.ways or [name for name, way in WAYS.items() if can_llama or way.bits is None]
+    ways = given.ways or [name for name, way in WAYS.items() if _can_be(way)]
     for result in measure(given.model, given.dtype, given.counts, given.rounds, ways):
         print(markdown(result), flush=True)
         if given.out:
