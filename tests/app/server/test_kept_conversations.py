@@ -397,13 +397,12 @@ def test_rated_answers_are_questions_for_the_evaluation(ada: Any, tmp_path: Path
         assert ben.get("/api/ratings").text == ""
 
 
-def test_temperature_lets_answers_vary_and_no_such_answer_is_called_checked(ada: Any) -> None:
+def test_temperature_lets_answers_vary(ada: Any) -> None:
     id = begin(ada)
     greedy = {ask(ada, id, turn=f"g{n}", temperature=0)["answer"] for n in range(2)}
     assert len(greedy) == 1
-    told = [ask(ada, id, turn=f"t{n}", temperature=1.5, verify="idle") for n in range(3)]
+    told = [ask(ada, id, turn=f"t{n}", temperature=1.5) for n in range(3)]
     assert len({one["answer"] for one in told}) == 3
-    assert {one["report"]["verification"]["status"] for one in told} <= {"off", "given up"}
     assert turns(ada, id)[-1]["asked"]["temperature"] == 1.5
     body = {"question": "Which?", "temperature": 2.5}
     assert ada.post("/api/collections/archive/ask", json=body).status_code == 422
