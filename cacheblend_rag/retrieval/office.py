@@ -155,7 +155,7 @@ def open_document(data: bytes) -> str:
     Exception
         Of many kinds, if it is damaged.
     """
-    from lxml import etree
+    from lxml import etree  # type: ignore[import-untyped]
 
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         if b"manifest:encryption-data" in package.read("META-INF/manifest.xml"):

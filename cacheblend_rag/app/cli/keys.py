@@ -89,7 +89,7 @@ def _revoke(parsed: argparse.Namespace) -> int:
             raise ConfigError("name", parsed.name, f"there is no such key; there are: {known}")
         return [one for one in keys if one.name != parsed.name]
 
-    (revoked,) = [one for one in read_keys(path) if one.name == parsed.name] or [None]
+    revoked = next((one for one in read_keys(path) if one.name == parsed.name), None)
     change_keys(path, left)
     print(f"The key {parsed.name} is revoked. A running server refuses it from its next look on, in a second.")
     if revoked is not None and revoked.tenant is not None and not parsed.keep:

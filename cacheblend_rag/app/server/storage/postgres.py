@@ -377,7 +377,7 @@ class PostgresBackend(Backend):
 
     def __init__(self, database: Database, tenant: str) -> None:
         super().__init__()
-        self.database = database
+        self.database, self.server = database, database.server
         self.schema, self.salt = database.tenant(tenant)
 
     @contextmanager
@@ -411,11 +411,6 @@ class PostgresBackend(Backend):
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
         return self.database.alone()
-
-    @property
-    def server(self) -> str:
-        """See `Backend.server`."""
-        return self.database.server
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""
