@@ -24,6 +24,7 @@ _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUESTION = re.compile(r"(/api(?:/collections/[^/]+)?)/(?:ask|compare)")
 _ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+(?:/verification|/events)?")
 _READS = re.compile(r"/v1/.*|/api/(?:collections/[^/]+/)?(?:ask|compare|search)")
+_KEPT = b'"conversation"'
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0
 _TRIES = 2
@@ -120,6 +121,7 @@ class Ingress:
 
     async def _answered(self, call: Call, chunks: dict[int, int]) -> Response:
         reads = call.method in ("GET", "HEAD") or bool(_READS.fullmatch(call.path))
+        reads = reads and _KEPT not in call.body  # its conversation has the question already
         for _ in range(_TRIES if reads else 1):
             answer = self._sent(call, chunks)
             try:
