@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.app.server.storage.postgres import servers
+from cacheblend_rag.app.server.storage.tables import turns
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import (
     BASE,
@@ -508,6 +509,12 @@ def test_answer_of_a_server_that_is_gone_has_ended(keeping: tuple[Any, Any]) -> 
     assert [state for state, _ in said(b, id)] == ["running", "stopped"]
     service_of(b).sessions["local"].library.catalogue.kept.end_all()  # another server's are not its own
     assert [state for state, _ in said(b, id)] == ["running", "stopped"]
+    catalogue = service_of(b).sessions["local"].library.catalogue
+    kept.begin(id, "lost", "Which?", {}, "lost", now, now + 60_000)
+    with catalogue.backend.changing() as db:
+        db.execute(update(turns).where(turns.c.id == "lost").values(server="one that does not run"))
+    assert [state for state, _ in said(b, id)] == ["running", "stopped", "stopped"]
     kept.end_all()
-    assert [state for state, _ in said(b, id)] == ["stopped", "stopped"]
+    catalogue.kept.end_all()
+    assert [state for state, _ in said(b, id)] == ["stopped", "stopped", "stopped"]
     b.delete("/api/conversations")

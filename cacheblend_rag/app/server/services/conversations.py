@@ -180,8 +180,9 @@ class Conversations:
         return many
 
     def _as_known(self, turn: KeptTurn) -> KeptTurn:
-        """A turn whose server has long been gone ended without an answer."""
-        return replace(turn, state="stopped") if turn.state == RUNNING and turn.until < self._now() else turn
+        """A turn whose server is gone ended without an answer."""
+        over = turn.state == RUNNING and not self._store.runs(turn, self._now())
+        return replace(turn, state="stopped") if over else turn
 
     def _now(self) -> int:
         return int(self._clock() * 1000)

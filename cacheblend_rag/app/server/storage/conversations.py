@@ -64,8 +64,8 @@ class KeptTurn:
         Drawn by the client.
     state : str
         ``"running"``, ``"done"``, ``"stopped"``, ``"failed"``, or ``"erased"``: a document it was made from is deleted.
-    answer_id : str
-        By which it is followed while it runs.
+    server, answer_id : str
+        Which server gives the answer, and by which id it is followed there while it runs.
     at, until : int
         When it was asked, and when it is over at the latest, in milliseconds since 1970.
     rating : int
@@ -77,6 +77,7 @@ class KeptTurn:
 
     id: str
     state: str
+    server: str
     answer_id: str
     at: int
     until: int
@@ -104,6 +105,7 @@ _SEARCHED = (
 _TURNS = select(
     turns.c.id,
     _STATE,
+    turns.c.server,
     turns.c.answer_id,
     turns.c.at,
     turns.c.until,
@@ -294,6 +296,10 @@ class KeptConversations:
             db.execute(update(turns).where(mine).values(values))
         return True
 
+    def runs(self, turn: KeptTurn, now: int) -> bool:
+        """Whether an answer can still be under way: its time is not over, and its server runs."""
+        return turn.state == RUNNING and turn.until >= now and self._backend.runs(turn.server)
+
     def end_all(self) -> None:
         """Nothing that this server was answering is under way any more: it was started anew."""
         with self._backend.changing() as db:
@@ -338,7 +344,9 @@ def _conversation(row: Any) -> KeptConversation:
 
 
 def _turn(row: Any) -> KeptTurn:
-    id, state, answer_id, at, until, rating, question, answer, asked, told = row
+    id, state, server, answer_id, at, until, rating, question, answer, asked, told = row
     if state == ERASED:
         answer, told, rating = "", "{}", 0
-    return KeptTurn(id, state, answer_id, at, until, rating, question, answer, json.loads(asked), json.loads(told))
+    return KeptTurn(
+        id, state, server, answer_id, at, until, rating, question, answer, json.loads(asked), json.loads(told)
+    )

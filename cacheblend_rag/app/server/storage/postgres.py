@@ -412,6 +412,10 @@ class PostgresBackend(Backend):
         """See `Backend.only_here`."""
         return self.database.alone()
 
+    def runs(self, server: str) -> bool:
+        """See `Backend.runs`."""
+        return bool(self.read(sa.select(servers.c.id).where(servers.c.id == server, alive())))
+
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""
         return table.c.server == ME

@@ -214,6 +214,10 @@ class Backend:
         """Whether no other server uses it now."""
         return True
 
+    def runs(self, server: str) -> bool:
+        """Whether a server runs that shares the catalogue."""
+        return True
+
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """Condition for this server's own tombstones or files."""
         return sa.true()
