@@ -457,6 +457,22 @@ def test_answer_running_elsewhere_leaves_no_kv_of_deleted_texts(
     assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}
 
 
+def test_deleted_names_and_texts_leave_the_files_of_the_database(
+    two: tuple[Any, Any], postgres: PostgresServer
+) -> None:
+    a, b = two
+    id = new_collection(a, "Pineapple plans")
+    upload(a, id, {"kiwi-secret.pdf": b"no pdf", "good.txt": passage(1_777)})
+    names = [b"Pineapple plans", b"kiwi-secret", passage(1_777).split("\n")[1].encode()]
+    assert [postgres.holds(one) for one in names] == [True] * 3
+    (failed,) = [one["id"] for one in a.get(f"/api/collections/{id}/documents").json() if one["state"] == "failed"]
+    assert a.delete(f"/api/collections/{id}/documents/{failed}").status_code == 204
+    assert not postgres.holds(b"kiwi-secret")
+    assert a.delete(f"/api/collections/{id}").status_code == 204
+    assert not postgres.holds(b"Pineapple plans")
+    assert b.get(f"/api/collections/{id}/documents").status_code == 404
+
+
 def talk(client: Any, conversation: str, collection: str, turn: str, **more: Any) -> Any:
     body = {"question": "Which leaf?", "conversation": conversation, "turn": turn, "stream": False, **more}
     answer = client.post(f"/api/collections/{collection}/ask", json=body)

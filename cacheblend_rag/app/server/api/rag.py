@@ -381,7 +381,7 @@ async def ask_among(here: Here, request: Request, body: AskAmong) -> Any:
 async def _answered(here: Session, request: Request, collection: Collection, body: AskBody) -> Any:
     model = here.service.model_of(body.model)
     _check_texts(here, body)
-    engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
+    engine = _engine(here, model, body, sessions=True).named(model.name, "chat")
     most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
@@ -391,6 +391,7 @@ async def _answered(here: Session, request: Request, collection: Collection, bod
         verify=body.verify,
         reasoning=level,
         reasoning_tokens=thought_most,
+        stop_repetition=body.stop_repetition,
     )
 
     async def prepared(slot: Slot) -> _Answering:
@@ -508,7 +509,7 @@ async def _compared(here: Session, request: Request, collection: Collection, bod
     service = here.service
     model = service.model_of(body.model)
     _check_texts(here, body)
-    engine = _engine(here, model, collection, body)
+    engine = _engine(here, model, body)
     most = service.answer_tokens(body.max_tokens)
     if body.max_tokens is None:  # every method gives all of it
         most = min(most, COMPARED_TOKENS)
@@ -674,12 +675,10 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield event("done", {})
 
 
-def _engine(
-    here: Session, model: ServedModel, collection: Collection, body: CompareBody, sessions: bool = False
-) -> BlendEngine:
+def _engine(here: Session, model: ServedModel, body: CompareBody, sessions: bool = False) -> BlendEngine:
     if body.rule is not None and body.rule not in RULES:
         raise ConfigError("rule", body.rule, "use one of " + ", ".join(RULES))
-    return here.engine_of(model, collection, body.ratio, body.rule, sessions)
+    return here.engine(model, body.ratio, body.rule, sessions)
 
 
 def _check_texts(here: Session, body: CompareBody) -> None:

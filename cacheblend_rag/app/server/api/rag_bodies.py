@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
+from cacheblend_rag.app.server.api.bodies import NO_FLAG, Flag
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.config import Reasoning, Verify
+from cacheblend_rag.config import Reasoning, Verify, read_reasoning
+from cacheblend_rag.errors import ConfigError
 
 Name = Annotated[str, StringConstraints(max_length=500)]
 TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+
+
+def _reasoning(given: Any) -> Any:
+    """Whether the model thinks, in the words of options and commands; no number says it."""
+    try:
+        return None if given is None else read_reasoning("reasoning", given)
+    except ConfigError:
+        words = "use true, false, 'low', 'medium' or 'high'"
+        raise PydanticCustomError("unknown_word", "{words}", {"words": words}) from None
 
 
 class _Body(BaseModel):
@@ -28,14 +40,14 @@ class SearchBody(_Body):
     """A search."""
 
     query: _Question
-    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
+    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
 class PassageRef(_Body):
     """Which passage of the collection it is."""
 
     document_id: Annotated[str, StringConstraints(max_length=200)]
-    chunk: Annotated[int, Field(ge=0)]
+    chunk: Annotated[int, NO_FLAG, Field(ge=0)]
 
 
 class HistoryTurn(_Body):
@@ -48,7 +60,7 @@ class HistoryTurn(_Body):
     question: _Question
     answer: Annotated[str, StringConstraints(max_length=100_000)]
     sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
-    stands_alone: bool = True
+    stands_alone: Flag = True
     turn: TurnId | None = None
 
 
@@ -62,10 +74,10 @@ class CompareBody(_Body):
 
     question: _Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
-    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] | None = None
-    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
+    ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
     instructions: _Question | None = None
     model: Name | None = None
 
@@ -74,7 +86,8 @@ class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
-    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
+    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first. Unless
+    ``stop_repetition`` is false, an answer that only repeats itself is ended.
 
     ``temperature`` above 0 samples; by default the likeliest token is taken each time.
 
@@ -86,11 +99,12 @@ class AskBody(CompareBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     conversation: TurnId | None = None
     turn: TurnId | None = None
-    resume: bool = False
-    stream: bool = True
-    show_prompt: bool = False
+    resume: Flag = False
+    stream: Flag = True
+    show_prompt: Flag = False
     verify: Verify | None = None
-    reasoning: Reasoning | None = None
+    reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
+    stop_repetition: Flag | None = None
 
 
 class Among(_Body):

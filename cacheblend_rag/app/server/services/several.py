@@ -29,7 +29,6 @@ class SeveralCollections(Collection):
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(parts[0].collection.id, parts[0].collection.name)
         self.parts = tuple(parts)
-        # KV is the tenant's own as soon as some of its passages are.
         self.writable = any(one.collection.writable for one in parts)
 
     def chunk(self, document_id: str, number: int) -> SearchHit:

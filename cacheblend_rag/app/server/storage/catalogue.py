@@ -142,7 +142,7 @@ class Uploads:
         """Take a file that waits or failed off the list; whether there was one. Its name is overwritten."""
         with self._backend.changing() as db:
             gone = db.execute(delete(files).where(files.c.collection == collection, files.c.id == file)).rowcount
-        if gone and not self._backend.shared:
+        if gone:
             self._backend.overwrite()
         return bool(gone)
 
@@ -207,7 +207,7 @@ class Deletions:
         """
         keys = list(keys)
         self.with_reserve(lambda: self._delete(gone, keys, collection))
-        if collection is not None and not self._backend.shared:
+        if collection is not None:
             self._backend.overwrite()
 
     def with_reserve(self, change: Callable[[], _T]) -> _T:
@@ -285,7 +285,7 @@ class Deletions:
                 if most <= 0:
                     break
                 db.execute(delete(documents).where(documents.c.id == id))
-        if not self._backend.shared and not self.has_unfinished():
+        if not self.has_unfinished():
             self._backend.overwrite()
 
     def _erasable(self) -> ColumnElement[bool]:

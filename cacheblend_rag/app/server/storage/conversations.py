@@ -188,7 +188,7 @@ class KeptConversations:
             values["about"] = json.dumps(values["about"])
         with self._backend.changing() as db:
             done = db.execute(update(conversations).where(conversations.c.id == id, _HERE).values(values))
-        if "title" in values and not self._backend.shared:
+        if "title" in values:
             self._backend.overwrite()  # the former one
         return bool(done.rowcount)
 

@@ -151,6 +151,14 @@ CREATE TRIGGER told AFTER INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION tell('job
 """
 
 
+# Bytes of a table that is written anew after a deletion, and seconds for which others may keep it from that.
+_SMALL, _LOCKED_SECONDS = 2**24, 2
+_TABLES = sa.text(
+    "SELECT relname, pg_relation_size(oid) AS size FROM pg_class WHERE relkind = 'r' "
+    "AND relnamespace = to_regnamespace(:schema)"
+)
+
+
 def alive() -> sa.ColumnElement[bool]:
     """Servers that run."""
     return servers.c.seen > sa.func.now() - timedelta(seconds=ALIVE_SECONDS)
@@ -405,8 +413,27 @@ class PostgresBackend(Backend):
             set_deadline(connection, SLOW_SECONDS)  # now that it answers
             with self._join(connection):
                 yield connection
+        if getattr(self._here, "stale", False):
+            self.overwrite()
 
     exclusive = changing
+
+    def overwrite(self) -> None:
+        """See `Backend.overwrite`: small tables are written anew, so that no deleted name stays in their files.
+
+        Of large ones the place of deleted rows is free to be written over. Within a transaction it waits for the end.
+        """
+        self._here.stale = self.open_transaction is not None
+        if self._here.stale:
+            return
+        with contextlib.suppress(Problem, DBAPIError), self.database.connection(SLOW_SECONDS) as connection:
+            connection.exec_driver_sql(f"SET lock_timeout = '{_LOCKED_SECONDS}s'")  # done again at the next deletion
+            try:
+                for name, size in connection.execute(_TABLES, {"schema": self.schema}).all():
+                    full = "(FULL) " * (size <= _SMALL)
+                    connection.exec_driver_sql(f'VACUUM {full}"{self.schema}"."{name}"')
+            finally:
+                connection.exec_driver_sql("RESET lock_timeout")
 
     def only_here(self) -> bool:
         """See `Backend.only_here`."""

@@ -46,16 +46,12 @@ class SavedPrompts:
                     return False
                 db.execute(insert(prompts).values(id=prompt.id, **values))
         if known:
-            self._overwrite()
+            self._backend.overwrite()
         return True
 
     def delete(self, id: str | None) -> int:
         """Delete one, or all, and overwrite them; how many there were."""
         with self._backend.changing() as db:
             done = db.execute(delete(prompts) if id is None else delete(prompts).where(prompts.c.id == id)).rowcount
-        self._overwrite()
+        self._backend.overwrite()
         return done
-
-    def _overwrite(self) -> None:
-        if not self._backend.shared:
-            self._backend.overwrite()
