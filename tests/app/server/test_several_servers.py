@@ -495,7 +495,7 @@ def keeping(model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer) -
         yield a, b
 
 
-def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any]) -> None:
+def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any], postgres: PostgresServer) -> None:
     a, b = keeping
     mine = new_collection(a)
     upload(a, mine, {"a.txt": passage(990)})
@@ -510,7 +510,12 @@ def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any]) -> Non
     # Deleted on one server, it is erased for both, with the answers that it was read for.
     assert b.delete(f"/api/collections/{mine}/documents/{ids_of(b, mine)['a.txt']}").status_code == 204
     assert said(a, id) == said(b, id) == [("erased", ""), ("erased", ""), ("done", answers[2])]
+    talk(b, id, "archive", "four", question="Which apricot?")
+    a.patch(f"/api/conversations/{id}", json={"title": "About apricots"})
+    assert postgres.holds(b"Which apricot?")
     assert a.delete(f"/api/conversations/{id}").status_code == 204
+    assert not postgres.holds(b"Which apricot?")
+    assert not postgres.holds(b"About apricots")
     assert b.get(f"/api/conversations/{id}").status_code == 404
     assert b.get("/api/conversations").json() == []
 

@@ -64,4 +64,5 @@ def _erased(backend: Backend) -> int:
     done = KeptConversations(backend).mark_deleted(None)
     while has_deleted(backend):
         purge_deleted(backend, MOST)
+    backend.overwrite()
     return done
