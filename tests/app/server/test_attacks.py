@@ -122,7 +122,7 @@ def test_files_of_the_served_folder_have_any_names(model: Path, tmp_path: Path) 
         assert {one["document"] for one in answer.json()["sources"]} <= set(listed)
 
 
-@pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.py", "noending", "", "a.pdf.exe"])
+@pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.pyc", "noending", "", "a.pdf.exe"])
 def test_other_kinds_of_files_are_not_taken(ada: httpx.Client, name: str) -> None:
     id = new_collection(ada)
     answer = ada.post(f"/api/collections/{id}/documents", files=[("files", (name, b"x"))])
