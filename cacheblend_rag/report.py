@@ -386,6 +386,8 @@ class WarmReport:
         Bytes the computed records take.
     seconds : float
         Time it took.
+    plain_reason : str
+        Why the model's answers are not blended, so that nothing is stored; empty if they are.
     """
 
     computed: int
@@ -394,6 +396,7 @@ class WarmReport:
     tokens: int
     bytes: int
     seconds: float
+    plain_reason: str = ""
 
 
 @dataclass(frozen=True)

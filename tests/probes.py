@@ -180,7 +180,7 @@ class CountingStore(WrappedStore):
         self._open += count
         self.most_open = max(self.most_open, self._open)
 
-    def hold(self, size: int) -> None:
+    def note_held(self, size: int) -> None:
         self._held += size
         self.most_held = max(self.most_held, self._held)
 
@@ -194,7 +194,7 @@ class _CountedRecord(StoredKV):
         keys, values = self._inner.read_layer(layer)
         self._note("read_layer", layer, keys, values)
         for tensor in (keys, values):
-            self._store.hold(tensor.nbytes)
+            self._store.note_held(tensor.nbytes)
             weakref.finalize(tensor, self._store.hold, -tensor.nbytes)
         return keys, values
 

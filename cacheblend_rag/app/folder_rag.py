@@ -151,6 +151,8 @@ class FolderRAG:
     def _forget(self, texts: Sequence[str]) -> None:
         for llm in (self.llm, *self._others):
             llm.forget(texts)
+            if self._store is not None:  # of a server, whose tenants have KV of their own
+                llm.engine.chunks.forget_for_all(texts)
 
     def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""

@@ -54,7 +54,7 @@ def report_of(
         variants=tuple(
             resumed + number
             for number, one in enumerate(lookup.chunks)
-            if one.usual is not None and one.key in lookup.records
+            if one.kind == "variant" and one.key in lookup.records
         ),
         left_out=lookup.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= blend.resumed

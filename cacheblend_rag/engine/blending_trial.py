@@ -86,6 +86,7 @@ def name_of(pipeline: Pipeline) -> str:
     names = [one.name for one in options_of(BlendConfig) if one.identity == "kv"]
     values = config.asdict()
     known = [segments.model.fingerprint, segments.condition, segments.learned_digest, config.codec]
+    known += [config.salt] * bool(config.salt)  # each tenant's trial is over prompts of its own
     return hashlib.sha256(json.dumps([known, [values[name] for name in names]]).encode()).hexdigest()[:32]
 
 

@@ -21,7 +21,9 @@ from cacheblend_rag.prompt.contexts import finder, sharer
 from cacheblend_rag.prompt.quoted_chats import Said
 from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, with_repeated
 from cacheblend_rag.report import WarmReport
-from cacheblend_rag.store.base import RecordInfo
+from cacheblend_rag.store.base import RecordInfo, Warnings
+
+_warnings = Warnings()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Chunks:
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
         Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
-        takes is left out, and a warning names it.
+        takes is left out, and a warning names it. Of a model that is answered plainly nothing is stored; a warning and
+        the report say why.
 
         Parameters
         ----------
@@ -71,6 +74,9 @@ class Chunks:
         self.turns.check_open()
         texts = list_of_texts(chunks)
         self.pipeline.segments.model.look()
+        if reason := self.pipeline.segments.model.adapter.plain_reason:
+            _warnings.warn("no KV of %d chunks is stored: the model is answered plainly, as %s", len(texts), reason)
+            return WarmReport(0, 0, 0, 0, 0, 0.0, reason)
         pairs = [(text, found) for text in texts if (found := self._fitting(text, prefix)) is not None]
         texts, fitting = [text for text, _ in pairs], [segment for _, segment in pairs]
         segments = self.pipeline.segments.behind_each_other(texts, fitting)
@@ -147,6 +153,25 @@ class Chunks:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
         return erased
 
+    def forget_for_all(self, chunks: Iterable[str]) -> None:
+        """Erase every record that holds KV of these chunks or of a part of one, or that stood behind one.
+
+        That is for texts that all tenants could read, and none can any more. A tenant may have the same text in a
+        document of its own. Its KV is computed again.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for.
+        """
+        segments, store = self.pipeline.segments, self.pipeline.store
+        ids = [forms[0].token_ids for forms in self._forms(list_of_texts(chunks), "")]
+        if ids:
+            shares = sharer(ids)
+            for key in [key for key, info in store.infos("") if shares(info.token_ids + info.behind)]:
+                store.delete(key)
+        segments.tokenizer.forget()
+
     def drop_prompts(self) -> None:
         """Let no prompt of the tenant go on from an earlier one that lies in memory."""
         pipeline, salt = self.pipeline, self.pipeline.config.salt
@@ -173,7 +198,7 @@ class Chunks:
         self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
-        ids = [forms_of_one[0].token_ids for forms_of_one in forms]
+        ids = self._ids(texts, forms)
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
         goes = _goes_with(segments, ids)
 
@@ -215,7 +240,7 @@ class Chunks:
         for key in [*keys]:
             with _note_errors(failed):
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
-        ids = [forms_of_one[0].token_ids for forms_of_one in forms]
+        ids = self._ids(texts, forms)
         goes = _goes_with(segments, ids)
         # Text that was found, and prompts that were kept whole, hold them themselves.
         begins = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt))
@@ -229,11 +254,21 @@ class Chunks:
     def _drop_checkpoints(self, texts: list[str]) -> None:
         """Drop what a plainly answered model has kept of prompts with these chunks."""
         segments, checkpoints = self.pipeline.segments, self.pipeline.checkpoints
+        checkpoints.forget(segments.config.salt, {*texts}, self._ids_in_prompts(texts))
+
+    def _ids(self, texts: list[str], forms: list[list[Segment]]) -> list[tuple[int, ...]]:
+        """Ids of chunks that may be in records: those of their own, or of checkpoints of prompts that hold them."""
+        if not self.pipeline.segments.model.adapter.regimes:
+            return self._ids_in_prompts(texts)
+        return [forms_of_one[0].token_ids for forms_of_one in forms]
+
+    def _ids_in_prompts(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Ids of chunks as they stand in prompts."""
         ids = []
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt
-                ids.append(segments.tokenizer.chunk(text).ids)
-        checkpoints.forget(segments.config.salt, {*texts}, [one for one in ids if one])
+                ids.append(self.pipeline.segments.tokenizer.chunk(text).ids)
+        return [one for one in ids if one]
 
     def _forms(self, texts: Iterable[str], prefix: str) -> list[list[Segment]]:
         """Of each chunk all segments under which it may be stored; of one that is too short none."""

@@ -19,6 +19,7 @@ from cacheblend_rag.config import (
     DEFAULT_NEW_TOKENS,
     FLAG,
     VERIFY,
+    BlendConfig,
     Kind,
     Reasoning,
     check_mapping,
@@ -47,7 +48,7 @@ _TAKEN_OFF = number("from -2 to 2", lambda penalty: -2 <= penalty <= 2)
 _BIAS = number("from -100 to 100", lambda bias: -100 <= bias <= 100)
 # Options that choose among the likeliest tokens, with the values that leave all of them.
 _NARROWING = {"top_k": (None, 0, 1), "top_p": (None, 1), "min_p": (None, 0)}
-_SAMPLING = {"typical_p", "epsilon_cutoff", "eta_cutoff"}
+_SAMPLING = {"typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0)}
 MORE_OPTIONS = (
     *("bad_words_ids", "begin_suppress_tokens", "eos_token_id", "exponential_decay_length_penalty"),
     *("forced_eos_token_id", "max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id"),
@@ -125,6 +126,11 @@ def reasoning_of(value: Any) -> Reasoning:
     return False if value is None else read_reasoning("reasoning", value)
 
 
+def calls_early(arguments: DecodeArguments, config: BlendConfig) -> bool:
+    """Whether tool calls may be handed out before their answer has ended: not if it may be corrected until then."""
+    return (arguments.get("verify") or config.verify) != "always"
+
+
 def _bias(given: Any) -> Any:
     """The addends by token id; ids may be written as texts, as JSON has them."""
     if given is None:
@@ -133,6 +139,10 @@ def _bias(given: Any) -> Any:
     if not all(token.isdecimal() for token in ids):
         raise ConfigError("logit_bias", given, "use a dict of numbers by token id")
     return {int(token): float(_BIAS.check(f"logit_bias[{token}]", value)) for token, value in given.items()}
+
+
+def _processors(given: Any) -> Any:
+    return [] if given is None else given
 
 
 def _more(given: Any) -> dict[str, Any]:
@@ -196,7 +206,7 @@ class DecodeFields(BaseModel):
     so. An answer by a grammar, and one that has ``min_new_tokens`` before it, goes on."""
     generation_config: Annotated[Any, _checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
-    logits_processor: Annotated[list[Any], _checked(_PROCESSORS)] = Field(
+    logits_processor: Annotated[list[Any], _checked(_PROCESSORS), BeforeValidator(_processors)] = Field(
         default_factory=list, exclude=True, repr=False
     )
     """Logits processors of transformers, applied to each step."""
@@ -247,7 +257,10 @@ class DecodeOptions(DecodeFields):
                 raise ConfigError(
                     name, value, "use it with do_sample=True or a temperature; greedy decoding ignores it"
                 )
-        for name in sorted(self.additional_kwargs.keys() & _SAMPLING) if self._greedy else ():
+        narrowed = [
+            name for name, value in self.additional_kwargs.items() if value not in _SAMPLING.get(name, (value,))
+        ]
+        for name in sorted(narrowed) if self._greedy else ():
             remedy = f"use {name} with do_sample=True or a temperature; greedy decoding ignores it"
             raise ConfigError("additional_kwargs", {name: self.additional_kwargs[name]}, remedy)
 

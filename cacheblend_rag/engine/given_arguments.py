@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import GenerationConfig
+
 from cacheblend_rag.config import check_config, check_mapping, check_names
-from cacheblend_rag.engine.decode import MORE_OPTIONS
+from cacheblend_rag.engine.decode import MORE_OPTIONS, DecodeFields
 from cacheblend_rag.errors import ConfigError
 
 _WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
@@ -15,11 +17,12 @@ _HERE = (
     'the model runs in this process; for a server use init_chat_model(…, model_provider="openai", base_url=…), or '
     "OpenAILike in LlamaIndex"
 )
-_THREADS = "call torch.set_num_threads(…), or set OMP_NUM_THREADS before the program starts"
+_THREADS = "use threads"
 _TOKENIZER = "the tokenizer is the model's own; use from_model for another"
 _JSON = 'give response_format={"type": "json_object"} or a schema with the call, or use with_structured_output'
 _MIROSTAT = "sample with temperature, top_p, top_k or min_p"
 _BEAMS = "answers are decoded without beams"
+_NEUTRAL = "leave it out; it has no effect on answers here"
 _NO_DRAFTS = "answers are decoded without another model's drafts"
 _SAID_ONCE = "put it into the prompt template, or into a system message"
 # Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
@@ -31,6 +34,22 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "early_stopping": ((False,), _BEAMS),
     "assistant_model": ((), _NO_DRAFTS),
     "prompt_lookup_num_tokens": ((), _NO_DRAFTS),
+    "length_penalty": ((1,), _BEAMS),
+    "diversity_penalty": ((0,), _BEAMS),
+    "penalty_alpha": ((0,), _NEUTRAL),
+    "encoder_repetition_penalty": ((1,), "use repetition_penalty"),
+    "encoder_no_repeat_ngram_size": ((0,), "use no_repeat_ngram_size"),
+    "output_attentions": ((False,), _NEUTRAL),
+    "output_hidden_states": ((False,), _NEUTRAL),
+    "low_memory": ((False,), _NEUTRAL),
+    "synced_gpus": ((False,), _NEUTRAL),
+    "is_assistant": ((False,), _NO_DRAFTS),
+    "bos_token_id": ((), "leave it out; the tokenizer writes the beginning of a prompt"),
+    "truncation": ((False,), _WINDOW),
+    "padding": ((False,), "leave it out; each prompt has the tokens that it has"),
+    "add_special_tokens": ((True,), "leave it out; the tokenizer or the chat template writes them"),
+    "return_tensors": ((False,), "leave it out; an answer is text, and its report has the ids"),
+    "stopping_criteria": (([],), "use stop, or logits_processor"),
     "guidance_scale": ((1,), "leave it out; a prompt is read once here"),
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "streamer": ((), "use stream"),
@@ -102,8 +121,9 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "num_thread": ((), _THREADS),
     "n_threads": ((), _THREADS),
     "keep_alive": (
-        (-1, "-1"),
-        "a model stays in memory as long as its object, and the caller's own model longer: delete both to free it",
+        (-1, "-1", "-1s", "-1m", "-1h"),
+        "a model stays in memory as long as its object, since others may share its engine, and answers, checks and "
+        "documents may wait for it; to free it, call llm.engine.close() and delete the object",
     ),
     "validate_model_on_init": ((True,), "a model is loaded when its object is made"),
     "base_url": ((), _HERE),
@@ -122,6 +142,10 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs", "additional_kwargs")
+# Options of transformers' generation that are no fields here, whose None says nothing.
+_UNSET = {*vars(GenerationConfig()), "prefix_allowed_tokens_fn", "stopping_criteria", "handle_long_generation"} - {
+    *DecodeFields.model_fields
+}
 # Both names of the length of an answer.
 _LENGTHS = ("max_tokens", "max_new_tokens")
 
@@ -136,13 +160,17 @@ def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "")
     ConfigError
         If one is not known, is given twice, is of the wrong kind, or says what is not so here.
     """
-    settled = dict(given)
+    # Named but not set, as whole configs of generation have them.
+    settled = {name: value for name, value in given.items() if value is not None or name not in _UNSET}
     check_config(given.get("config"))
     check_mapping("blend", given.get("blend"), "options of BlendConfig")
-    more: dict[str, Any] = {}
+    more = {name: settled.pop(name) for name in MORE_OPTIONS if name in settled and name not in known}
     for outer in _NESTED:
         check_mapping(outer, settled.get(outer), "options of decoding")
-        for name, value in one_length(settled.pop(outer, None) or {}).items():
+        inner = one_length(settled.pop(outer, None) or {})
+        for name, value in inner.items():
+            if value is None and name in _UNSET:
+                continue
             twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
             if name in MORE_OPTIONS:
                 twice, more[name] = name if name in more else None, value

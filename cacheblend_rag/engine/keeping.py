@@ -15,6 +15,7 @@ from cacheblend_rag.engine.pipeline import (
     chunks_of,
     has_few_chunks,
     owner_of,
+    stored_checkpoints_of,
 )
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.prompt import TokenizedPrompt
@@ -31,7 +32,20 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
     if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
         owner, times = owner_of(pipeline), lookup.times_forgotten
         keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
+        return store_checkpoints(pipeline, lookup.split, answer_ids)
     return {**blend.jobs, **store_unread(pipeline, lookup)}
+
+
+def store_checkpoints(pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int]) -> Mapping[str, Job]:
+    """Jobs that store what a plainly answered model has kept of a prompt: its prefix, and all if prompts are kept.
+
+    As with a model that is blended, text before no chunk is what was said in one conversation.
+    """
+    stored = stored_checkpoints_of(pipeline)
+    if stored is None or pipeline.config.write_back == "off":
+        return {}
+    prefix = split.prefix.stop if split.located else 0
+    return stored.jobs((*split.input_ids, *answer_ids), prefix, pipeline.keeps_sessions)
 
 
 def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:

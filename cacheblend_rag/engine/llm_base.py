@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+import torch
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names
+from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names, check_whole
 from cacheblend_rag.engine.answer_form import answer_form
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
@@ -42,6 +43,12 @@ _COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 
+def _threads(given: Any) -> Any:
+    if given is not None:
+        check_whole("threads", given, 1)
+    return given
+
+
 class LLMBase(DecodeFields):
     """Fields of a framework's model over a `BlendEngine`; those of `DecodeFields` say how answers are decoded.
 
@@ -58,6 +65,9 @@ class LLMBase(DecodeFields):
     device, dtype : str
         Where the model runs and in which element type, as for `BlendEngine.from_pretrained`; numbers and objects of
         PyTorch are taken, too.
+    threads : int, optional
+        Threads of the CPU that PyTorch computes with, as Ollama's ``num_thread``. They are the process's: the model
+        that was made last decides for all. By default as PyTorch has it.
     model_kwargs : dict
         Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
         ``device`` and ``dtype`` may be among them.
@@ -105,6 +115,7 @@ class LLMBase(DecodeFields):
     store: str | list[str] | None = None
     device: str = "auto"
     dtype: str = "auto"
+    threads: Annotated[int | None, BeforeValidator(_threads)] = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     blend: dict[str, Any] = Field(default_factory=dict, repr=False)
     model_name: str = ""
@@ -152,6 +163,8 @@ class LLMBase(DecodeFields):
         if self.timeout is not None and self.timeout <= 0:
             raise ConfigError("timeout", self.timeout, "use a number of seconds above 0, or None")
         DecodeOptions(**self._arguments(None, {}))
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         if self.engine is None:
             self.engine = self._make_engine()
         self.blend = self.engine.config.asdict()
@@ -290,10 +303,7 @@ class LLMBase(DecodeFields):
             Gets the message; by default it is printed to standard error.
         """
         texts = self._texts(documents)
-        needed, room = self.engine.chunks.estimate_bytes(texts), self.engine.store.traits.size_limit
-        say = say or partial(print, file=sys.stderr)
-        limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
-        say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
+        (say or partial(print, file=sys.stderr))(_about_warming(self.engine, texts))
         self._registry.add(texts)
         return self.engine.warm(texts, progress=progress)
 
@@ -491,6 +501,15 @@ def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
 
 # Fields of loading that `model_kwargs` may hold, too.
 _OF_LOADING = {"device", "dtype"}
+
+
+def _about_warming(engine: BlendEngine, texts: Sequence[str]) -> str:
+    """A line on the bytes that some documents will take in the store, or why they take none."""
+    if reason := engine.adapter.plain_reason:
+        return f"no KV of {len(texts):,} documents is stored: the model is answered plainly, as {reason}"
+    needed, room = engine.chunks.estimate_bytes(texts), engine.store.traits.size_limit
+    limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
+    return f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}"
 
 
 def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:

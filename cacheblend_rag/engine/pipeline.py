@@ -17,9 +17,10 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
-from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.segments import FOUND, Segment, Segments
+from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.segments import FOUND, Segment, Segments, StoredAhead
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
+from cacheblend_rag.engine.stored_checkpoints import StoredCheckpoints
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
@@ -279,14 +280,23 @@ class Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
         return self._again(config, self.segments.learned)
 
+    def of_tenant(self, salt: str, ahead: StoredAhead | None) -> Pipeline:
+        """The same model and store for a tenant, with a minimum ratio and remembered texts of its own."""
+        config = dataclasses.replace(self.config, salt=salt)
+        tokenizer = self.segments.tokenizer.forgetful()
+        own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer, ahead=ahead))
+        return own._again(config, self.segments.learned, MinimumRatio())
+
     def with_learned(self, learned: LearnedContext | None) -> Pipeline:
         """The same with another learned context."""
         return self._again(self.config, learned)
 
-    def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
+    def _again(
+        self, config: BlendConfig, learned: LearnedContext | None, minimum: MinimumRatio | None = None
+    ) -> Pipeline:
         model = self.segments.model.with_prepacking(config.prepack_weights)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self)
+        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self, minimum)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -383,7 +393,7 @@ class Pipeline:
     def is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
         # Contexts are no part of the key, so they are not compared; nor is what stood before a variant, by its ids.
-        before = record.info.context_ids if segment.usual is None else ()
+        before = () if segment.kind == "variant" else record.info.context_ids
         if dataclasses.replace(record.info, behind=(), context_ids=before) == self.segments.info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
@@ -559,7 +569,9 @@ class Pipeline:
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
         known = segments.contexts([one.text for one in located if not one.found]) if lookup.found else contexts
-        missing = [one.usual or one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
+        unread = [one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
+        missing = [one.usual if one.kind == "variant" and one.usual is not None else one for one in unread]
+        missing = [one for one in missing if one.usual is None]  # what was stored for all is there, only not read
         for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.key not in lookup.records:
                 beside = contexts if segment.key.startswith(FOUND) else known
@@ -588,6 +600,8 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
     if not usual:
         return lookup
     pipeline.variants.drop(lost)
+    if (ahead := pipeline.segments.ahead) is not None:
+        ahead.lose(lost)
     chunks = tuple(one.usual if one.usual is not None and one.key in lost else one for one in lookup.chunks)
     records = {**lookup.records, **_open_all(pipeline, usual, lookup.opened)}
     return dataclasses.replace(lookup, chunks=chunks, records=records)
@@ -596,6 +610,14 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
 def checkpoints_of(pipeline: Pipeline) -> Checkpoints | None:
     """Checkpoints of a model that is answered plainly; None if the options let nothing be remembered."""
     return pipeline.checkpoints if pipeline.policy.rule.reads_store and pipeline.config.prompt_cache != 0 else None
+
+
+def stored_checkpoints_of(pipeline: Pipeline) -> StoredCheckpoints | None:
+    """Those of them that outlive the process; None if the store keeps nothing, or the model cannot go on from one."""
+    held, adapter = checkpoints_of(pipeline), pipeline.segments.model.adapter
+    if held is None or adapter.goes_on != "slices" or not pipeline.store.traits.persistent:
+        return None
+    return StoredCheckpoints(pipeline.store, owner_of(pipeline), adapter, held)
 
 
 def owner_of(pipeline: Pipeline) -> Owner:
@@ -609,7 +631,10 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
     adapter = model.adapter
     with model.products():
         checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, *(pauses or ()))
+        stored = stored_checkpoints_of(pipeline)
+        find = None if stored is None else stored.find
+        between, each_layer = pauses or (None, None)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer, find)
     ready_at = time.perf_counter()
     return Blend(
         lookup,
@@ -644,12 +669,15 @@ def _pipeline(
     learned: LearnedContext | None,
     controller: LoadingController | None,
     earlier: Pipeline | None = None,
+    minimum: MinimumRatio | None = None,
 ) -> Pipeline:
     """Choose the condition and the rule by the options, what was calibrated, and what was learned.
 
-    It shares with an earlier one all that views of an engine have in common.
+    It shares with an earlier one all that views of an engine have in common, and the minimum ratio unless one is given.
     """
-    digest, minimum = "" if learned is None else learned.digest, None if earlier is None else earlier.policy.minimum
+    digest = "" if learned is None else learned.digest
+    if minimum is None and earlier is not None:
+        minimum = earlier.policy.minimum
     policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller, minimum, digest)
     condition = policy.config.condition
     if condition == "auto":

@@ -197,7 +197,8 @@ class PromptCache:
             kept = [one for one in self._kept if not prompt.stands_for(one)] + [prompt]
             sizes = [held_bytes(one.cache) for one in kept]
             while kept and sum(sizes) > limit:
-                del kept[0], sizes[0]
+                at = next_to_go([one.kind.salt for one in kept], sizes)
+                del kept[at], sizes[at]
             self._kept = kept
 
     def forget(self, salt: str, texts: Iterable[str], chunks: Iterable[Sequence[int]]) -> None:
@@ -229,6 +230,24 @@ class PromptCache:
         """Drop all, and keep nothing any more."""
         with self._lock:
             self._closed, self._kept = True, []
+
+
+def next_to_go(salts: Sequence[str], sizes: Sequence[int]) -> int:
+    """Which of some kept things is dropped first: the oldest of the tenant whose things take most.
+
+    So a tenant that has less than its part keeps what it has, whatever others do.
+
+    Parameters
+    ----------
+    salts : sequence of str
+        Of the tenants, the oldest thing first.
+    sizes : sequence of int
+        Bytes of each.
+    """
+    held = dict.fromkeys(salts, 0)
+    for salt, size in zip(salts, sizes, strict=True):
+        held[salt] += size
+    return salts.index(max(held, key=held.__getitem__))
 
 
 @dataclass(frozen=True)

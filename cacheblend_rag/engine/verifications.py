@@ -99,6 +99,7 @@ class Verifications:
         self._waiting: deque[_Waiting] = deque()
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
+        self._tenants: list[Verifications] = []
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
@@ -255,19 +256,39 @@ class Verifications:
         with self.storing:
             pass
 
+    def of_tenant(self, pipeline: Pipeline) -> Verifications:
+        """Those of one tenant: counted alone, with a bound and a trial of its own. They are closed with these."""
+        made = Verifications(pipeline)
+        with self._lock:
+            self._tenants.append(made)
+        return made
+
+    @property
+    def all(self) -> list[Verifications]:
+        """These, and those of tenants."""
+        return [self, *self._tenants]
+
     def wait(self) -> None:
-        """Wait until no answer waits any more."""
+        """Wait until no answer waits any more, of tenants either."""
+        for one in self._tenants:
+            one.wait()
         if threading.current_thread() is not self._thread:
             for future in list(self._results.values()):
                 future.result()
 
     def close(self) -> None:
-        """Give up all that waits, and the check under way at its next layer or token."""
+        """Give up all that waits, and the check under way at its next layer or token; a warning says how many."""
+        if given_up := sum(one._close() for one in self.all):
+            _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
+
+    def _close(self) -> int:
+        """Give up everything; how many checks that were."""
         self.trial.close()
         with self._lock:
-            self._closed, thread = True, self._thread
+            before, self._closed, thread = self._status.given_up, True, self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        return self._status.given_up - before
 
     def _work(self) -> None:
         while True:

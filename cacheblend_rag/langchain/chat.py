@@ -23,7 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.decode import DecodeArguments, reasoning_of
+from cacheblend_rag.engine.decode import DecodeArguments, calls_early, reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
@@ -35,10 +35,10 @@ from cacheblend_rag.langchain.messages import (
     WholeJson,
     answer_texts,
     artifact_texts,
-    call_chunks,
     message_spans,
     parse_answer,
     response_format,
+    stream_chunks,
     thought_fields,
     turns_of,
 )
@@ -46,7 +46,8 @@ from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.calls import HeldBack
+from cacheblend_rag.prompt.call_stream import AnswerSplitter
+from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
@@ -280,16 +281,16 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
             stream.with_thoughts = True
-        held = request.held_back()
+        split = request.splitter()
         try:
             for piece in stream:
-                if (chunk := request.chunk(held, piece)) is not None:
+                if (chunk := request.chunk(split, piece)) is not None:
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
         finally:
             stream.cancel()
-        yield self._last_chunk(request, stream, held)
+        yield self._last_chunk(request, stream, split)
 
     async def _astream(
         self,
@@ -302,16 +303,16 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
             stream.with_thoughts = True
-        held = request.held_back()
+        split = request.splitter()
         try:
             async for piece in stream:
-                if (chunk := request.chunk(held, piece)) is not None:
+                if (chunk := request.chunk(split, piece)) is not None:
                     if run_manager is not None:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
         finally:
             stream.cancel()
-        yield self._last_chunk(request, stream, held)
+        yield self._last_chunk(request, stream, split)
 
     def _request(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]
@@ -330,7 +331,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             seen = self._match(messages, text)
         arguments = self._arguments(stop, overrides, _CALL, begun)
         arguments |= {"reasoning": thinks(level, options), "answer_begins": later}
-        return _Conversation(seen, arguments, tools, begun)
+        early = calls_early(arguments, self.engine.config)
+        return _Conversation(seen, arguments, tools, begun, early)
 
     def _with_images(
         self,
@@ -381,17 +383,18 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             message.response_metadata["logprobs"] = conversation_logprobs(answer.logprobs)
         return message
 
-    def _last_chunk(self, request: _Conversation, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:
-        """The last chunk of a stream: usage, how the answer was made, tool calls, text held back for them."""
+    def _last_chunk(self, request: _Conversation, stream: TextStream, split: AnswerSplitter) -> ChatGenerationChunk:
+        """The last chunk of a stream: usage, how the answer was made, what is left of text and tool calls."""
         answer = stream.result
         if answer is None:
             return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
         whole = self._message(request, answer)
+        read = parse_calls(request.opening + answer.text, request.tools, begun=bool(request.opening))
         chunk = AIMessageChunk(
-            content=held.rest(str(whole.content)),
+            content=split.rest(read.content),
             usage_metadata=whole.usage_metadata,
             response_metadata=whole.response_metadata,
-            tool_call_chunks=call_chunks(whole),
+            tool_call_chunks=stream_chunks(split.end(read.found)),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=chunk)
@@ -424,24 +427,25 @@ class _Conversation:
         Tools that may be called.
     opening : str
         Beginning of the answer that was written for the model.
+    early : bool
+        Whether calls are handed out before the answer has ended.
     """
 
     prompt: AnyPrompt
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str
+    early: bool = True
 
-    def held_back(self) -> HeldBack:
-        """Hands out the text of an answer, and no calls."""
-        return HeldBack(self.tools)
+    def splitter(self, early: bool = True, most: int | None = None) -> AnswerSplitter:
+        """Splits the answer into text and calls, as it is written; see `AnswerSplitter`."""
+        return AnswerSplitter(self.tools, self.opening, early and self.early, most)
 
-    def begun(self, held: HeldBack, piece: str) -> str:
-        """The part of a piece that may be handed out; nothing of an answer that is a call from its start."""
-        return "" if self.opening else held.feed(piece)
-
-    def chunk(self, held: HeldBack, piece: str) -> ChatGenerationChunk | None:
+    def chunk(self, split: AnswerSplitter, piece: str) -> ChatGenerationChunk | None:
         """The chunk of a stream for a piece of an answer, or of its thought; None if nothing may be handed out."""
         if isinstance(piece, Thought):
             return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=thought_fields(piece)))
-        new = self.begun(held, piece)
-        return ChatGenerationChunk(message=AIMessageChunk(content=new)) if new else None
+        new, calls = split.feed(piece)
+        if not new and not calls:
+            return None
+        return ChatGenerationChunk(message=AIMessageChunk(content=new, tool_call_chunks=stream_chunks(calls)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.messages.tool import ToolCallChunk, tool_call, tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, Generation
@@ -26,6 +25,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt.call_stream import CallPiece, new_call_id
 from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
@@ -33,6 +33,7 @@ from cacheblend_rag.prompt.images import IMAGE
 THOUGHT = "reasoning_content"
 """Where messages of LangChain have a thought as text."""
 _CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
+_UNREAD_CALL = "its arguments are no JSON, or were cut"
 # Blocks that say nothing to a template: thoughts, as each provider calls them, and calls.
 _UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
 
@@ -251,12 +252,16 @@ def parse_answer(
 
     The model's thought before it stands where LangChain looks for it: ``content_blocks`` have it as one of reasoning.
 
-    Text that cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
+    Text that cannot be understood as a call stays text. A call that has begun for certain, and cannot be read in the
+    end, is an invalid one.
     """
     parsed = parse_calls(text, tools, begun=begun)
-    # Nine letters or digits: Mistral's templates take no other names.
-    calls = [tool_call(name=call.name, args=call.arguments, id=uuid.uuid4().hex[:9]) for call in parsed.calls]
-    return AIMessage(content=parsed.content, tool_calls=calls, additional_kwargs=thought_fields(thought))
+    calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in parsed.calls]
+    unread = [
+        invalid_tool_call(name=one.name, args=one.raw, id=new_call_id(), error=_UNREAD_CALL) for one in parsed.unread
+    ]
+    thoughts = thought_fields(thought)
+    return AIMessage(content=parsed.content, tool_calls=calls, invalid_tool_calls=unread, additional_kwargs=thoughts)
 
 
 def thought_fields(thought: str) -> dict[str, Any]:
@@ -275,12 +280,16 @@ def _thought_of(message: AIMessage) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def stream_chunks(pieces: Sequence[CallPiece]) -> list[ToolCallChunk]:
+    """Pieces of calls in the form in which streams carry them."""
+    return [tool_call_chunk(name=one.name, args=one.arguments, id=one.call_id, index=one.index) for one in pieces]
+
+
 def call_chunks(message: AIMessage) -> list[ToolCallChunk]:
-    """The calls of a message in the form in which streams carry them."""
-    return [
-        tool_call_chunk(name=call["name"], args=json.dumps(call["args"]), id=call["id"], index=at)
-        for at, call in enumerate(message.tool_calls)
-    ]
+    """The calls of a message in the form in which streams carry them; last those that cannot be read, as written."""
+    calls = [(call["name"], json.dumps(call["args"]), call["id"]) for call in message.tool_calls]
+    calls += [(call["name"] or "", call["args"] or "", call["id"]) for call in message.invalid_tool_calls]
+    return [tool_call_chunk(name=name, args=args, id=own, index=at) for at, (name, args, own) in enumerate(calls)]
 
 
 def response_format(schema: dict[str, Any] | type | None, method: str, strict: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from langchain_core.language_models import ModelProfile
 
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import can_follow
-from cacheblend_rag.prompt.chat import offers_tools
+from cacheblend_rag.prompt.chat import offers_tools, writes_marked_calls
 from cacheblend_rag.prompt.thoughts import marks_of
 
 
@@ -39,7 +39,7 @@ def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None)
         reasoning_output=marks_of(engine.tokenizer).known,
         tool_calling=tools,
         tool_choice=tools,
-        tool_call_streaming=False,
+        tool_call_streaming=tools and writes_marked_calls(engine.tokenizer) and engine.config.verify != "always",
         structured_output=can_follow(engine.tokenizer),
         temperature=True,
     )

@@ -9,12 +9,13 @@ from typing import Any, Generic, TypeVar
 from llama_index.core.base.llms.types import LogProb
 from llama_index.core.instrumentation.events import BaseEvent
 
-from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments, calls_early
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import AnyPrompt
-from cacheblend_rag.prompt.calls import HeldBack
+from cacheblend_rag.prompt.call_stream import AnswerSplitter, StreamedCall
+from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import BlendReport, Generation
 
@@ -91,6 +92,8 @@ class AnswerText:
         The model's thought before it, so far.
     thought_delta : str
         The newest piece of that.
+    calls : sequence of StreamedCall
+        Its tool calls, as far as they were handed out.
     """
 
     text: str
@@ -99,6 +102,7 @@ class AnswerText:
     sent: str | None = None
     thought: str = ""
     thought_delta: str = ""
+    calls: Sequence[StreamedCall] = ()
 
     @property
     def thinking(self) -> dict[str, Any]:
@@ -154,11 +158,11 @@ class ModelCall(Generic[R]):
     respond : callable
         Makes a response of what was said.
     tools : sequence of dict or None
-        Tools that may be called. Text that may become a call is held back.
+        Tools that may be called. Text that may become a call is held back until it is one.
     opening : str
         Beginning of the answer that was written for the model, which is a call.
     growing : bool
-        Whether there is a response for each piece of that call, too.
+        Whether calls come as they grow though the answer may still be corrected.
     operation : str
         Its name in traces: ``"chat"`` or ``"text_completion"``.
     """
@@ -223,24 +227,24 @@ class _Pieces(Generic[R]):
 
     def __init__(self, call: ModelCall[R]) -> None:
         self._call, self._text, self._thought = call, "", ""
-        self._begun = call.opening
-        self._held = HeldBack(call.tools)
+        early = call.growing or calls_early(call.arguments, call.fields.engine.config)
+        self._split = AnswerSplitter(call.tools, call.opening, early)
 
     def respond(self, piece: str) -> Iterator[R]:
-        """A response for what of a piece may be handed out; a call comes when it is complete, or as it grows."""
+        """A response for what of a piece may be handed out, calls as they grow among it."""
         if isinstance(piece, Thought):
             self._thought += piece
             yield self._call.respond(AnswerText(self._text, "", thought=self._thought, thought_delta=str(piece)))
-        elif self._call.opening:
-            if self._call.growing:
-                self._begun += piece
-                yield self._call.respond(AnswerText(self._begun, ""))
-        elif new := self._held.feed(piece):
-            self._text += new
-            yield self._call.respond(AnswerText(self._text, new, thought=self._thought))
+            return
+        new, calls = self._split.feed(piece)
+        self._text += new
+        if new or calls:
+            yield self._call.respond(AnswerText(self._text, new, thought=self._thought, calls=self._split.calls))
 
     def end(self, answer: Generation | None) -> Iterator[R]:
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
             said = self._call.opening + answer.text
-            yield self._call.respond(AnswerText(said, None, answer, self._text, answer.thought))
+            self._split.end(parse_calls(said, self._call.tools, begun=bool(self._call.opening)).found)
+            calls = [one for one in self._split.calls if one.whole]
+            yield self._call.respond(AnswerText(said, None, answer, self._text, answer.thought, calls=calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -29,6 +29,7 @@ from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
+from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import default_room, reasoning_of
@@ -37,7 +38,7 @@ from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R, usage_of
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
-from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, called_message, calls_of, turns_of
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, calls_of, growing_message, turns_of
 from cacheblend_rag.llama_index.tracking import (
     answers_noted,
     documents_retrieved,
@@ -46,7 +47,6 @@ from cacheblend_rag.llama_index.tracking import (
     switch_on,
 )
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.calls import begun_call
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
@@ -56,6 +56,14 @@ from cacheblend_rag.prompt.thoughts import begin_answer
 _dispatcher = get_dispatcher(__name__)
 # Where LlamaIndex asks for an object by a tool call.
 _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+
+
+def _as_template(given: Any) -> Any:
+    """The template that wraps a question; a text is taken for one, as ``HuggingFaceLLM`` does."""
+    made = PromptTemplate(given) if isinstance(given, str) and given else given or None
+    if made is not None and (not isinstance(made, BasePromptTemplate) or "query_str" not in made.template_vars):
+        raise ConfigError("query_wrapper_prompt", given, "use a text or a PromptTemplate with {query_str} in it")
+    return made
 
 
 class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
@@ -84,6 +92,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         Renders messages; by default the tokenizer's chat template does.
     completion_to_prompt : callable, optional
         Wraps a prompt that is not formatted yet.
+    query_wrapper_prompt : str or PromptTemplate, optional
+        Wraps the questions of `predict` and its like; ``{query_str}`` stands for the question.
     json_mode : bool
         Let each answer be a JSON object, where a call does not ask for another form (extra ``structured``).
     normalise_lists : bool
@@ -101,6 +111,9 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     is_function_calling_model: bool | None = None
     json_mode: bool = False
     normalise_lists: bool = False
+    query_wrapper_prompt: Annotated[BasePromptTemplate | None, BeforeValidator(_as_template)] = Field(
+        default=None, description="Query wrapper prompt for LLM calls.", exclude=True
+    )
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -177,10 +190,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; tool calls come with the last piece.
+        """Answer a conversation piece by piece; each piece has the tool calls, as far as they are written.
 
-        With ``as_object=True``, as streams of objects ask for it, a call that must be made comes with each piece, as
-        far as it is written. An answer that is none in the end, or was cut, is an error then.
+        The last piece has those calls alone that can be read. With ``verify="always"`` calls come with it alone, since
+        an answer may be corrected until then. With ``as_object=True``, as streams of objects ask for it, an answer that
+        is none in the end, or was cut, is an error.
         """
         return self._conversation(messages, kwargs).pieces()
 
@@ -215,11 +229,10 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
         def respond(said: AnswerText) -> ChatResponse:
             if said.answer is not None:
-                message = answer_message(said.text, tools, bool(begun), said.thought)
-            elif begun:
-                message = called_message([call] if (call := begun_call(said.text)) else [])
+                names = [one.call_id for one in said.calls]
+                message = answer_message(said.text, tools, bool(begun), said.thought, names)
             else:
-                message = answer_message(said.text, thought=said.thought)
+                message = growing_message(said.text, said.calls, said.thought)
             more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
             response = ChatResponse(message=message, delta=said.rest(message.content or ""), **more)
             if as_object and begun and said.answer is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 from llama_index.core.base.llms.types import (
     CachePoint,
@@ -19,8 +18,10 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.llms.llm import ToolSelection
+from pydantic_core import from_json
 
 from cacheblend_rag.config import Reasoning
+from cacheblend_rag.prompt.call_stream import StreamedCall, new_call_id
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
 from cacheblend_rag.prompt.images import IMAGE
@@ -75,11 +76,26 @@ def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict
 
 
 def answer_message(
-    text: str, tools: Sequence[dict[str, Any]] | None = None, begun: bool = False, thought: str = ""
+    text: str,
+    tools: Sequence[dict[str, Any]] | None = None,
+    begun: bool = False,
+    thought: str = "",
+    names: Sequence[str] = (),
 ) -> ChatMessage:
-    """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`."""
-    parsed = parse_calls(text, tools, begun=begun)
-    return called_message(parsed.calls, parsed.content, thought)
+    """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
+
+    A call that cannot be read is text: agents take every call of a message for one to be made. ``names`` are those that
+    a stream has given its calls.
+    """
+    parsed = parse_calls(text, tools, begun=begun, unread_as_text=True)
+    return called_message(parsed.calls, parsed.content, thought, names)
+
+
+def growing_message(text: str, calls: Sequence[StreamedCall], thought: str = "") -> ChatMessage:
+    """An answer that is being written as a message, with its calls as far as they are."""
+    values = [from_json(one.written or "{}", allow_partial="trailing-strings") for one in calls]
+    grown = [WrittenCall(one.name, value) for one, value in zip(calls, values, strict=True)]
+    return called_message(grown, text, thought, [one.call_id for one in calls])
 
 
 def calls_of(message: ChatMessage) -> list[ToolSelection]:
@@ -95,7 +111,9 @@ def calls_of(message: ChatMessage) -> list[ToolSelection]:
     ]
 
 
-def called_message(calls: Sequence[WrittenCall], text: str = "", thought: str = "") -> ChatMessage:
+def called_message(
+    calls: Sequence[WrittenCall], text: str = "", thought: str = "", names: Sequence[str] = ()
+) -> ChatMessage:
     """A text and calls as a message, behind the thought that came before them.
 
     The calls stand in blocks, and once more in OpenAI's form where LlamaIndex's streams of objects look for them.
@@ -107,8 +125,7 @@ def called_message(calls: Sequence[WrittenCall], text: str = "", thought: str = 
     if not calls:
         return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
     written = list[dict[str, Any]]()
-    for call in calls:
-        name = uuid4().hex[:9]  # nine letters or digits: Mistral's templates take no other names
+    for call, name in zip(calls, names or [new_call_id() for _ in calls], strict=True):
         blocks.append(ToolCallBlock(tool_call_id=name, tool_name=call.name, tool_kwargs=call.arguments))
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         written.append({"id": name, "type": "function", "function": function})

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +113,30 @@ def holds_chat_template(file: str | os.PathLike[str]) -> bool:
     _check_start(path)
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(b"tokenizer.chat_template", 0, _MOST_SETTINGS) >= 0
+
+
+def gguf_config(file: str | os.PathLike[str]) -> Any:
+    """The config of the model in a GGUF file; its weights are not read.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file is damaged, or no GGUF file.
+    UnsupportedModelError
+        If its architecture is not supported.
+    """
+    path = Path(file).expanduser()
+    _check_start(path)
+    reader, fields = _header(path)
+    architecture = str(fields.get("general.architecture"))
+    _check_supported(path, architecture, fields)
+    try:
+        with tempfile.TemporaryDirectory() as folder, _read_by(reader), _without_advice():
+            config = AutoConfig.from_pretrained(folder, gguf_file=str(path.resolve()), local_files_only=True)
+            _settle(config, architecture, fields, reader)
+    except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
+        raise ModelLoadError(f"the config of {path} cannot be read: {type(error).__name__}: {error}") from error
+    return config
 
 
 def convert(file: Path, folder: Path) -> None:

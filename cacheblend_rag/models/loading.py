@@ -44,6 +44,7 @@ _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfold
 _QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
 # Values of device_map that leave the choice to transformers, and places that are no device of computing.
 _PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential", "disk", "meta")
+_TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -360,13 +361,25 @@ def _load(
         raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
         starters = starters_of("language model")
-        raise ModelLoadError(
-            f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
-            f"an id that is in the local cache or can be downloaded, or a starter model ({', '.join(starters)})"
-        ) from error
+        remedy = tag_remedy(said) or (
+            "name a folder written by save_pretrained, a GGUF file, an id that is in the local cache or can be "
+            f"downloaded, or a starter model ({', '.join(starters)})"
+        )
+        raise ModelLoadError(f"model {said!r} could not be loaded: {error}; {remedy}") from error
     # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
+
+
+def tag_remedy(said: str | os.PathLike[str]) -> str:
+    """The names to use in place of a tag of Ollama's library, such as ``"llama3.2:3b"``; empty of any other name."""
+    if _TAG.fullmatch(os.fspath(said)) is None:
+        return ""
+    return (
+        "a tag of Ollama's library is no name here: name the model's id on the hub, such as "
+        f"'meta-llama/Llama-3.2-3B-Instruct', or the GGUF file that `ollama show --modelfile {os.fspath(said)}` "
+        "names behind FROM"
+    )
 
 
 def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import why_plain
-from cacheblend_rag.models.loading import auto_class
+from cacheblend_rag.models.gguf import gguf_config, is_gguf
+from cacheblend_rag.models.loading import auto_class, tag_remedy
 
 # Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
 _IN_FULL = ("bamba", "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba")
@@ -57,7 +58,7 @@ def treatment_of(config: Any) -> Treatment:
 
 
 def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
-    """How prompts of a model are answered, by its id or folder; only its config is read, or fetched.
+    """How prompts of a model are answered, by its id, folder or GGUF file; only its config is read, or fetched.
 
     Raises
     ------
@@ -65,9 +66,15 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
         If its config cannot be read.
     """
     try:
-        return treatment_of(AutoConfig.from_pretrained(os.fspath(model)))
+        return treatment_of(gguf_config(model) if is_gguf(model) else AutoConfig.from_pretrained(os.fspath(model)))
+    except UnsupportedModelError as error:
+        return Treatment("refused", error.reason or str(error))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelLoadError(
-            f"the config of model {os.fspath(model)!r} cannot be read: {error}; name a folder written by "
-            "save_pretrained, or an id that is in the local cache or can be downloaded"
+            f"the config of model {os.fspath(model)!r} cannot be read: {error}; "
+            + (
+                tag_remedy(model)
+                or "name a folder written by save_pretrained, a GGUF file, or an id that is in the local cache or can "
+                "be downloaded"
+            )
         ) from error

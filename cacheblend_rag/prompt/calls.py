@@ -1,7 +1,11 @@
 """Tool calls in a generated text, whole or as it is written.
 
-A call begins a line or a sentence, and nothing but other calls follows it in its line. So chat templates write it. A
-call anywhere else is quoted, and stays text; so does one in fenced or indented code.
+A call begins a line or a sentence. So chat templates write it. A call anywhere else is quoted, and stays text; so does
+one in fenced or indented code. One behind a sentence, or without a mark, is quoted, too, if other text follows in its
+line.
+
+A call has begun for certain once its mark, at the beginning of a line, the name of an offered tool and the opening of
+its arguments stand. It can then be handed out as it is written; see `cacheblend_rag.prompt.call_stream`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ MARK = "[TOOL_CALLS]"
 # The form of Qwen3-Coder, within the marks of the first. Llama writes JSON where it has parameters.
 _FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter="
 _FUNCTION_NAME = re.compile(r"<function=([^<>\s]+)>\s*")
+_FUNCTION_HEAD = re.compile(_FUNCTION_NAME.pattern + rf"(?={_PARAMETER}|{_FUNCTION_END}|\{{)")
 _BEGUN_NAME = re.compile(r"<function=[^<>\s]*\Z")
 _WHOLE_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
 _THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
@@ -33,6 +38,7 @@ _FENCE = (
 )
 _START = re.compile(rf"{_MARK_START.pattern}|(?P<thought>{_THOUGHT_START})|{_FENCE}", re.MULTILINE)
 # Behind a line's end with a few spaces, more would be code; behind a sentence, whose end is no number of a list.
+_LINE_BEGINS = re.compile(rf"(?:[\r\n] {{0,3}}|{_THOUGHT_END}[ \t]*)\Z")
 _MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d](?:[^\r\n]*\d)?[.!?…。！？])[ \t]*)\Z")
 _LOOKED_BACK = 200  # characters before a mark in which it is seen whether a call may begin there
 # The line ends, a mark too many, a special token.
@@ -42,6 +48,11 @@ _NOTHING_BUT_JSON = re.compile(r"\s*(?P<call>[{\[])")
 _SPACE = re.compile(r"\s*")
 _NEXT_VALUE = re.compile(r"[\s,;]*(?=[{\[])")
 _LEFT_OVER = re.compile(r"[\s,;}\]]*")  # such as a brace too many
+# The beginning of a call in JSON, up to its arguments.
+_JSON_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_TO_FIRST_CALL, _TO_CALL = re.compile(r"[\s\[]*"), re.compile(r"[\s,;\[]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-f]{0,3})?\Z")
 _CUT_LITERAL = 9  # characters of JSON that may still become a literal or an escape
 
 
@@ -67,6 +78,25 @@ class WrittenCall:
 
 
 @dataclass(frozen=True)
+class BegunCall:
+    """A call that has begun for certain.
+
+    Parameters
+    ----------
+    name : str
+        Of an offered tool.
+    written : str
+        As much of its arguments as is certain, as ``json.dumps`` writes them.
+    raw : str
+        Its arguments as the model wrote them, up to the end of the text.
+    """
+
+    name: str
+    written: str
+    raw: str
+
+
+@dataclass(frozen=True)
 class ParsedAnswer:
     """A generated text, and the calls in it.
 
@@ -74,12 +104,22 @@ class ParsedAnswer:
     ----------
     content : str
         The text around the calls.
-    calls : tuple of WrittenCall
-        In their order in the text.
+    found : tuple of WrittenCall or BegunCall
+        The calls in their order in the text. One that cannot be read, or is still being written, is a `BegunCall`.
     """
 
     content: str
-    calls: tuple[WrittenCall, ...] = ()
+    found: tuple[WrittenCall | BegunCall, ...] = ()
+
+    @property
+    def calls(self) -> tuple[WrittenCall, ...]:
+        """Those that are whole."""
+        return tuple(one for one in self.found if isinstance(one, WrittenCall))
+
+    @property
+    def unread(self) -> tuple[BegunCall, ...]:
+        """The others."""
+        return tuple(one for one in self.found if isinstance(one, BegunCall))
 
 
 class _NoCallError(Exception):
@@ -109,11 +149,13 @@ def parse_calls(
     *,
     whole: bool = True,
     begun: bool = False,
+    unread_as_text: bool = False,
 ) -> ParsedAnswer:
     """Read the tool calls in a generated text.
 
     Text that cannot be understood as a call stays text, and so does all of a thought. A call that only is quoted stays
-    text, too: one within a sentence, with text behind it in its line, or in code.
+    text, too: one within a sentence or in code, or one that has text behind it in its line, if it stands behind a
+    sentence or has no mark.
 
     Parameters
     ----------
@@ -126,12 +168,15 @@ def parse_calls(
         Whether the answer has ended. Otherwise its content is as far as it is certain.
     begun : bool
         Whether the answer was begun for the model as a call. It is one then, whatever follows it in its line.
+    unread_as_text : bool
+        Whether a call that has begun and cannot be read in the end is left in the text, where frameworks have no other
+        place for it.
     """
     if not tools:
         return ParsedAnswer(text)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     at = _thought_end(text, 0) if text.lstrip().startswith(_THOUGHT_START) else 0
-    kept, calls, certain = [text[:at]], list[WrittenCall](), True
+    kept, calls, certain = [text[:at]], list[WrittenCall | BegunCall](), True
     free = at  # a call may stand directly behind it
     found = _NOTHING_BUT_JSON.match(text, at) or _START.search(text, at)
     while found is not None:
@@ -145,64 +190,31 @@ def parse_calls(
             at = _fence_end(text, found.end(), found[kind])
         else:
             begins = not text[free:start].strip() or _may_begin(text, free, start)
+            first = not text[free:start].strip() or _LINE_BEGINS.search(text, max(free, start - _LOOKED_BACK), start)
+            heads, ended = _begun_calls(text, start, schemas, begun) if first else ([], -1)
             try:
-                some, at = _run(text, start, schemas, whole, begun)
+                some, at = _run(text, start, schemas, whole, begun or bool(heads))
                 if begins:
                     calls += some
                     start, free, begun = at, at, False
             except _QuotedError as quoted:
                 at = quoted.end
-            except _UnfinishedError:
-                if not whole:
+            except _NoCallError as error:
+                if not whole and (isinstance(error, _UnfinishedError) or (heads and ended < 0)):
+                    calls += heads
                     certain, at = False, start
                     break
-            except _NoCallError:
-                pass
+                if heads:
+                    at = free = len(text) if ended < 0 else ended
+                    begun, broken = False, isinstance(heads[-1], BegunCall)
+                    calls += heads[:-1] if unread_as_text and broken else heads
+                    start = start if unread_as_text and broken else at
         kept.append(text[start:at])
         found = _START.search(text, at)
     if certain:
         kept.append(text[at:] if whole else _without_cut_mark(text[at:]))
     content = "".join(kept)
     return ParsedAnswer(content.rstrip() if calls or not whole else content, tuple(calls))
-
-
-def begun_call(text: str) -> WrittenCall | None:
-    """The call in JSON that a text has begun, as far as it is written; None before its arguments begin."""
-    try:
-        call = from_json(text[text.index("{") :], allow_partial="trailing-strings")
-        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-        return _sendable(WrittenCall(name, arguments)) if isinstance(arguments, dict) else None
-    except (ValueError, KeyError, AttributeError, _NoCallError):
-        return None
-
-
-class HeldBack:
-    """Returns the pieces of an answer, and holds back text that may be or become a tool call.
-
-    Parameters
-    ----------
-    tools : sequence of dict or None
-        Tools that may be called; without any, nothing is held back.
-    """
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._tools, self._text = tools, ""
-        self.handed_out = ""
-        """All that was."""
-
-    def feed(self, piece: str) -> str:
-        """Text that may be handed out now."""
-        new = piece
-        if self._tools:
-            self._text += piece
-            read = parse_calls(self._text, self._tools, whole=False)
-            new = read.content[len(self.handed_out) :]
-        self.handed_out += new
-        return new
-
-    def rest(self, content: str) -> str:
-        """The part of a complete answer that is left; nothing if it is another one since, being corrected."""
-        return content[len(self.handed_out) :] if content.startswith(self.handed_out) else ""
 
 
 def _may_begin(text: str, free: int, start: int) -> bool:
@@ -295,6 +307,83 @@ def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple
     if tagged:
         raise _NoCallError
     return calls, at
+
+
+def _begun_calls(
+    text: str, at: int, schemas: Mapping[str, Any], begun: bool
+) -> tuple[list[WrittenCall | BegunCall], int]:
+    """The calls at a place that have begun for certain, the last of them perhaps in part, and where they end.
+
+    Once one is there, it is there whatever is written behind it. The end is -1 while that is not known.
+    """
+    marked = next((mark for mark in (CALL_START, MARK) if text.startswith(mark, at)), "")
+    end = at = _end_of_run(_SPACE, text, at + len(marked))
+    heads = list[WrittenCall | BegunCall]()
+    head_of = _FUNCTION_HEAD if text.startswith(_FUNCTION, at) and marked != MARK else _JSON_HEAD
+    if head_of is _JSON_HEAD and not (marked or begun):
+        return heads, end
+    read = _begun_json if head_of is _JSON_HEAD else _begun_function
+    while True:
+        near = _end_of_run(_TO_CALL if heads else _TO_FIRST_CALL, text, at)
+        beginning = head_of.match(text, near)
+        if beginning is None or beginning[1] not in schemas:
+            return heads, end
+        head, at = read(text, beginning, schemas[beginning[1]])
+        heads.append(head)
+        if isinstance(head, BegunCall):
+            end = text.find(CALL_END, near)
+            return heads, end if end < 0 else end + len(CALL_END)
+        end = at
+
+
+def _begun_json(text: str, found: re.Match[str], schema: Any) -> tuple[WrittenCall | BegunCall, int]:
+    """The call behind a beginning up to its arguments, and where it ends."""
+    at = found.end()
+    try:
+        value, at = _json_value(text, at)
+        call = _sendable(WrittenCall(found[1], value))
+    except _NoCallError:
+        raw = text[found.end() :]
+        return BegunCall(found[1], _certain_json(raw), raw.partition(CALL_END)[0]), len(text)
+    try:
+        _, at = _json_value(text, found.start())
+    except _NoCallError:
+        pass  # its arguments are whole, and no more is needed
+    return call, at
+
+
+def _begun_function(text: str, found: re.Match[str], schema: Any) -> tuple[WrittenCall | BegunCall, int]:
+    """The same in Qwen3-Coder's form, where each parameter is certain when it has ended."""
+    at = found.end()
+    if text.startswith("{", at):
+        head, at = _begun_json(text, found, schema)
+        end = _end_of_run(_SPACE, text, at)
+        return head, end + len(_FUNCTION_END) if text.startswith(_FUNCTION_END, end) else at
+    arguments, raw = dict[str, Any](), text[at:].partition(CALL_END)[0]
+    while given := _WHOLE_PARAMETER.match(text, at):
+        arguments[given[1]] = _parse_value(given[2], given[1], schema)
+        at = given.end()
+    try:
+        call = _sendable(WrittenCall(found[1], arguments))
+    except _NoCallError:
+        return BegunCall(found[1], "", raw), len(text)
+    if text.startswith(_FUNCTION_END, at):
+        return call, at + len(_FUNCTION_END)
+    return BegunCall(found[1], json.dumps(arguments)[:-1], raw), len(text)
+
+
+def _certain_json(text: str) -> str:
+    """The part of a JSON object that is certain, as ``json.dumps`` writes it; empty if it cannot be read so far."""
+    structure, string, _ = _STRING.sub("", text).partition('"')
+    opened = sum(map(structure.count, "{[")) - sum(map(structure.count, "}]"))
+    if not string:
+        text = text.rstrip("0123456789+-.eE")  # a number may go on
+    try:
+        value = from_json(text, allow_partial="trailing-strings")
+        written = json.dumps(_sendable(WrittenCall("", value)).arguments)
+    except (ValueError, _NoCallError):
+        return ""
+    return _CUT_ESCAPE.sub(r"\1", written[: max(0, len(written) - opened - len(string))])
 
 
 def _bare_calls(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[WrittenCall], int]:

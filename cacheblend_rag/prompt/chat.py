@@ -13,8 +13,9 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt.call_stream import AnswerSplitter
 from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
-from cacheblend_rag.prompt.thoughts import switched, thinks, turns_to_think
+from cacheblend_rag.prompt.thoughts import marks_of, switched, thinks, turns_to_think
 
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
@@ -148,6 +149,14 @@ def call_as_written(tokenizer: Any) -> str:
     for token in tokenizer.all_special_tokens:
         text = text.replace(token, "")
     return text.strip() if "look_up" in text and "red" in text else ""
+
+
+def writes_marked_calls(tokenizer: Any) -> bool:
+    """Whether the chat template writes calls in a form that is read, with a mark where each begins."""
+    if marks_of(tokenizer).channels:
+        return True
+    split, written = AnswerSplitter([_EXAMPLE_TOOL]), call_as_written(tokenizer)
+    return any(split.feed(letter)[1] for letter in written)
 
 
 def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -420,6 +420,7 @@ class ChannelSplitter(ThoughtSplitter):
 
     _ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
     _called = ""  # the function that the message under way calls
+    _written = False  # whether the beginning of that call was handed out
     _said = False  # whether the answer has said something
 
     def _start(self, final: bool) -> str:
@@ -455,16 +456,23 @@ class ChannelSplitter(ThoughtSplitter):
 
     def _answer(self, final: bool) -> str:
         at, mark = _first(self._held, self._ends)
-        if self._called and at < 0 and not final:
-            return ""  # a call is told when it is whole
         stop = at if at >= 0 else len(self._held) if final else _certain(self._held, self._ends)
         said, self._held = self._held[:stop], "" if final else self._held[stop:]
         if at >= 0:
             self._held, self.place = self._held[len(mark) :], "header"
-        if self._called and (at >= 0 or said.strip()):
-            said = f'<tool_call>\n{{"name": "{self._called}", "arguments": {said.strip() or "{}"}}}\n</tool_call>'
-            self._called = ""
+        if self._called:
+            said = self._of_call(said, at >= 0 or final)
         self._said |= bool(said)
+        return said
+
+    def _of_call(self, said: str, ended: bool) -> str:
+        """A piece of a call's arguments within the form in which calls are read."""
+        said = said if self._written else said.lstrip()
+        if not self._written and (said or ended):
+            said = f'<tool_call>\n{{"name": "{self._called}", "arguments": {said or "{}"}'
+            self._written = True
+        if ended:
+            said, self._called, self._written = f"{said.rstrip()}}}\n</tool_call>", "", False
         return said
 
 

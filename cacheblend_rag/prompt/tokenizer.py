@@ -180,8 +180,13 @@ class PromptTokenizer:
         """The same with another separator."""
         if separator == self.separator:
             return self
-        other = copy.copy(self)
+        other = self.forgetful()
         other.separator = separator
+        return other
+
+    def forgetful(self) -> PromptTokenizer:
+        """The same, which remembers none of the chunks of this one, nor this one any of its own."""
+        other = copy.copy(self)
         other._chunks = lru_cache(_REMEMBERED)(other._chunk)
         return other
 

@@ -16,7 +16,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -147,9 +147,10 @@ class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
         connection: sqlite3.Connection = here.con
         return connection
 
-    def oldest(self) -> Any:
-        """Row number, key and file of the record that was not used for longest; None if there is none."""
-        return self._sql("SELECT rowid, key, filename FROM Cache ORDER BY access_time LIMIT 1").fetchone()
+    def oldest(self, held: Container[str] = ()) -> Any:
+        """Row number, key and file of the record that was not used for longest, apart from those held; None without."""
+        with contextlib.closing(self._sql("SELECT rowid, key, filename FROM Cache ORDER BY access_time")) as rows:
+            return next((row for row in rows if row[1] not in held), None)
 
     def drop(self, number: int, filename: str | None) -> bool:
         """Erase a record by its file, for it may have been erased or replaced meanwhile; whether it was there."""
@@ -358,7 +359,7 @@ class DiskStore(KVStore):
     ) -> None:
         self.folder = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
         self.form, size_limit = (form or RecordFormat()).sealed(), parse_bytes(size_limit)
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._counts, self._held = dict.fromkeys(_COUNTED, 0), frozenset[str]()
         self._counting = threading.Lock()
         try:
             index = self.folder / diskcache.core.DBNAME
@@ -429,9 +430,13 @@ class DiskStore(KVStore):
         except _FAILURES as error:
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
 
+    def hold(self, keys: Iterable[str], near: bool = True) -> None:
+        """See `KVStore.hold`; by this process alone."""
+        self._held = frozenset(keys)
+
     def _evict(self) -> None:
         """Drop least recently used records, one by one, until the rest fits."""
-        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest()):
+        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest(self._held)):
             number, key, filename = row
             self._show(key, filename)
             if self._cache.drop(number, filename):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ class TieredStore(KVStore):
         self._moving, self._erasing = Counter[str](), Counter[str]()  # by key, how many threads are at it
         self._rising = WeakSet[_Rising]()  # records being read that are to rise
         self._behind = WriteBehind(self._move)
+        self._resting = frozenset[str]()
         for level, upper in enumerate(self._own[:-1]):
             upper.on_evict = partial(self._sink, level)
         # Tiers that count: those above a persistent one hold copies only.
@@ -120,6 +121,8 @@ class TieredStore(KVStore):
 
     def _to_rise(self, level: int, key: str, record: StoredKV) -> _Rising | None:
         """A record of a tier as one that rises while it is read; None if no nearer tier takes it."""
+        if key in self._resting:
+            return None
         nearest, remote = self._tiers[0], self._tiers[level].traits.remote
         fits = not nearest.traits.remote and nearest.record_bytes(record.info) <= nearest.traits.size_limit
         if not level or not (fits or (remote and self._own)):
@@ -137,6 +140,8 @@ class TieredStore(KVStore):
         # Memory gets the record as it will be read from the disk, so that both give the same.
         above = record if tiers[0].traits.persistent else as_written(record, self.traits.form)
         for tier in tiers:
+            if key in self._resting and keeps and not tier.traits.persistent:
+                continue
             try:
                 tier.put(key, record if tier.traits.persistent else above)
                 stored = True
@@ -181,6 +186,23 @@ class TieredStore(KVStore):
         if failed:
             raise StoreError("; ".join(map(str, failed))) from failed[0]
         return erased
+
+    def hold(self, keys: Iterable[str], near: bool = True) -> None:
+        """See `KVStore.hold`."""
+        held, above = frozenset(keys), [one for one in self._own if not one.traits.persistent]
+        if near or len(above) == len(self._own):
+            self._resting = frozenset()
+            for tier in self._own:
+                tier.hold(held)
+            for key in held:
+                self.prefetch(key)
+            return
+        self._resting = held
+        for tier in self._own:
+            tier.hold(() if tier in above else held)
+        for tier in above:
+            for key in held:
+                tier.delete(key)
 
     @property
     def under_way(self) -> int:

@@ -70,6 +70,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "put": ("new", record_of(2)),
     "contains": ("key",),
     "infos": ("k",),
+    "hold": (["key"], False),
     "volume": (),
     "prefetch": ("key",),
     "delete": ("key",),

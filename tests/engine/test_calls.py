@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.prompt.calls import HeldBack, begun_call, parse_calls
+from cacheblend_rag.prompt.call_stream import AnswerSplitter
+from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import render_turns
 from tests import tiny
 
@@ -92,6 +93,16 @@ READ = {
     "Qwen3-Coder, two": (f"<tool_call>\n{WRITTEN}\n{WRITTEN}\n</tool_call>", [LEAF, LEAF], ""),
     "Qwen3-Coder, no mark before": (f"{WRITTEN}\n</tool_call>\nSo.", [LEAF], "\nSo."),
     "Qwen3-Coder, nothing given": ("<tool_call>\n<function=lose>\n</function>\n</tool_call>", [("lose", {})], ""),
+    "words behind it": (f"{TAGGED} is how it is written.", [LEAF], " is how it is written."),
+    "two, and words behind them": (
+        f"{TAGGED} <tool_call>{OTHER}</tool_call> are two.",
+        [LEAF, ("lose", {})],
+        "  are two.",
+    ),
+    "without an end, and words": (f"<tool_call>{CALL} is a call.", [LEAF], " is a call."),
+    "without an end, and a line": (f"<tool_call>{CALL}\nThat is a call.", [LEAF], "\nThat is a call."),
+    "Mistral's mark, and words": (f"[TOOL_CALLS] [{CALL}] is a call.", [LEAF], "is a call."),
+    "the second of two cut": (f'<tool_call>{CALL}{{"name": "fi', [LEAF], '{"name": "fi'),
     "Llama's function": ('<function=find>{"what": "leaf"}</function>', [LEAF], ""),
 }
 
@@ -107,7 +118,6 @@ FENCED = f"```xml\n{TAGGED}\n```"
 TEXTS = {
     "quoted in a sentence": f"Calls look like {TAGGED}, with a name.",
     "quoted at a sentence's end": f"Calls look like this: {TAGGED}",
-    "quoted at its beginning": f"{TAGGED} is how a call looks.",
     "quoted in marks": f'They say "{TAGGED}".',
     "in backticks": f"Write `{TAGGED}` to find it.",
     "in backticks at a line's beginning": f"It is:\n`{TAGGED}`",
@@ -121,25 +131,15 @@ TEXTS = {
     "in a fence with a thought's mark": f"```\n<think>\n{TAGGED}\n```\n",
     "as indented code": f"Like this:\n\n    <tool_call>{CALL}</tool_call>\n",
     "indented by a tab": f"Like this:\n\n\t<tool_call>{CALL}</tool_call>\n",
-    "two, quoted": f"<tool_call>{CALL}</tool_call> <tool_call>{OTHER}</tool_call> are two.",
     "Qwen3-Coder, quoted": f"Write this: <tool_call>\n{WRITTEN}\n</tool_call>",
     "Qwen3-Coder, in backticks": f"Write `<tool_call>\n{WRITTEN}\n</tool_call>` to find it.",
     "Qwen3-Coder, a function quoted": f"Write {WRITTEN}\n",
     "bare and quoted": f"{CALL} is how a call looks.",
     "bare in a fence": f"```json\n{CALL}\n```",
     "a quoted call in a quoted one": "So: <tool_call>" + CALL.replace("leaf", f"\n{WRITTEN}\n") + "</tool_call>",
-    "more than a number holds": '<tool_call>{"name": "find", "arguments": {"many": 1e999}}</tool_call>',
-    "less than a number holds": '<tool_call>{"name": "find", "arguments": {"of": {"a": [-1e999]}}}</tool_call>',
-    "infinity": '<tool_call>{"name": "find", "arguments": {"many": -Infinity}}</tool_call>',
-    "half a character": '<tool_call>{"name": "find", "arguments": {"what": "\\ud800"}}</tool_call>',
-    "half a character in a name": '<tool_call>{"name": "find", "arguments": {"of": {"\\udc00": 1}}}</tool_call>',
     "half a character as the tool": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     "half a character in arguments as text": json.dumps({"name": "find", "arguments": '{"what": "\\ud800"}'}),
     "infinity in arguments as text": json.dumps({"name": "find", "arguments": '{"many": 1e999}'}),
-    "half a character for Llama's function": '<function=find>{"what": "\\ud800"}</function>',
-    "half a character for Qwen3-Coder": (
-        '<tool_call><function=find><parameter=of>{"a": "\\ud800"}</parameter></function></tool_call>'
-    ),
     "a mention": "Write <tool_call> and then JSON, and </tool_call> behind it.",
     "a mention at the end": "It begins with <tool_call>",
     "a name alone": "<tool_call>find</tool_call>",
@@ -151,11 +151,6 @@ TEXTS = {
     "arguments as a list": '<tool_call>{"name": "find", "arguments": ["leaf"]}</tool_call>',
     "arguments as words": '<tool_call>{"name": "find", "arguments": "the leaf"}</tool_call>',
     "broken": '<tool_call>{"name": </tool_call>',
-    "without an end, and a sentence": f"<tool_call>{CALL}\nThat is a call.",
-    "cut": '<tool_call>\n{"name": "find", "arguments": {"wh',
-    "the second of two cut": f'<tool_call>{CALL}{{"name": "fi',
-    "words behind it": f"<tool_call>{CALL} is how it is written.",
-    "no value": '<tool_call>{"name": "find", "arguments": {"many": NaN}}</tool_call>',
     "a thought": f"<think>I could write {TAGGED} now.</think>No.",
     "a thought that was cut": f" <think>I could write {TAGGED} now.",
     "an object": '{"a": 1}',
@@ -164,10 +159,8 @@ TEXTS = {
     "a reference": "[1] says so",
     "an empty list": "[] is what I found",
     "brackets": "[" * 100_000,
-    "a large number": '<tool_call>{"name": "find", "arguments": {"many": %s}}' % ("9" * 5_000),
     "a function of another language": "Write <function=x> or <function= y> here.",
     "a function that is not offered": "<function=buy></function>",
-    "a function that was cut": "<tool_call>\n<function=find>\n<parameter=what>\nle",
     "words in a function": "<tool_call>\n<function=find>\nleaf\n</function>\n</tool_call>",
 }
 
@@ -176,6 +169,36 @@ TEXTS = {
 def test_text_that_is_no_call_stays_text(text: str) -> None:
     assert parse_calls(text, TOOLS).calls == ()
     assert parse_calls(text, TOOLS).content == text
+
+
+# Calls that have begun, and cannot be read in the end.
+UNREAD = {
+    "more than a number holds": '<tool_call>{"name": "find", "arguments": {"many": 1e999}}</tool_call>',
+    "less than a number holds": '<tool_call>{"name": "find", "arguments": {"of": {"a": [-1e999]}}}</tool_call>',
+    "infinity": '<tool_call>{"name": "find", "arguments": {"many": -Infinity}}</tool_call>',
+    "half a character": '<tool_call>{"name": "find", "arguments": {"what": "\\ud800"}}</tool_call>',
+    "half a character in a name": '<tool_call>{"name": "find", "arguments": {"of": {"\\udc00": 1}}}</tool_call>',
+    "half a character for Llama's function": '<function=find>{"what": "\\ud800"}</function>',
+    "half a character for Qwen3-Coder": (
+        '<tool_call><function=find><parameter=of>{"a": "\\ud800"}</parameter></function></tool_call>'
+    ),
+    "cut": '<tool_call>\n{"name": "find", "arguments": {"wh',
+    "no value": '<tool_call>{"name": "find", "arguments": {"many": NaN}}</tool_call>',
+    "a large number": '<tool_call>{"name": "find", "arguments": {"many": %s}}' % ("9" * 5_000),
+    "a function that was cut": "<tool_call>\n<function=find>\n<parameter=what>\nle",
+}
+
+
+@pytest.mark.parametrize("text", UNREAD.values(), ids=UNREAD)
+@pytest.mark.parametrize("around", ["", "So.\n"])
+def test_calls_that_have_begun_and_cannot_be_read_are_told(text: str, around: str) -> None:
+    read = parse_calls(around + text, TOOLS)
+    assert (read.calls, read.content) == ((), around.rstrip())
+    assert [one.name for one in read.unread] == ["find"]
+    assert read.unread[0].raw in text
+    assert parse_calls(around + text, TOOLS, unread_as_text=True).content == around + text
+    if text.endswith("</tool_call>"):
+        assert parse_calls(f"{text}\nThat is all.", TOOLS).content == "\nThat is all."
 
 
 @pytest.mark.parametrize(
@@ -216,11 +239,11 @@ def test_odd_schemas_of_strangers_are_survived(schema: dict[str, Any]) -> None:
 
 
 def test_text_is_handed_out_as_soon_as_it_is_certain() -> None:
-    held = HeldBack(TOOLS)
-    pieces = [held.feed(piece) for piece in ("So", " be", " it.\n", "<too", "l_call>", " is", ' <tool_call>{"na')]
+    held = AnswerSplitter(TOOLS)
+    pieces = [held.feed(piece)[0] for piece in ("So", " be", " it.\n", "<too", "l_call>", " is", ' <tool_call>{"na')]
     assert pieces == ["So", " be", " it.", "", "", "\n<tool_call> is", ""]
-    assert [HeldBack(None).feed("{")] == ["{"]
-    assert [HeldBack(TOOLS).feed(piece) for piece in ("[1] says", "{broken it", '{"a": tr')] == [
+    assert [AnswerSplitter(None).feed("{")[0]] == ["{"]
+    assert [AnswerSplitter(TOOLS).feed(piece)[0] for piece in ("[1] says", "{broken it", '{"a": tr')] == [
         "[1] says",
         "{broken it",
         "",
@@ -236,10 +259,10 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
     parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
     for _ in range(60):
         text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
-        held, at, sent = HeldBack(TOOLS), 0, ""
+        held, at, sent = AnswerSplitter(TOOLS), 0, ""
         while at < len(text):
             size = chance.choice((1, 2, 7))
-            sent += held.feed(text[at : at + size])
+            sent += held.feed(text[at : at + size])[0]
             at += size
         assert parse_calls(text, TOOLS).content.startswith(sent), (text, sent)
         assert held.handed_out == sent
@@ -271,16 +294,6 @@ def test_answer_begun_as_a_call_is_a_call_whatever_follows() -> None:
     assert calls_of(text, begun=True) == [LEAF]
     assert parse_calls(text, TOOLS, begun=True).content == "and so on"
     assert calls_of(f"{TAGGED} and {TAGGED}", begun=True) == [LEAF]
-
-
-def test_call_can_be_read_while_it_is_written() -> None:
-    grown = [begun_call(TAGGED[:end]) for end in range(len(TAGGED) - len("</tool_call>"))]
-    seen = [call.arguments for call in grown if call is not None]
-    assert seen[0] == {}
-    assert {"what": "le"} in seen
-    assert seen[-1] == {"what": "leaf"}
-    for value in ("1e999", "NaN", '"\\ud800"'):
-        assert begun_call(f'{{"name": "find", "arguments": {{"many": {value}, "what": "') is None
 
 
 _ASKED = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"

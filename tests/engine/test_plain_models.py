@@ -24,7 +24,7 @@ from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
 from docs.benchmarks.scripts.families import OF_THE_DAY, PAGE, treatment_rows
-from tests import probes, tiny
+from tests import gguf_files, probes, tiny
 from tests.thinking import Writer, thinking_tokenizer
 
 BEGINS = tiny.text(40, 7)
@@ -297,7 +297,8 @@ def test_the_longest_kept_beginning_is_found() -> None:
 def test_nothing_of_a_plain_model_is_stored_and_warming_does_nothing() -> None:
     store = MemoryStore(10**8)
     with engine_of(tiny.plain_model("falcon_h1"), store=store) as engine:
-        assert engine.warm(CHUNKS).computed == 0
+        report = engine.warm(CHUNKS)
+        assert (report.computed, report.skipped, report.plain_reason) == (0, 0, engine.adapter.plain_reason)
         assert engine.chunks.estimate_bytes(CHUNKS) == 0
         engine.generate(PROMPT, max_new_tokens=2)
         engine.flush()
@@ -359,6 +360,12 @@ def test_command_says_what_models_get_before_they_are_fetched(
     assert told[3] == "smollm2: blended"
     for line, folder, kind in zip(told, folders, saved, strict=False):
         assert line.startswith(f"{folder}: {saved[kind]}")
+    file = gguf_files.write(tmp_path / "model.gguf", tiny.model("qwen3"))
+    assert main(["models", "check", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: blended\n"
+    (tmp_path / "none.gguf").write_bytes(b"GGUF and no more")
+    assert main(["models", "check", str(tmp_path / "none.gguf"), "llama3.2:3b"]) == 2
+    assert "a tag of Ollama's library" in capsys.readouterr().err
     assert main(["models", "check", folders[0]]) == 0
     capsys.readouterr()
     assert main(["models", "check", str(tmp_path / "none"), folders[2]]) == 2

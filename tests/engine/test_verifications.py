@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.ahead import engine_of_tenant
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.ratio_policy import MinimumRatio
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
@@ -165,7 +166,7 @@ def test_check_goes_on_where_requests_never_cease(begun: threading.Event) -> Non
 # What is never called verified ------------------------------------------------------------------
 
 
-def test_closing_gives_up_what_waits(begun: threading.Event) -> None:
+def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     engine = reused(verify="idle")
     with engine:
         with engine.turns.scheduler:  # a request would let the first check go on
@@ -174,6 +175,21 @@ def test_closing_gives_up_what_waits(begun: threading.Event) -> None:
     found = [engine.verifications.result(one.verification.id) for one in answers]
     assert {(one.status, one.reason) for one in found if one} == {("given up", "the engine was closed")}
     assert engine.verifications.status == VerificationStatus(given_up=3)
+    assert "3 answers were still to be checked, and are not" in caplog.text
+
+
+def test_closing_gives_up_what_waits_of_all_tenants_together(caplog: pytest.LogCaptureFixture) -> None:
+    with engine_of() as engine:
+        held, checks = threading.Event(), list[Verification]()
+        for salt in ("ada", "ben"):
+            own = engine_of_tenant(engine, salt, None).verifications
+            checks.append(own.submit(lambda cancelled: held.wait(20) and Verification("given up")))
+            checks.append(own.submit(lambda cancelled: Verification("verified")))
+        waker = threading.Timer(0.2, held.set)
+        waker.start()
+    waker.join()
+    assert [one.status for one in checks] == ["waiting"] * 4
+    assert "4 answers were still to be checked, and are not" in caplog.text
 
 
 @pytest.mark.parametrize(

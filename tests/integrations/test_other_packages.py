@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from llama_index.core.prompts import PromptTemplate
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, HuggingFaceEmbeddings
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.embedding import HuggingFaceEmbedding
-from tests.integrations.langchain.models import tiny_engine, tiny_parts
+from cacheblend_rag.models.loading import tag_remedy
+from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.integrations.retrieval.conftest import static_model
 
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
@@ -27,7 +29,7 @@ OLLAMA = {
     "mirostat_tau": (5.0, "min_p"),
     "num_ctx": (4096, "drop_chunks"),
     "num_gpu": (1, "use device"),
-    "num_thread": (4, "torch.set_num_threads"),
+    "num_thread": (4, "use threads"),
     "num_predict": (64, "use max_new_tokens"),
     "repeat_last_n": (64, "repetition_penalty"),
     "repeat_penalty": (1.1, "use repetition_penalty"),
@@ -37,7 +39,7 @@ OLLAMA = {
     "stop": (["x"], ""),
     "tfs_z": (2.0, "min_p"),
     "format": ("json", "response_format"),
-    "keep_alive": ("5m", "delete both"),
+    "keep_alive": ("5m", "engine.close"),
     "base_url": ("http://localhost:11434", "init_chat_model"),
     "client_kwargs": ({"timeout": 3}, "in this process"),
     "async_client_kwargs": ({"timeout": 3}, "in this process"),
@@ -124,6 +126,78 @@ def test_argument_works_or_its_error_names_the_right_one(kind: Any, name: str, e
         with pytest.raises(ConfigError, match=f"^{name}=.*{remedy}") as caught:
             kind.from_engine(engine, **{name: value})
         assert "there is no such option" not in str(caught.value)
+
+
+# Options of transformers' generation with values that change nothing, as whole configs of it have them.
+NEUTRAL: dict[str, Any] = {
+    **{"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "length_penalty": 1.0, "diversity_penalty": 0.0},
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0},
+    **{"num_beams": 1, "early_stopping": False, "penalty_alpha": None, "bad_words_ids": None, "min_length": 0},
+    **{"output_attentions": False, "output_hidden_states": False, "output_scores": False, "use_cache": True},
+    **{"forced_bos_token_id": None, "suppress_tokens": None, "watermarking_config": None, "max_time": None},
+    **{"stopping_criteria": None, "logits_processor": None, "prefix_allowed_tokens_fn": None, "low_memory": None},
+    **{"truncation": False, "padding": False, "add_special_tokens": True, "remove_invalid_values": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_generation_that_change_nothing_are_taken_everywhere(kind: Any, engine: BlendEngine) -> None:
+    plain = kind.from_engine(engine, max_new_tokens=3)
+    nested = "pipeline_kwargs" if kind is not LlamaIndexLLM else "generate_kwargs"
+    ask = plain.invoke if kind is not LlamaIndexLLM else plain.complete
+    for name, value in NEUTRAL.items():
+        assert kind.from_engine(engine, **{name: value}), name
+        assert kind.from_engine(engine, **{nested: {name: value}}), name
+        assert ask("What fell?", **{name: value}), name
+    assert str(getattr(ask("What fell?", **NEUTRAL), "text", "")) == str(getattr(ask("What fell?"), "text", ""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_generation_hold_wherever_they_are_given(kind: Any, engine: BlendEngine) -> None:
+    given = {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
+    made = [kind.from_engine(engine, **given), kind.from_engine(engine, additional_kwargs=given)]
+    assert made[0].additional_kwargs == made[1].additional_kwargs == given
+    for name, value in (("penalty_alpha", 0.6), ("truncation", True), ("length_penalty", 2.0), ("bos_token_id", 1)):
+        with pytest.raises(ConfigError, match=f"^{name}=") as caught:
+            kind.from_engine(engine, **{name: value})
+        assert "there is no such option" not in str(caught.value)
+    with pytest.raises(ConfigError, match="typical_p with do_sample=True"):
+        kind.from_engine(engine, typical_p=0.9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_are_those_of_the_process(kind: Any, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    kind.from_engine(engine)
+    assert threads == []
+    assert kind.from_engine(engine, threads=3).threads == 3
+    assert threads == [3]
+    for wrong in (0, -1, 2.5, True, "many"):
+        with pytest.raises(ConfigError, match=r"^threads="):
+            kind.from_engine(engine, threads=wrong)
+
+
+def test_text_may_wrap_questions_in_llama_index(engine: BlendEngine) -> None:
+    asked = list[str]()
+    script = Script(tiny_parts()[1], lambda prompt: asked.append(prompt) or "Yes.")
+    for template in ("<q>{query_str}</q>", PromptTemplate("<q>{query_str}</q>")):
+        llm = LlamaIndexLLM.from_engine(
+            engine, query_wrapper_prompt=template, is_chat_model=False, max_new_tokens=4, logits_processor=[script]
+        )
+        llm.predict(PromptTemplate("What fell?"))
+        assert "<q>What fell?</q>" in asked[-1]
+    for wrong in ("no place for the question", PromptTemplate("{context}"), 7):
+        with pytest.raises(ConfigError, match=r"^query_wrapper_prompt=.*\{query_str\}"):
+            LlamaIndexLLM.from_engine(engine, query_wrapper_prompt=wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tag", ["llama3.2:3b", "qwen2.5:latest", "hf.co/someone/model:Q4_K_M"])
+def test_tags_of_ollama_are_answered_with_the_names_to_use(kind: Any, tag: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"Ollama's library is no name here: name the model's id .*GGUF"):
+        kind(model=tag)
+    assert tag_remedy("meta-llama/Llama-3.2-3B") == tag_remedy(r"C:\models") == ""
 
 
 def test_models_that_stay_are_what_keep_alive_asks_for(engine: BlendEngine) -> None:

@@ -115,6 +115,9 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
     limit = rag.engine.store.traits.size_limit
     screen.note(f"their KV takes {size / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.0f} MB" if limit < UNLIMITED else ""))
     warmed = rag.warm()
+    if warmed.plain_reason:
+        screen.note(f"nothing of them is stored, as the model is answered plainly: {warmed.plain_reason}")
+        return
     screen.note(f"{warmed.computed} computed in {warmed.seconds:.1f} s, {warmed.present} there already")
     if warmed.skipped:
         screen.warn(f"{warmed.skipped} chunks were left out because the KV store is full; raise --size-limit")

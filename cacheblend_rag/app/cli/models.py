@@ -21,7 +21,11 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     get.set_defaults(run=_get)
     delete = kinds.add_parser("delete", help="delete starter models or converted GGUF files")
     delete.set_defaults(run=_delete)
-    texts = {get: 'such as "smollm2"', check: "an id, a folder or a starter", delete: 'as "models list" names them'}
+    texts = {
+        get: 'such as "smollm2"',
+        check: "an id, a folder, a GGUF file or a starter",
+        delete: 'as "models list" names them',
+    }
     for parser, help_text in texts.items():
         parser.add_argument("names", nargs="+", metavar="NAME", help=help_text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import traceback
@@ -27,6 +28,8 @@ from cacheblend_rag.errors import (
 
 _log = logging.getLogger(__name__)
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+_WORD = re.compile(r"[\w.:-]{1,40}")
+_OF_WORDS = ("literal_error", "bool_wanted", "number_wanted", "unknown_word")
 _FORMS = ("str", "int", "float", "bool", "none")
 
 
@@ -151,7 +154,7 @@ def add_handlers(app: FastAPI) -> None:
 def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     """The first field that is wrong, and how; empty if it is the whole body.
 
-    Of values only numbers are repeated: others may be text of documents.
+    Of values only numbers are repeated, and single words where words are listed: others may be text of documents.
     """
     found = error.errors()
     if found[0]["type"] == "json_invalid":
@@ -164,8 +167,10 @@ def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     if fault["type"] == "extra_forbidden":
         return ".".join([*parts, str(last)[:100]]), "this is not supported here; leave it out"
     where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
-    shown = f", not {value}" if isinstance(value, (int, float)) and fault["type"] != "value_error" else ""
-    return where, f"{fault['msg'].removeprefix('Value error, ')}{shown}"
+    word = fault["type"] in _OF_WORDS and isinstance(value, str) and _WORD.fullmatch(value)
+    number = isinstance(value, int | float) and fault["type"] != "value_error"
+    shown = f", not {json.dumps(value, ensure_ascii=False)}" if word or number else ""
+    return where, f"{fault['msg'].removeprefix('Value error, ').replace('Input should be', 'use', 1)}{shown}"
 
 
 def _names_field(part: int | str) -> bool:

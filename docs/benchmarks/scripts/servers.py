@@ -168,6 +168,13 @@ class PostgresServer:
         """Of its database; the user is ``postgres``, without a password."""
         return f"postgresql://{_LOOPBACK}:{self.port}/postgres"
 
+    def holds(self, data: bytes) -> bool:
+        """Whether a file of a table has these bytes, once all is written."""
+        statement = [self._program("psql"), "-h", _LOOPBACK, "-p", str(self.port), "-U", "postgres", "-c", "CHECKPOINT"]
+        subprocess.run(statement, check=True, capture_output=True)
+        tables = (one for one in (self._folder / "data" / "base").rglob("*") if one.is_file())
+        return any(data in one.read_bytes() for one in tables)
+
     def _program(self, name: str) -> str:
         return str(self._programs / name)
 

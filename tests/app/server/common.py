@@ -36,7 +36,6 @@ NO_CALLS = {
     "cannot be read": 'So: <tool_call>{"name": </tool_call> it is.',
     "quoted in a sentence": f"Models write {_CALL} for that.",
     "in a block of code": f"So:\n```xml\n{_CALL}\n```\nThat is all.",
-    "half a character": _CALL.replace("red", "\\ud800"),
 }
 
 
@@ -203,3 +202,13 @@ def process_logits(patch: pytest.MonkeyPatch, processor: Any) -> None:
             *args, **more | {"logits_processor": [processor, *(more.get("logits_processor") or [])]}
         ),
     )
+
+
+def put_together(pieces: list[Any]) -> Any:
+    """One call of a stream, as clients put it together: its name comes once, its arguments in pieces."""
+    first, *others = pieces
+    assert first.id
+    assert {one.index for one in pieces} == {0}
+    assert {(one.id, one.type, one.function.name) for one in others} <= {(None, None, None)}
+    first.function.arguments += "".join(one.function.arguments for one in others)
+    return first

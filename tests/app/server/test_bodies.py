@@ -81,6 +81,50 @@ def test_body_full_of_wrong_values_is_refused_soon_in_every_field(
         assert post(client, path, names).status_code in (200, 201, 400, 413, 422)
 
 
+_TALK, _TEXT, _ITEMS, *_ = BODIES
+_ASK = "/api/collections/archive/ask"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (_ASK, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
+    (_ASK, {"verify": 1}, "verify: use 'off', 'idle', 'always' or 'held', not 1"),
+    (_ASK, {"reasoning": 1}, "reasoning: use true, false, 'low', 'medium' or 'high', not 1"),
+    (_ASK, {"reasoning": 0}, "reasoning: use true, false, 'low', 'medium' or 'high', not 0"),
+    (_ASK, {"reasoning": "loud"}, "reasoning: use true, false, 'low', 'medium' or 'high', not \"loud\""),
+    (_ASK, {"reasoning": "Who was born here?"}, "reasoning: use true, false, 'low', 'medium' or 'high'"),
+    (_ASK, {"stream": 0}, "stream: use true or false, not 0"),
+    (_ASK, {"show_prompt": "yes"}, 'show_prompt: use true or false, not "yes"'),
+    (_ASK, {"max_tokens": True}, "max_tokens: use a number, not true"),
+    (_ASK, {"k": False}, "k: use a number, not false"),
+    (_ASK, {"ratio": 2}, "ratio: use less than or equal to 1, not 2"),
+    (_TALK, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
+    (_TALK, {"stream": 1}, "stream: use true or false, not 1"),
+    (_TALK, {"temperature": True}, "temperature: use a number, not true"),
+    (_TALK, {"reasoning": {"enabled": 1}}, "reasoning.enabled: use true or false, not 1"),
+    (_TALK, {"logprobs": 1}, "logprobs: use true or false, not 1"),
+    (_TEXT, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
+    (_TEXT, {"n": True}, "n: use a number, not true"),
+    (_ITEMS, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
+    (_ITEMS, {"parallel_tool_calls": 0}, "parallel_tool_calls: use true or false, not 0"),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "message"), WRONG, ids=[f"{path} {more}" for path, more, _ in WRONG])
+def test_value_of_another_kind_is_named_with_what_to_use(
+    asked: Running, client: httpx.Client, path: str, more: dict[str, Any], message: str
+) -> None:
+    """In either API; the status is that which each documents."""
+    answer = post(client, path, whole(asked, path, **more))
+    assert answer.json()["error"]["message"] == message
+    assert answer.json()["error"]["field"] == message.partition(":")[0]
+    assert answer.status_code == (400 if path.startswith("/v1") else 422)
+
+
+def test_words_for_thinking_are_those_of_commands(asked: Running, client: httpx.Client) -> None:
+    for word in (False, "none", "off", None):
+        assert post(client, _ASK, whole(asked, _ASK, reasoning=word, stream=False)).status_code == 200
+    refused = post(client, _ASK, whole(asked, _ASK, reasoning="on"))
+    assert refused.status_code == 400, "this model marks no thoughts"
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_body_of_more_values_than_may_be_is_refused_whatever_they_are(
     path: str, asked: Running, client: httpx.Client

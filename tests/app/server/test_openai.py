@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.app.server.common import (
     new_collection,
     passage,
     process_logits,
+    put_together,
     running,
     settings_for,
     upload,
@@ -252,6 +254,35 @@ def test_model_without_template_gets_plain_roles(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == same.usage.prompt_tokens
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('<tool_call>\n{"name": "look_up", "arguments": {"leaf": "re', "length"),
+        ('<tool_call>\n{"name": "look_up", "arguments": {"leaf": 1e999}}\n</tool_call>', "tool_calls"),
+    ],
+    ids=["cut", "no JSON"],
+)
+def test_call_that_cannot_be_read_is_told_as_it_was_written(
+    chat: openai.OpenAI, chatty: Running, said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenAI does: its clients look at the arguments before they call."""
+    tokenizer = chatty.service.engine.tokenizer
+    process_logits(monkeypatch, Script(tokenizer, lambda prompt: said))
+    cut = len(tokenizer.encode(said, add_special_tokens=False)) if reason == "length" else 190
+    asked: dict[str, Any] = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}]}
+    asked |= {"tools": [TOOL], "max_tokens": cut}
+    choice = chat.chat.completions.create(**asked).choices[0]
+    deltas = [one.choices[0] for one in chat.chat.completions.create(**asked, stream=True)]
+    calls = [*choice.message.tool_calls, put_together([call for one in deltas for call in one.delta.tool_calls or []])]
+    for call in calls:
+        assert call.function.name == "look_up"
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated|Extra data"):
+            json.loads(call.function.arguments)
+    assert (choice.message.content, choice.finish_reason) == (None, reason)
+    assert deltas[-1].finish_reason == reason
+    assert not any(one.delta.content for one in deltas)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "call",
@@ -273,7 +304,7 @@ def test_tool_calls(
     if stream:
         deltas = [one.choices[0] for one in made]
         assert "".join(one.delta.content or "" for one in deltas) == "Let me see."
-        (call,) = [call for one in deltas for call in one.delta.tool_calls or []]
+        call = put_together([call for one in deltas for call in one.delta.tool_calls or []])
         reason = deltas[-1].finish_reason
     else:
         message = made.choices[0].message
@@ -335,7 +366,7 @@ def test_one_tool_call_where_several_are_not_wanted(
     for stream in (False, True):
         made = chat.chat.completions.create(**asked, parallel_tool_calls=False, stream=stream)
         calls = (
-            [call for one in made for call in one.choices[0].delta.tool_calls or []]
+            [put_together([call for one in made for call in one.choices[0].delta.tool_calls or []])]
             if stream
             else made.choices[0].message.tool_calls
         )

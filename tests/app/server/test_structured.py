@@ -18,7 +18,7 @@ from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form
 from cacheblend_rag.errors import ConfigError
-from tests.app.server.common import Running, process_logits
+from tests.app.server.common import Running, process_logits, put_together
 
 KEY = "sk-none-needed-here"
 LEAF = {
@@ -130,12 +130,10 @@ def test_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI, choic
     del request["response_format"]
     for stream in (False, True):
         made = client.chat.completions.create(**request, stream=stream)
-        calls = (
-            [c for one in made for c in one.choices[0].delta.tool_calls or []]
-            if stream
-            else made.choices[0].message.tool_calls
-        )
-        (call,) = calls
+        if stream:
+            call = put_together([c for one in made for c in one.choices[0].delta.tool_calls or []])
+        else:
+            (call,) = made.choices[0].message.tool_calls
         schema = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == call.function.name)
         assert jsonschema_rs.is_valid(schema, json.loads(call.function.arguments)), call.function.arguments
         assert choice == "required" or call.function.name == "measure"
@@ -158,7 +156,8 @@ def test_strict_tool_is_called_as_its_schema_says_or_not_at_all(
         parts = [one.choices[0].delta for one in made] if stream else [made.choices[0].message]
         return "".join(one.content or "" for one in parts), [c for one in parts for c in one.tool_calls or []]
 
-    text, (call,) = answered()
+    text, pieces = answered()
+    call = put_together(pieces) if stream else pieces[0]
     assert call.function.name == "measure"
     assert text.startswith("The leaf:")
     assert jsonschema_rs.is_valid(TOOLS[1]["function"]["parameters"], json.loads(call.function.arguments))

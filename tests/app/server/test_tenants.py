@@ -240,18 +240,18 @@ def test_deleting_waits_for_no_kv_that_others_store(
 
     with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
         mine = new_collection(ada)
-        upload(ada, mine, {"a.txt": passage(1)})
+        upload(ada, mine, {"a.txt": passage(21)})
         settle(service)
         with monkeypatch.context() as patch:
             patch.setattr(TombstonedStore, "put", slow)
-            assert hits(ben, 2) == 0
+            assert hits(ben, 20) == 0
             assert storing.wait(20)
             (document,) = ada.get(f"/api/collections/{mine}/documents").json()
             gone = ada.delete(f"/api/collections/{mine}/documents/{document['id']}", timeout=20)
             assert (gone.status_code, goes_on.is_set()) == (204, False)
             goes_on.set()
             settle(service)
-        assert (hits(ada, 1), hits(ben, 2)) == (0, 1)
+        assert (hits(ada, 21), hits(ben, 20)) == (0, 1)
 
 
 def test_starting_reads_no_document(model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

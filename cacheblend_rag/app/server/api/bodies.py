@@ -1,4 +1,5 @@
-"""Bodies of requests looked at before they are validated: how many values they hold, and whether all of it is text.
+"""Bodies of requests looked at before they are validated: how many values they hold, whether all of it is text, and
+whether a truth value or a number stands where the other one is meant.
 
 Validation takes a hundred times as long for a value that is wrong as reading it does. It runs on the server's one
 event loop, so a body must be small enough for it first.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from cacheblend_rag.app.server.problems import Problem
 
@@ -20,6 +23,24 @@ MOST_VALUES = 20_000
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 # A half of a pair can only be escaped: its bytes are no UTF-8.
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _flag(given: Any) -> Any:
+    if given is not None and not isinstance(given, bool):
+        raise PydanticCustomError("bool_wanted", "use true or false")
+    return given
+
+
+def _no_flag(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise PydanticCustomError("number_wanted", "use a number")
+    return given
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+"""True or false, and no number or word that could stand for it."""
+NO_FLAG = BeforeValidator(_no_flag)
+"""Of a number: JSON's true and false are none."""
 
 
 def bounded_router(prefix: str, tag: str) -> APIRouter:

@@ -25,6 +25,7 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
+from cacheblend_rag.prompt.call_stream import CallPiece
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
@@ -32,7 +33,7 @@ from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
 
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
-_COLDEST = 0.01
+COLDEST = 0.01
 
 
 class AnswerRequest:
@@ -77,7 +78,7 @@ class AnswerRequest:
         """How to decode."""
         body, temperature = self.body, self.body.temperature
         if temperature is not None:
-            temperature = 0.0 if temperature < _COLDEST else temperature
+            temperature = 0.0 if temperature < COLDEST else temperature
         narrows = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or bool(body.min_p)
         wants_sampling = narrows or body.n > 1  # who gives them alone
         return DecodeArguments(
@@ -88,6 +89,7 @@ class AnswerRequest:
             top_k=body.top_k,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            stop_repetition=body.stop_repetition,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.logit_bias,
@@ -279,6 +281,7 @@ class Chat(AnswerRequest):
     """One request for a conversation."""
 
     kind, chunk_kind, mark = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    calls_early = True
 
     def __init__(self, here: Session, body: ChatBody) -> None:
         if body.max_completion_tokens is not None:
@@ -319,7 +322,7 @@ class Chat(AnswerRequest):
         """See `AnswerRequest.choices`."""
         for number in range(self.body.n):
             own, noted = self.own_arguments(number)
-            conversation = self._model.answer(self._request, own, self.left())
+            conversation = self._model.answer(self._request, own, self.left(), self.calls_early)
             yield _ChatChoice(number, slot.holds(conversation.stream), noted, conversation)
 
 
@@ -329,11 +332,11 @@ class _ChatChoice(Choice):
 
     conversation: Conversation
 
-    async def texts(self) -> AsyncIterator[tuple[str, Sequence[TokenLogProb] | None]]:
-        """Text as soon as it is certain that it is no tool call, with its log-probabilities; thoughts without any."""
+    async def texts(self) -> AsyncIterator[tuple[str | list[CallPiece], Sequence[TokenLogProb] | None]]:
+        """Text as soon as it is certain, with its log-probabilities; thoughts and pieces of calls without any."""
         sent = 0
         async for piece in self.conversation.pieces():
-            if isinstance(piece, Thought):
+            if isinstance(piece, Thought | list):
                 yield piece, None
                 continue
             sent += len(piece)
@@ -343,14 +346,15 @@ class _ChatChoice(Choice):
         """See `Choice.pieces`."""
         yield self._delta({"role": "assistant", "content": ""})
         async for piece, tokens in self.texts():
-            yield self._delta(_thought(piece) if isinstance(piece, Thought) else {"content": piece}, tokens)
-        message, answer = self.conversation.message(), self.stream.result
-        if rest := self.conversation.held.rest(str(message.content)):
-            yield self._delta({"content": rest})
-        calls = [{"index": at, **call} for at, call in enumerate(_calls(message))]
+            yield self._delta(_delta_of(piece), tokens)
+        answer = self.stream.result
+        rest, calls = self.conversation.rest()
+        if rest:
+            yield self._delta(_delta_of(rest))
         if calls:
-            yield self._delta({"tool_calls": calls})
-        reason = "tool_calls" if calls else answer.report.finish_reason if answer else "stop"
+            yield self._delta(_delta_of(calls))
+        split = self.conversation.split
+        reason = _reason(answer, bool(split.calls), bool(split.unread)) if answer else "stop"
         yield self._delta({}, self.rest(answer), reason)
 
     def whole(self, answer: Generation) -> dict[str, Any]:
@@ -359,7 +363,7 @@ class _ChatChoice(Choice):
         message: dict[str, Any] = {"role": "assistant", "content": str(found.content), **_thought(answer.thought)}
         if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        reason = "tool_calls" if calls else answer.report.finish_reason
+        reason = _reason(answer, bool(calls), bool(found.invalid_tool_calls))
         logprobs = conversation_logprobs(self.rest(answer))
         return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -373,6 +377,29 @@ class _ChatChoice(Choice):
 def _thought(text: str) -> dict[str, str]:
     """A thought under both names that clients look for."""
     return {"reasoning": str(text), "reasoning_content": str(text)} if text else {}
+
+
+def _delta_of(piece: str | list[CallPiece]) -> dict[str, Any]:
+    """A piece of an answer, as chunks of a stream have it."""
+    if isinstance(piece, Thought):
+        return _thought(piece)
+    if isinstance(piece, str):
+        return {"content": piece}
+    return {"tool_calls": [_call_delta(one) for one in piece]}
+
+
+def _call_delta(piece: CallPiece) -> dict[str, Any]:
+    function = {"arguments": piece.arguments}
+    if piece.name is None:
+        return {"index": piece.index, "function": function}
+    named = {"name": piece.name, **function}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": named}
+
+
+def _reason(answer: Generation, called: bool, unread: bool) -> str:
+    """Why an answer ended: a call that was cut is no reason to make one."""
+    reason = answer.report.finish_reason
+    return "tool_calls" if called and not (unread and reason == "length") else reason
 
 
 def _calls(message: AIMessage) -> list[dict[str, Any]]:

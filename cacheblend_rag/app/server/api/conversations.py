@@ -18,7 +18,8 @@ from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.prompt.calls import HeldBack
+from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
+from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.thoughts import Thought
@@ -98,7 +99,7 @@ class ServedChat(ChatCacheBlend):
         except (TypeError, ValueError, KeyError) as error:
             raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
 
-    def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
+    def answer(self, request: Any, options: DecodeArguments, timeout: float, early: bool = True) -> Conversation:
         """One answer to a request.
 
         Parameters
@@ -109,10 +110,13 @@ class ServedChat(ChatCacheBlend):
             Arguments of this answer alone, such as its seed.
         timeout : float
             Seconds it may take.
+        early : bool
+            Whether calls may be handed out before the answer has ended.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
         stream.with_thoughts = True
-        return Conversation(self, request, stream, request.held_back())
+        split = request.splitter(early, 1 if self.one_call else None)
+        return Conversation(self, request, stream, split)
 
 
 @dataclass
@@ -122,22 +126,35 @@ class Conversation:
     model: ServedChat
     request: Any
     stream: TextStream
-    held: HeldBack = field(repr=False)
+    split: AnswerSplitter = field(repr=False)
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Text as soon as it is certain that it is no tool call, and the thought before it."""
+    async def pieces(self) -> AsyncIterator[str | list[CallPiece]]:
+        """Text as soon as it is certain that it is no tool call, the thought before it, and calls as they grow."""
         async for piece in self.stream:
             if isinstance(piece, Thought):
                 yield piece
-            elif new := self.request.begun(self.held, piece):
+                continue
+            new, calls = self.split.feed(piece)
+            if new:
                 yield new
+            if calls:
+                yield calls
+
+    def rest(self) -> tuple[str, list[CallPiece]]:
+        """The text and the pieces of calls that are left, once the stream has ended."""
+        if (answer := self.stream.result) is None:
+            return "", []
+        opening = self.request.opening
+        read = parse_calls(opening + answer.text, self.request.tools, begun=bool(opening))
+        return self.split.rest(read.content), self.split.end(read.found)
 
     def message(self) -> AIMessage:
-        """The whole answer, once the stream has ended; ``held`` knows what has been handed out."""
+        """The whole answer, once the stream has ended."""
         answer = self.stream.result
         message = self.model._message(self.request, answer) if answer else AIMessage(content="")
         if self.model.one_call:
             message.tool_calls = message.tool_calls[:1]
+            message.invalid_tool_calls = message.invalid_tool_calls[: 1 - len(message.tool_calls)]
         return message
 
 

@@ -16,21 +16,22 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend_rag.app.server.api.bodies import NO_FLAG, Flag
 from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.engine.decode import LEAST_PENALTY
 
-_Count = Annotated[int, Field(ge=1, le=16)]
-_Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Count = Annotated[int, NO_FLAG, Field(ge=1, le=16)]
+_Tokens = Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)]
+_Penalty = Annotated[float, NO_FLAG, Field(ge=-2, le=2)]
 _CHOICES = 64
-_TokenId = Annotated[int, Field(ge=0)]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
+_TokenId = Annotated[int, NO_FLAG, Field(ge=0)]
+_Bias = Annotated[float, NO_FLAG, Field(ge=-100, le=100)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Text = Annotated[str, StringConstraints(max_length=4_000_000)]
 _Argument = Annotated[str, StringConstraints(max_length=200)]
 _TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_TopLogProbs = Annotated[int, Field(ge=0, le=20)]
+_TopLogProbs = Annotated[int, NO_FLAG, Field(ge=0, le=20)]
 _T = TypeVar("_T")
 # The first element that is wrong is the only one that is told.
 _List = Annotated[list[_T], Field(max_length=1_000, fail_fast=True)]
@@ -63,7 +64,7 @@ class StreamOptions(_OpenAIBody):
 class UsageOptions(StreamOptions):
     """Contents of a stream's end."""
 
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class AnswerBody(_OpenAIBody):
@@ -75,14 +76,15 @@ class AnswerBody(_OpenAIBody):
 
     model: Annotated[str, StringConstraints(max_length=500)]
     documents: _List[_Text | DocumentText] = Field(default_factory=list)
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, NO_FLAG, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, NO_FLAG, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, NO_FLAG, Field(ge=0, le=1_000_000)] | None = None
+    min_p: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, NO_FLAG, Field(ge=LEAST_PENALTY, le=10)] | None = None
+    stop_repetition: Flag | None = None
+    recompute_ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     verify: Verify | None = None
     user: Any = None
@@ -106,7 +108,7 @@ class Sampling(AnswerBody):
     stream_options: UsageOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     max_tokens: _Tokens | None = None
-    seed: Annotated[int, Field(ge=-(2**62), le=2**62)] | None = None
+    seed: Annotated[int, NO_FLAG, Field(ge=-(2**62), le=2**62)] | None = None
     n: _Count = 1
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
@@ -127,7 +129,7 @@ class CompletionBody(Sampling):
     """A text to be gone on with, or several."""
 
     prompt: _Text | Annotated[list[_Text], Field(min_length=1, max_length=64)]
-    best_of: int | None = None
+    best_of: Annotated[int, NO_FLAG] | None = None
     logprobs: _TopLogProbs | None = None
     echo: Literal[False] = False
     suffix: Literal[""] = ""
@@ -227,7 +229,7 @@ class FunctionDefinition(_OpenAIBody):
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: bool = False
+    strict: Flag = False
 
 
 class ToolDefinition(_OpenAIBody):
@@ -255,7 +257,7 @@ class NamedSchema(_OpenAIBody):
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     description: str = ""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool = False
+    strict: Flag = False
 
 
 class BySchema(_OpenAIBody):
@@ -269,8 +271,8 @@ class ReasoningOptions(_OpenAIBody):
     """Whether the model thinks before it answers, and how much. A thought is given as it is, never summed up."""
 
     effort: _Effort | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    enabled: bool | None = None
+    max_tokens: Annotated[int, NO_FLAG, Field(ge=0, le=1_000_000)] | None = None
+    enabled: Flag | None = None
     exclude: Literal[False] = False
     summary: Any = None
     generate_summary: Any = None
@@ -291,9 +293,9 @@ class ChatBody(Sampling):
     tools: _List[ToolDefinition] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: Annotated[PlainText | AnyObject | BySchema, Field(discriminator="type")] | None = None
-    logprobs: bool = False
+    logprobs: Flag = False
     top_logprobs: _TopLogProbs | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Flag = True
     modalities: _List[Literal["text"]] | None = None
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
     reasoning_effort: _Effort | None = None
@@ -444,7 +446,7 @@ class ResponsesBody(AnswerBody):
     max_output_tokens: _Tokens | None = None
     tools: _List[FlatTool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Flag = True
     text: TextOptions = TextOptions()
     top_logprobs: _TopLogProbs | None = None
     include: _List[Literal["message.output_text.logprobs"]] = Field(default_factory=list)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
+from cacheblend_rag.app.server.api.bodies import NO_FLAG, Flag
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.config import Reasoning, Verify
+from cacheblend_rag.config import Reasoning, Verify, read_reasoning
+from cacheblend_rag.errors import ConfigError
 
 Name = Annotated[str, StringConstraints(max_length=500)]
+TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+
+
+def _reasoning(given: Any) -> Any:
+    """Whether the model thinks, in the words of options and commands; no number says it."""
+    try:
+        return None if given is None else read_reasoning("reasoning", given)
+    except ConfigError:
+        words = "use true, false, 'low', 'medium' or 'high'"
+        raise PydanticCustomError("unknown_word", "{words}", {"words": words}) from None
 
 
 class _Body(BaseModel):
@@ -27,26 +40,28 @@ class SearchBody(_Body):
     """A search."""
 
     query: _Question
-    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
+    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
 class PassageRef(_Body):
     """Which passage of the collection it is."""
 
     document_id: Annotated[str, StringConstraints(max_length=200)]
-    chunk: Annotated[int, Field(ge=0)]
+    chunk: Annotated[int, NO_FLAG, Field(ge=0)]
 
 
 class HistoryTurn(_Body):
     """A question that was asked before in the conversation, and its answer.
 
     With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
+    ``turn`` is its id in a conversation that the server keeps.
     """
 
     question: _Question
     answer: Annotated[str, StringConstraints(max_length=100_000)]
     sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
-    stands_alone: bool = True
+    stands_alone: Flag = True
+    turn: TurnId | None = None
 
 
 class CompareBody(_Body):
@@ -59,10 +74,10 @@ class CompareBody(_Body):
 
     question: _Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
-    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] | None = None
-    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
+    ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
     instructions: _Question | None = None
     model: Name | None = None
 
@@ -71,13 +86,44 @@ class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
-    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first.
+    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first. Unless
+    ``stop_repetition`` is false, an answer that only repeats itself is ended.
+
+    ``temperature`` above 0 samples; by default the likeliest token is taken each time.
+
+    With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
+    on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
+    nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
     """
 
-    stream: bool = True
-    show_prompt: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    conversation: TurnId | None = None
+    turn: TurnId | None = None
+    resume: Flag = False
+    stream: Flag = True
+    show_prompt: Flag = False
     verify: Verify | None = None
-    reasoning: Reasoning | None = None
+    reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
+    stop_repetition: Flag | None = None
+
+
+class Among(_Body):
+    """Ids of ``collections``, and of single ``documents`` of others, that are searched together."""
+
+    collections: Annotated[list[Name], Field(max_length=50)] = Field(default_factory=list)
+    documents: Annotated[list[Name], Field(max_length=100)] = Field(default_factory=list)
+
+
+class SearchAmong(SearchBody, Among):
+    """A search of several collections and documents."""
+
+
+class CompareAmong(CompareBody, Among):
+    """A question to several collections and documents, to be answered by every method; see `CompareBody`."""
+
+
+class AskAmong(AskBody, Among):
+    """A question to several collections and documents; see `AskBody`."""
 
 
 class ModelInfo(BaseModel):
@@ -114,6 +160,7 @@ class SettingsInfo(BaseModel):
     answer_tokens: int
     verify: str
     reasoning: Reasoning
+    keep_conversations: bool
 
 
 class Suggestion(BaseModel):
@@ -197,7 +244,10 @@ class ChunkText(BaseModel):
 
 
 class FoundChunk(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1.
+
+    ``collection`` is the id of the collection that has it.
+    """
 
     document_id: str
     document: str
@@ -205,6 +255,7 @@ class FoundChunk(BaseModel):
     text: str
     score: float
     page: int | None = None
+    collection: str = ""
 
 
 class WholeAnswer(BaseModel):

@@ -86,6 +86,7 @@ class Response(Chat):
     """
 
     mark = "resp_"
+    calls_early = False  # its message comes before its calls, and may go on behind them
 
     def __init__(self, here: Session, body: ResponsesBody) -> None:
         with _own_fields():
@@ -124,6 +125,8 @@ class Response(Chat):
         message = _Message(thought)
         with _own_fields(), self.in_time():
             async for piece, tokens in choice.texts():
+                if not isinstance(piece, str):
+                    continue  # calls come at the end, with the text around them
                 part: _Part = thought if isinstance(piece, Thought) else message
                 for one in part.goes_on(piece, tokens):
                     yield one

@@ -23,9 +23,11 @@ from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.metrics import Metrics
+from cacheblend_rag.app.server.services.shared_kv import SharedKV, take_some
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.storage.catalogue import PendingFile, stored_bytes
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, embed_in_parts
 from cacheblend_rag.retrieval.splitting import split
@@ -37,8 +39,8 @@ _REMEMBERED = 500
 # Files and chunks of a turn: together they are embedded and saved faster. A longer document takes several turns.
 _FILES, _CHUNKS = 32, 256
 _EMBEDDED = 32
-# Chunks warmed in one go, and characters of shorter ones: more go faster together, and others wait as long.
-_WARMED, _WARMED_CHARS = 4, 8_000
+# Passages between two events of warming, about.
+_WARMED = 4
 # Documents whose texts are read ahead for that.
 _AHEAD = 32
 # Seconds after which a turn ends, once the file in hand is read.
@@ -197,20 +199,6 @@ class Jobs:
         job.say(stage, name, total - len(failed), total, problem, last=True)
 
 
-@dataclass
-class SharedTexts:
-    """Texts that all tenants may read; they are warmed like documents.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-    texts : deque of str
-    """
-
-    engine: BlendEngine
-    texts: deque[str]
-
-
 @dataclass(frozen=True)
 class _PassageText:
     """A passage whose KV is to be stored."""
@@ -228,23 +216,14 @@ class Warming:
 
     Parameters
     ----------
-    base : SharedTexts
-        Warmed like the documents of a tenant.
     engine : callable
         The engine of a tenant.
     jobs : Jobs
     """
 
-    def __init__(self, base: SharedTexts, engine: Callable[[str], BlendEngine], jobs: Jobs) -> None:
-        self._base, self._engine, self._jobs = base, engine, jobs
+    def __init__(self, engine: Callable[[str], BlendEngine], jobs: Jobs) -> None:
+        self._engine, self._jobs = engine, jobs
         self._texts: dict[str, deque[_PassageText]] = {}  # read ahead, by tenant
-
-    def warm_shared(self) -> bool:
-        """Store the KV of some of the texts that all may read; whether any were left."""
-        some = _step(self._base.texts, len)
-        if some and self._base.engine.warm(some, progress=False).skipped:
-            self._base.texts.clear()
-        return bool(some)
 
     def step(self, name: str, library: Library) -> bool:
         """Store the KV of some passages of a tenant; whether any were left. A document deleted meanwhile gets none."""
@@ -264,7 +243,7 @@ class Warming:
                 return
 
     def _warm_some(self, name: str, library: Library, texts: deque[_PassageText]) -> None:
-        some = _step(texts, lambda one: len(one.text))
+        some = take_some(texts, lambda one: len(one.text))
         there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}
         for one in some:
             if one.document in there and one.number % (max(1, one.of // _WARMED // _TOLD) * _WARMED) == 0:
@@ -284,16 +263,6 @@ class Warming:
         library.catalogue.uploads.mark_warmed(list(dict.fromkeys(one.document for one in done)))
         for job in dict.fromkeys(one.job for one in done):
             self._jobs.end_if_done(library, job)
-
-
-def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
-    """Take what is warmed in one go off the front."""
-    some: list[Any] = []
-    room = _WARMED_CHARS
-    while waiting and (not some or (room >= length(waiting[0]))):
-        some.append(waiting.popleft())
-        room -= length(some[-1])
-    return some
 
 
 def _passes(error: Exception) -> bool:
@@ -318,8 +287,10 @@ class Ingestion:
         By tenant.
     engine : callable
         The engine of a tenant.
-    base : SharedTexts
-        Warmed like the documents of a tenant.
+    turns : Turns
+        Of the models.
+    shared : SharedKV
+        KV of texts that all may read. It has its turn like a tenant.
     """
 
     def __init__(
@@ -329,17 +300,18 @@ class Ingestion:
         embeddings: SharedEmbeddings,
         libraries: Mapping[str, Library],
         engine: Callable[[str], BlendEngine],
-        base: SharedTexts,
+        turns: Turns,
+        shared: SharedKV,
     ) -> None:
         self._limits, self._metrics, self._embeddings = limits, metrics, embeddings
-        self._libraries, self._base = libraries, base
+        self._libraries, self._turns, self._shared = libraries, turns, shared
         self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before: dict[str, float] = {}
         self._slow = False  # whether a turn was ended by time
         self._passed_over = False  # whether somebody's time to be tried again had not come
         self._jobs = Jobs()
-        self._warming_up = Warming(base, engine, self._jobs)
+        self._warming_up = Warming(engine, self._jobs)
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._reader, self._read_for = FileReader(limits), ""
         for library in libraries.values():
@@ -430,7 +402,7 @@ class Ingestion:
                 continue
             if not waits and not self._news.is_set():
                 self._idle.set()
-            self._news.wait(_RETRY / 5 if waits else None)
+            self._news.wait(_RETRY / 5 if waits else self._shared.waits)
         self._reader.close()
 
     def _next(self, turns: deque[str]) -> Iterable[str]:
@@ -519,7 +491,7 @@ class Ingestion:
             self._read_for = name
         source = self._reader.read(library.incoming.fetched(file), file.name)
         self._jobs.say(name, file.job, "splitting", file.name, 0, 1)
-        with self._base.engine.turns.in_background():
+        with self._turns.in_background():
             chunks = split([source])
         if not chunks:
             raise DocumentError("the file holds no text")
@@ -580,7 +552,7 @@ class Ingestion:
                     self._jobs.say(name, file.job, "embedding", file.name, number, total)
             some = texts[start : start + _EMBEDDED]
             # Beside the model's passes both would take several times as long.
-            with self._base.engine.turns.in_background():
+            with self._turns.in_background():
                 vectors += embed_in_parts(self._embeddings, some)
             if self._stopping.is_set():
                 return []
@@ -605,7 +577,7 @@ class Ingestion:
         """One step for one tenant; whether there was anything to be done."""
         for name in self._next(self._warming):
             if name == "":
-                if self._warming_up.warm_shared():
+                if self._shared.step():
                     return True
                 continue
             with self._for(name):

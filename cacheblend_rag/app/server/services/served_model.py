@@ -10,7 +10,9 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
+from cacheblend_rag.engine.ahead import engine_of_tenant
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.segments import StoredAhead
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
 from cacheblend_rag.prompt.tokenizer import FittedPrompt
@@ -56,28 +58,37 @@ class ServedModel:
         if not template:
             engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
         self.question_prompt = QuestionPrompt(engine.tokenizer, template)
+        self.ahead = StoredAhead(engine.config.salt)
+        """KV that is read for all tenants."""
+        self._tenants: dict[str, BlendEngine] = {}
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
 
-    def engine_for(
-        self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False, shared: bool = False
-    ) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio.
+    def _of_tenant(self, salt: str) -> BlendEngine:
+        """The engine of a tenant; without keys all have the one there is."""
+        if salt == self.engine.config.salt:
+            return self.engine
+        if salt not in self._tenants:
+            self._tenants[salt] = engine_of_tenant(self.engine, salt, self.ahead)
+        return self._tenants[salt]
 
-        It may store conversations. It keeps no prompts at all under a salt that tenants share.
-        """
-        changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
+    @property
+    def least_ratio(self) -> float:
+        """The highest ratio to which verifications of a tenant have raised that of its prompts; 0 if none have."""
+        return max(one.least_ratio for one in self.engine.verifications.all)
+
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio; it may store conversations."""
+        changes: dict[str, Any] = {} if rule is None else {"selection": rule}
         if sessions:
             changes["session_cache"] = True
-        if shared:
-            changes["prompt_cache"] = 0
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
             changes["prompt_cache"] = 0  # what is chosen is to be seen, not what was remembered
         with self._making:
-            key = (salt, ratio, rule, sessions, shared)
+            key = (salt, ratio, rule, sessions)
             if key not in self._engines:
-                engine = self.engine.with_config(**changes)
+                engine = self._of_tenant(salt).with_config(**changes)
                 if ratio is not None:
                     # Shares for single layers would stand above the one that the request names.
                     own = {

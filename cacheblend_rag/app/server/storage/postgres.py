@@ -25,7 +25,16 @@ from sqlalchemy.schema import CreateSchema
 
 from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.storage.tables import VERSION, Backend, documents, in_parts, metadata, tombstones, totals
+from cacheblend_rag.app.server.storage.tables import (
+    VERSION,
+    Backend,
+    documents,
+    in_parts,
+    later,
+    metadata,
+    tombstones,
+    totals,
+)
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 
 try:
@@ -140,6 +149,14 @@ CREATE TRIGGER told AFTER INSERT OR DELETE ON collections FOR EACH ROW EXECUTE F
 CREATE TRIGGER anew AFTER UPDATE ON collections FOR EACH ROW EXECUTE FUNCTION tell('vectors');
 CREATE TRIGGER told AFTER INSERT ON jobs FOR EACH ROW EXECUTE FUNCTION tell('job');
 """
+
+
+# Bytes of a table that is written anew after a deletion, and seconds for which others may keep it from that.
+_SMALL, _LOCKED_SECONDS = 2**24, 2
+_TABLES = sa.text(
+    "SELECT relname, pg_relation_size(oid) AS size FROM pg_class WHERE relkind = 'r' "
+    "AND relnamespace = to_regnamespace(:schema)"
+)
 
 
 def alive() -> sa.ColumnElement[bool]:
@@ -338,6 +355,8 @@ class Database:
                     tables.create_all(connection, checkfirst=False)
                 connection.execute(insert(totals), [{"what": what, "bytes": 0} for what in ("files", "documents")])
                 connection.execution_options(no_parameters=True).exec_driver_sql(_MORE)
+            connection.exec_driver_sql(f"SET LOCAL search_path = {schema}")
+            later.create_all(connection)
         return schema, str(found.salt)
 
 
@@ -366,7 +385,7 @@ class PostgresBackend(Backend):
 
     def __init__(self, database: Database, tenant: str) -> None:
         super().__init__()
-        self.database = database
+        self.database, self.server = database, database.server
         self.schema, self.salt = database.tenant(tenant)
 
     @contextmanager
@@ -394,12 +413,35 @@ class PostgresBackend(Backend):
             set_deadline(connection, SLOW_SECONDS)  # now that it answers
             with self._join(connection):
                 yield connection
+        if getattr(self._here, "stale", False):
+            self.overwrite()
 
     exclusive = changing
+
+    def overwrite(self) -> None:
+        """See `Backend.overwrite`: small tables are written anew, so that no deleted name stays in their files.
+
+        Of large ones the place of deleted rows is free to be written over. Within a transaction it waits for the end.
+        """
+        self._here.stale = self.open_transaction is not None
+        if self._here.stale:
+            return
+        with contextlib.suppress(Problem, DBAPIError), self.database.connection(SLOW_SECONDS) as connection:
+            connection.exec_driver_sql(f"SET lock_timeout = '{_LOCKED_SECONDS}s'")  # done again at the next deletion
+            try:
+                for name, size in connection.execute(_TABLES, {"schema": self.schema}).all():
+                    full = "(FULL) " * (size <= _SMALL)
+                    connection.exec_driver_sql(f'VACUUM {full}"{self.schema}"."{name}"')
+            finally:
+                connection.exec_driver_sql("RESET lock_timeout")
 
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
         return self.database.alone()
+
+    def runs(self, server: str) -> bool:
+        """See `Backend.runs`."""
+        return bool(self.read(sa.select(servers.c.id).where(servers.c.id == server, alive())))
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""

@@ -1,0 +1,143 @@
+"""Two tenants over shared collections: nothing of what one asks shows in hits, times or counts of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_rag.app.server.services import shared_kv
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.ahead import keys_ahead
+from cacheblend_rag.report import Verification
+from docs.benchmarks.scripts import isolation
+from tests.app.server.common import client_of, passage, running, settings_for, settle, write_documents
+
+KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
+
+
+@contextmanager
+def two(model: Path, docs: Path, data: Path, **more: Any) -> Iterator[tuple[Any, httpx.Client, httpx.Client]]:
+    with (
+        running(settings_for(model, docs, data, keys=KEYS, **more)) as server,
+        client_of(server, KEYS["ada"]) as ada,
+        client_of(server, KEYS["ben"]) as ben,
+    ):
+        yield server.service, ada, ben
+
+
+def ask(client: httpx.Client, seed: int, **more: Any) -> dict[str, Any]:
+    """The report of an answer from the passage of this number, which lies in the shared collection."""
+    body = {"question": passage(seed), "k": 1, "max_tokens": 2, "stream": False, "show_prompt": False, **more}
+    answer = client.post("/api/collections/archive/ask", json=body)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["report"]
+    return report
+
+
+def seen(report: dict[str, Any]) -> tuple[Any, ...]:
+    """All that a report says of what was there before."""
+    chunks = [(one["hit"], one["device"]) for one in report["chunks"]]
+    return report["hits"], report["misses"], chunks, report["reused"], report["resumed"], report["ratio"]
+
+
+@pytest.fixture
+def unstored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for the KV of shared collections."""
+    monkeypatch.setattr(shared_kv, "_SHARE", 0.0)
+
+
+def test_shared_collections_that_are_stored_ahead_are_hits_for_whoever_asks(
+    model: Path, docs: Path, tmp_path: Path
+) -> None:
+    with two(model, docs, tmp_path) as (service, ada, ben):
+        assert seen(ask(ada, 1)) == seen(ask(ben, 1))
+        assert [ask(ben, seed)["hits"] for seed in (0, 2, 3)] == [1, 1, 1]
+        served = service.models[service.model_name]
+        assert {*served.ahead} == keys_ahead(served.engine, service.base.texts())
+
+
+@pytest.mark.usefixtures("unstored")
+def test_tenants_store_their_own_where_shared_collections_are_not_stored_ahead(
+    model: Path, docs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with two(model, docs, tmp_path) as (service, ada, ben):
+        assert "raise size_limit" in caplog.text
+        first = seen(ask(ada, 1))
+        settle(service)
+        assert seen(ask(ben, 1)) == first
+        assert first[0] == 0
+        settle(service)
+        assert [ask(one, 1, instructions="Another prompt.")["hits"] for one in (ada, ben)] == [1, 1]
+
+
+def test_one_lost_record_of_a_shared_collection_is_a_loss_of_all_until_all_are_there_again(
+    model: Path, docs: Path, tmp_path: Path
+) -> None:
+    with two(model, docs, tmp_path) as (service, ada, ben):
+        served = service.models[service.model_name]
+        (lost,) = keys_ahead(served.engine, [one for one in service.base.texts() if one.startswith("Passage 1\n")])
+        served.engine.store.delete(lost)
+        assert ask(ada, 1)["hits"] == 0
+        settle(service)
+        assert served.engine.store.contains(lost)
+        assert [ask(ben, seed)["hits"] for seed in (0, 1)] == [1, 1]
+
+
+def test_corrections_of_one_tenant_raise_no_ratio_of_another(model: Path, docs: Path, tmp_path: Path) -> None:
+    with two(model, docs, tmp_path) as (service, ada, ben):
+        before = seen(ask(ben, 1, instructions="Before."))
+        engines = [service.sessions[name].engine(service.models[service.model_name]) for name in KEYS]
+        for _ in range(16):
+            minimum = engines[0].chunks.pipeline.policy.minimum
+            engines[0].verifications.note(Verification("corrected"), 0.3, minimum, engines[0].config)
+        raised = engines[0].verifications.least_ratio
+        assert ask(ada, 1, instructions="Behind.")["ratio"] == raised > before[-1]
+        assert seen(ask(ben, 1, instructions="Behind.")) == before
+        assert service.models[service.model_name].least_ratio == raised
+
+
+def test_no_tenant_drops_remembered_prompts_of_one_that_has_less(model: Path, docs: Path, tmp_path: Path) -> None:
+    with two(model, docs, tmp_path, prompt_cache=300_000) as (service, ada, ben):
+        first = ask(ben, 1)
+        again = ask(ben, 1)
+        assert (first["resumed"], again["resumed"] > 0) == (0, True)
+        for number in range(12):
+            ask(ada, number % 4, instructions=f"Number {number}.")
+        assert service.engine.prompts.nbytes <= 300_000
+        assert ask(ben, 1)["resumed"] == again["resumed"]
+
+
+def test_deleted_shared_texts_go_from_the_kv_of_every_tenant(model: Path, tmp_path: Path) -> None:
+    docs = write_documents(tmp_path / "docs")
+    with two(model, docs, tmp_path / "data") as (service, ada, ben):
+        for one in (ada, ben):
+            ask(one, 1, ratio=0.2)
+        settle(service)
+        ids = service.engine.chunks.pipeline.segments.chunk(passage(1).strip()).token_ids
+        held = [key for key, info in service.engine.store.infos("") if ids[:32] == info.token_ids[:32]]
+        assert held
+    (docs / "passage-1.md").unlink()
+    with two(model, docs, tmp_path / "data") as (service, ada, ben):
+        held = [key for key, info in service.engine.store.infos("") if ids[5:37] == info.token_ids[5:37]]
+        assert held == []
+        assert ask(ben, 2)["hits"] == 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_questions_of_one_tenant_tell_nothing_of_those_of_another(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    if not ahead:
+        monkeypatch.setattr(shared_kv, "_SHARE", 0.0)
+    docs = write_documents(tmp_path / "docs", 24)
+    with two(model, docs, tmp_path / "data", limits=Limits()) as (service, ada, ben):
+        found = isolation.watch(ada, ben, [passage(seed) for seed in range(24)], lambda: settle(service))
+    assert found.questions == 11
+    assert (found.differing, found.counted) == ([], []), "these depend on what the other asked"
+    assert found.guesses["hits"].undecided == found.questions, "a hit would tell which was asked"
+    assert found.least_p > isolation.BOUND, found.guesses

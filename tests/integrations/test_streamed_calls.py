@@ -1,0 +1,233 @@
+"""Tool calls that are streamed as they are written, through the models of both frameworks and their agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from langchain.agents import create_agent
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from llama_index.core.agent.workflow import AgentStream, FunctionAgent
+from llama_index.core.base.llms.types import ToolCallBlock
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.langchain import ChatCacheBlend
+from cacheblend_rag.llama_index import CacheBlendLLM
+from tests import tiny
+from tests.integrations.langchain.models import TEMPLATE, Script, tiny_engine, tiny_parts
+from tests.probes import CHUNKS, engine_of
+from tests.thinking import KINDS, Writer, thinking_engine
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
+CUT = '<tool_call>\n{"name": "find", "arguments": {"what": "le'
+NAN = '<tool_call>\n{"name": "find", "arguments": {"what": NaN, "of": {"a": 1}}}\n</tool_call>'
+# Text, and the calls and unread calls in it.
+SAID = {
+    "alone": (CALL, "", 1, 0),
+    "text before and after": (f"Let me look.\n{CALL}\nSo it is.", "Let me look.\n\nSo it is.", 1, 0),
+    "two": (f"{CALL}\n{CALL}", "", 2, 0),
+    "arguments that never end": (CUT, "", 0, 1),
+    "no JSON": (NAN, "", 0, 1),
+    "one and one that never ends": (f"{CALL}\n{CUT}", "", 1, 1),
+    "in a thought": (f"<think>{CALL}</think>No.", "No.", 0, 0),
+}
+
+
+def find(what: str) -> str:
+    """Find something."""
+    return f"The {what} is red."
+
+
+def langchain(said: str, engine: BlendEngine | None = None, **fields: Any) -> ChatCacheBlend:
+    script = Script(tiny_parts()[1], lambda prompt: "It is red." if "is red" in prompt else said)
+    fields = {"max_new_tokens": 200, "logits_processor": [script], **fields}
+    return ChatCacheBlend.from_engine(engine or tiny_engine(), **fields)
+
+
+@pytest.mark.parametrize(("said", "content", "calls", "unread"), SAID.values(), ids=SAID)
+async def test_langchain_streams_calls_as_they_are_written(said: str, content: str, calls: int, unread: int) -> None:
+    model = langchain(said).bind_tools([TOOL])
+    whole = model.invoke("What fell?")
+    for chunks in ([*model.stream("What fell?")], [one async for one in model.astream("What fell?")]):
+        merged = reduce(add, chunks)
+        assert isinstance(merged, AIMessageChunk)
+        for message in (whole, merged):
+            assert message.content == content
+            assert [(one["name"], one["args"]) for one in message.tool_calls] == [("find", {"what": "leaf"})] * calls
+            assert [one["name"] for one in message.invalid_tool_calls] == ["find"] * unread
+        early = [one for one in chunks[:-1] if one.tool_call_chunks]
+        assert len(early) >= 3 * calls
+        assert len({one["id"] for one in merged.tool_calls}) == calls
+
+
+async def test_agent_does_not_make_a_call_that_was_cut() -> None:
+    """LangChain closes what is open in the JSON of a call."""
+    made = list[str]()
+
+    def find(what: str) -> str:
+        """Find something."""
+        made.append(what)
+        return f"The {what} is red."
+
+    for said, calls in ((CUT, 0), (CALL, 1)):
+        made.clear()
+        agent = create_agent(langchain(said), [find])
+        seen = [one async for one in agent.astream({"messages": [HumanMessage("What?")]}, stream_mode="messages")]
+        assert len(made) == calls
+        assert sum(bool(getattr(one, "tool_call_chunks", None)) for one, _ in seen) >= 3
+
+
+def test_call_that_must_be_made_is_streamed() -> None:
+    model = langchain('{"what": "leaf"}}\n</tool_call>').bind_tools([TOOL], tool_choice="find")
+    chunks = list(model.stream("What fell?"))
+    merged = reduce(add, chunks)
+    assert [one["args"] for one in merged.tool_calls] == [{"what": "leaf"}]
+    assert len([one for one in chunks if one.tool_call_chunks]) > 3
+
+
+def test_calls_behind_a_thought_are_streamed_in_every_form() -> None:
+    for kind in ("qwen3", "gpt-oss", "mistral"):
+        call, thought = CALL, KINDS[kind].thought
+        if kind == "gpt-oss":
+            thought = "<|channel|>analysis<|message|>{t}<|end|>{a}"
+            call = '<|start|>assistant<|channel|>commentary to=functions.find <|message|>{"what": "leaf"}<|call|>'
+        with thinking_engine(kind) as engine:
+            writer = Writer(engine.tokenizer, thought.format(t=f"So. {CALL}", a=call))
+            model = ChatCacheBlend.from_engine(engine, max_new_tokens=200, reasoning=True, logits_processor=[writer])
+            chunks = list(model.bind_tools([TOOL]).stream("What fell?"))
+            assert kind != "gpt-oss" or model.profile["tool_call_streaming"] is True
+        merged = reduce(add, chunks)
+        assert [(one["name"], one["args"]) for one in merged.tool_calls] == [("find", {"what": "leaf"})], kind
+        assert len([one for one in chunks[:-1] if one.tool_call_chunks]) > 2, kind
+
+
+def test_profile_says_whether_calls_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    assert langchain("", engine).profile["tool_call_streaming"] is True
+    assert langchain("", engine.with_config(verify="always")).profile["tool_call_streaming"] is False
+    bare = TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
+    monkeypatch.setattr(engine.tokenizer, "chat_template", bare)
+    assert langchain("", engine).profile["tool_call_streaming"] is False
+
+
+@pytest.mark.parametrize(("said", "content", "calls", "unread"), SAID.values(), ids=SAID)
+async def test_llama_index_streams_calls_as_they_are_written(said: str, content: str, calls: int, unread: int) -> None:
+    llm = CacheBlendLLM.from_engine(
+        tiny_engine(), max_new_tokens=200, logits_processor=[Script(tiny_parts()[1], lambda prompt: said)]
+    )
+    asked: Any = {"messages": [ChatMessage("What fell?")], "tools": [TOOL]}
+    whole = llm.chat(**asked)
+    streams = [list(llm.stream_chat(**asked)), [one async for one in await llm.astream_chat(**asked)]]
+    for pieces in streams:
+        for last in (whole, pieces[-1]):
+            made = llm.get_tool_calls_from_response(last, error_on_no_tool_call=False)
+            assert [(one.tool_name, one.tool_kwargs) for one in made] == [("find", {"what": "leaf"})] * calls
+            text = last.message.content or ""
+            assert text.startswith(content) if unread else text == content
+            assert not unread or said.endswith(text.removeprefix(content).lstrip()), "a call that is not made is text"
+        grown = [one.message for one in pieces[:-1] if one.message.additional_kwargs.get("tool_calls")]
+        assert len(grown) >= 3 * calls
+        if calls:
+            names = {block.tool_call_id for block in grown[-1].blocks if isinstance(block, ToolCallBlock)}
+            ends = {block.tool_call_id for block in pieces[-1].message.blocks if isinstance(block, ToolCallBlock)}
+            assert ends <= names
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+@pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning")
+async def test_llama_index_agent_makes_the_call_once() -> None:
+    made = list[str]()
+
+    def find(what: str) -> str:
+        """Find something."""
+        made.append(what)
+        return f"The {what} is red."
+
+    script = Script(tiny_parts()[1], lambda prompt: "It is red." if "is red" in prompt else CALL)
+    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=200, logits_processor=[script])
+    handler = FunctionAgent(tools=[FunctionTool.from_defaults(find)], llm=llm).run("What fell?")
+    growing = [one async for one in handler.stream_events() if isinstance(one, AgentStream) and one.tool_calls]
+    assert str(await handler) == "It is red."
+    assert made == ["leaf"]
+    assert len(growing) > 3
+
+
+class ChangesItsMind(LogitsProcessor):
+    """Makes a model write one text, and another one when it is asked again, as a check of the answer does."""
+
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+        self._texts = [[*tokenizer.encode(text, add_special_tokens=False), 2] for text in texts]
+        self._prompt = self._times = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids = input_ids[0].tolist()
+        if not self._prompt or len(ids) <= self._prompt:
+            self._prompt, self._times = len(ids), self._times + 1
+        wanted = self._texts[min(self._times, len(self._texts)) - 1]
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, wanted[min(len(ids) - self._prompt, len(wanted) - 1)]] = 0.0
+        return forced
+
+
+@pytest.fixture(scope="module")
+def reusing() -> Iterator[BlendEngine]:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    with engine_of(tokenizer=tokenizer, selection="none", variants=0, prompt_cache=0) as engine:
+        ChatCacheBlend.from_engine(engine).warm(CHUNKS)
+        yield engine
+
+
+def test_corrected_call_is_the_only_one(reusing: BlendEngine) -> None:
+    """What an answer says may be taken back in its report; a call that was made may not."""
+    other = CALL.replace("leaf", "lead")
+    question = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell?"
+
+    def fields() -> dict[str, Any]:
+        minds = ChangesItsMind(reusing.tokenizer, [f"So.\n{CALL}", f"So.\n{other}"])
+        return {"verify": "always", "max_new_tokens": 200, "logits_processor": [minds]}
+
+    chunks = list(ChatCacheBlend.from_engine(reusing, **fields()).bind_tools([TOOL]).stream(question))
+    merged = reduce(add, chunks)
+    assert merged.response_metadata["verification"]["status"] == "corrected"
+    assert [one["args"] for one in merged.tool_calls] == [{"what": "lead"}]
+    assert (merged.content, merged.invalid_tool_calls) == ("So.", [])
+    assert [one for one in chunks if one.tool_call_chunks] == [chunks[-1]]
+
+    llm = CacheBlendLLM.from_engine(reusing, **fields())
+    pieces = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))
+    assert [one.tool_kwargs for one in llm.get_tool_calls_from_response(pieces[-1])] == [{"what": "lead"}]
+    assert all(not one.message.additional_kwargs for one in pieces[:-1])
+
+
+def test_corrected_thought_is_that_of_the_answer_at_the_end() -> None:
+    """Its words that were streamed cannot be taken back; no call that a thought named is made."""
+    with thinking_engine("qwen3", selection="none", variants=0, prompt_cache=0) as engine:
+        ChatCacheBlend.from_engine(engine).warm(CHUNKS)
+        question = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell?"
+        texts = [KINDS["qwen3"].thought.format(t=f"{word} {CALL}", a=f"{word} fell.") for word in ("An oak", "A leaf")]
+
+        def fields() -> dict[str, Any]:
+            minds = ChangesItsMind(engine.tokenizer, texts)
+            return {"verify": "always", "reasoning": True, "max_new_tokens": 200, "logits_processor": [minds]}
+
+        whole = ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).invoke(question)
+        assert whole.response_metadata["verification"]["status"] == "corrected"
+        assert whole.additional_kwargs["reasoning_content"] == f"A leaf {CALL}"
+        assert (whole.content, whole.tool_calls, whole.invalid_tool_calls) == ("A leaf fell.", [], [])
+        chunks = list(ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).stream(question))
+        merged = reduce(add, chunks)
+        assert merged.response_metadata["verification"]["status"] == "corrected"
+        assert (merged.content, merged.tool_calls, merged.invalid_tool_calls) == ("An oak fell.", [], [])
+        llm = CacheBlendLLM.from_engine(engine, **fields())
+        last = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))[-1]
+        assert last.message.content == "A leaf fell."
+        assert last.additional_kwargs["thinking"] == f"A leaf {CALL}"
