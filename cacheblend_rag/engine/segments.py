@@ -167,7 +167,10 @@ class Segments:
     ahead: StoredAhead | None = None
 
     def hear(self, *answer: str) -> None:
-        """Take note of an answer and its thought, where text that repeats is looked for: nothing that it says first is found later."""
+        """Take note of an answer and its thought, where text that repeats is looked for.
+
+        Nothing that they say first is found later.
+        """
         if self.config.finds_repeated:
             for text in answer:
                 self.repeated.of(self.config.salt).hear(text)
