@@ -78,7 +78,7 @@ def _turns(content: str, goes_on: bool) -> Iterator[Said]:
             continue
         close = content.find(f"</{opening['tag']}>", first) if opening["tag"] else -1
         stop = len(content) if close < 0 else close
-        turns = marks[at : bisect_left(marks, stop, key=re.Match.start)]
+        turns = marks[at : bisect_left(marks, stop, key=lambda mark: mark.start())]
         if close < 0 and goes_on:
             stop = _question_at(content)
             asks = turns[-1 - (len(turns) > 1 and not content[turns[-1].end() :].strip())]
