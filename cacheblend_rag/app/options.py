@@ -31,7 +31,6 @@ from cacheblend_rag.config import (
     whole,
 )
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.retrieval.documents import SUFFIXES
 
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
@@ -65,7 +64,7 @@ class FolderRAGOptions:
     docs: str | os.PathLike[str] = option(
         None,
         _FOLDER,
-        f"{', '.join(SUFFIXES)} files. The folder that questions are answered from.",
+        "text, Word, PDF, tables, slides, books, JSON, code. The folder that questions are answered from.",
         flag="docs",
         metavar="FOLDER",
         shown="the bundled articles",

@@ -118,7 +118,7 @@ class Answering:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
             answer, cache = self._decode(blend, options, sink)
-            pipeline.segments.hear(answer.text)
+            pipeline.segments.hear(answer.text, answer.thought)
             trace.answered(answer)
             exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
@@ -154,7 +154,7 @@ class Answering:
             self._note(verification, None)
             report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
             answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs)
-            self.pipeline.segments.hear(answer.text)
+            self.pipeline.segments.hear(answer.text, answer.thought)
             trace.answered(answer)
         return answer
 

@@ -18,7 +18,8 @@ from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
-from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, Said, with_repeated
+from cacheblend_rag.prompt.quoted_chats import Said
+from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, with_repeated
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import RecordInfo, Warnings
 

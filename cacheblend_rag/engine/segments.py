@@ -166,10 +166,14 @@ class Segments:
     repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
     ahead: StoredAhead | None = None
 
-    def hear(self, answer: str) -> None:
-        """Take note of an answer, where text that repeats is looked for: nothing that it says first is found later."""
+    def hear(self, *answer: str) -> None:
+        """Take note of an answer and its thought, where text that repeats is looked for.
+
+        Nothing that they say first is found later.
+        """
         if self.config.finds_repeated:
-            self.repeated.of(self.config.salt).hear(answer)
+            for text in answer:
+                self.repeated.of(self.config.salt).hear(text)
 
     # Identity ------------------------------------------------------------------------------
 

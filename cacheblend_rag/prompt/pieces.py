@@ -26,8 +26,8 @@ _BORDER = re.compile(
     |[.!?…]["')\]”»]*\s+{_MARKS}|[。！？]+\s*          # a sentence's end
     |<[^<>\n]{{1,200}}>                                # a tag
     |\[[^\[\]\n]{{1,60}}\]:?                           # a number or a title in brackets
-    |\\+[nrt]                                          # a line's end, escaped
-    |"\s*[,:}}\]]|[,:\[{{(]\s*\\*"|\\+"                  # quotes of JSON and of tags
+    |(?<!\\)\\++[nrt"]                                 # a line's end, or a quote of JSON in JSON
+    |"\s*+[,:}}\]]|[,:\[{{(]\s*+\\*+"                    # quotes of JSON and of tags
     |:\s                                               # behind a title
     )
     """,

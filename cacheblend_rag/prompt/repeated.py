@@ -12,16 +12,18 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cacheblend_rag.prompt.forgotten import Forgotten
 from cacheblend_rag.prompt.hash_table import HashTable
 from cacheblend_rag.prompt.matching import rebuild
 from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
 from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.quoted_chats import CUE, Said, with_quoted_chats
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
 from cacheblend_rag.prompt.spans import Flags, Known, new_spans
 
@@ -30,10 +32,10 @@ SHORTEST_SPAN = 64
 
 # Bytes that nearly always have as many tokens.
 _WINDOW = 320
-# A last line such as "Helpful Answer:" is a cue, and no longer; the line before it belongs to it.
-_CUE = 40
 _NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
 _REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN, _ENDS = 1, 2, 4, 8, 16
+# The bits above count in how many other places a chat's own words stood since they were last said: at most so many.
+_ELSEWHERE, _OFTEN = 32, 7
 # Turns the hash of a message's end into a key of its own.
 _END = np.uint64(0xD1B54A32D192ED03)
 # So many pieces at most, less one, stand between a message's last window and its end.
@@ -45,27 +47,6 @@ _SAME_START = 4
 _TENANTS = 128
 _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
-
-
-@dataclass(frozen=True)
-class Said:
-    """A part of a prompt that comes from one message.
-
-    Parameters
-    ----------
-    start, stop : int
-        Its characters.
-    role : str
-        ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, ``"template"`` for what the chat template writes of its
-        own, or ``""`` for a prompt that is one text.
-    call : str
-        Id of the call that a tool's message answers: with another id it is another message.
-    """
-
-    start: int
-    stop: int
-    role: str = ""
-    call: str = ""
 
 
 def with_repeated(
@@ -173,16 +154,19 @@ class RepeatedText:
 
     - Words that one message alone has held never count, however often a client sends it again.
     - A beginning that two prompts have in common never counts.
-    - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once.
+    - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once. So it is
+      with conversations that a message quotes.
     - The end of what the user said last, which is the question, never counts.
-    - Words that were first seen in an answer, or in a question before they were found, never count anywhere: a client
+    - Words that were first seen in an answer, or in a question before they were found, do not count anywhere: a client
       may send a chat again as text, to ask for its title. Neither does text that was seen before directly in front of
-      these words, or of what was a message's end, back to text that was found already.
+      these words, or of what was a message's end, back to text that was found already. This ends once they have stood
+      in seven further messages, one behind the other, in which they were neither said nor part of what was said.
 
     Parameters
     ----------
     limit : int
-        Windows that are remembered at least; those that were not seen for longest are forgotten first.
+        Windows that are remembered at least; those that were not seen for longest are forgotten first. In a prompt
+        that has more of them nothing is found.
 
     Notes
     -----
@@ -190,14 +174,18 @@ class RepeatedText:
     """
 
     def __init__(self, limit: int = 250_000) -> None:
+        self._limit, self._hasher, self._lock = limit, Hasher(), threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing."""
+        limit = self._limit
         self._windows = HashTable(
             limit, message=np.uint16, place=np.uint16, before=np.uint8, behind=np.uint16, flags=np.uint8
         )
         # By their first window, and a number: several spans may begin with the same.
         self._spans = HashTable(max(1, limit // 4), text=np.uint32, length=np.uint32)
-        # How often each piece was to be forgotten.
-        self._forgotten = HashTable(max(1, limit // 4), times=np.uint8)
-        self._hasher, self._lock = Hasher(), threading.Lock()
+        self._forgotten = Forgotten(max(1, limit // 4))
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -220,9 +208,10 @@ class RepeatedText:
         parts = [Said(0, len(text))] if said is None else list(said)
         if not parts:
             return []
+        parts = with_quoted_chats(text, parts, _latest(parts))
         with self._lock:
             windows = self._cut(text, parts)
-            if not len(windows.keys):
+            if not 0 < len(windows.keys) <= self._limit:
                 return []
             known, again = self._note(parts, windows)
             spans = self._known_spans(windows, again)
@@ -240,27 +229,24 @@ class RepeatedText:
             self._windows.young.values["flags"][slots[~was_known]] |= _OWN
 
     def forget(self, texts: Iterable[str]) -> None:
-        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found."""
+        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found.
+
+        Where one of them cannot be told in a prompt, all that was seen is forgotten; see `Forgotten.add`.
+        """
         with self._lock:
-            for text in texts:
-                pieces = np.unique(HashedText(text, self._hasher).pieces([(0, len(text))]).hashes)
-                slots, _ = self._forgotten.enter(pieces, np.ones(len(pieces), dtype=bool))
-                self._forgotten.young.values["times"][slots] += 1
+            if not all(self._forgotten.add(HashedText(text, self._hasher)) for text in texts):
+                self._begin()
 
     def _cut(self, text: str, parts: Sequence[Said]) -> _Windows:
         """The windows of a prompt; one that holds a forgotten piece has another key than before."""
         hashed = HashedText(text, self._hasher)
         pieces = hashed.pieces([(one.start, one.stop) for one in parts])
-        times = np.zeros(len(pieces), dtype=np.uint64)
-        if len(self._forgotten):
-            slots, known = self._forgotten.enter(pieces.hashes, np.zeros(len(pieces), dtype=bool))
-            times[known] = self._forgotten.young.values["times"][slots[known]]
-        return _Windows(hashed, pieces, times)
+        return _Windows(hashed, pieces, self._forgotten.times(hashed, pieces))
 
     def _note(self, parts: Sequence[Said], windows: _Windows) -> tuple[Known, Flags]:
         """Count the windows of a prompt as seen; what is known of each, and which of them earlier spans may hold."""
         part, keys = windows.part, windows.keys
-        latest = max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
+        latest = _latest(parts)
         counts = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])
         borders, counted = self._borders(windows, counts, latest), counts[part]
         answer = np.array([one.role == "assistant" for one in parts])[part]
@@ -271,11 +257,15 @@ class RepeatedText:
         values = self._windows.young.values
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
-        own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))
+        again = ended | (flags & _OWN > 0)  # somebody's own words, unless they stood elsewhere often enough
+        own = ~before & (in_own & was_known | again & (flags < _OFTEN * _ELSEWHERE))
         open_to = ~answer & ~in_asked & (before | ~windows.beside(own, was_known & ~before))
         values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
 
-        self._count(windows, slots, was_known, counted, open_to, _sixteen(windows.messages(parts))[part])
+        message = _sixteen(windows.messages(parts))[part]
+        said = in_own | ~counted
+        self._count_elsewhere(windows, slots, was_known & again & ~before, said, message)
+        self._count(windows, slots, was_known, counted, open_to, message)
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         otherwise = flags & _GOES_ON_OTHERWISE > 0
         goes_on = (slots >= 0) & ~otherwise & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
@@ -341,6 +331,25 @@ class RepeatedText:
         flags = _GOES_ON_OTHERWISE * differs["behind"] + _BEGINS_OTHERWISE * differs["before"]
         flags += _REPEATED * (differs["message"] & differs["place"] & open_to[seen])
         np.bitwise_or.at(known["flags"], rows, flags.astype(np.uint8))
+
+    def _count_elsewhere(
+        self, windows: _Windows, slots: Places, again: Flags, said: Flags, message: npt.NDArray[np.uint16]
+    ) -> None:
+        """Count the messages that hold a chat's own words and are no part of the chat, from when they were said last.
+
+        A passage that once stood where a question does is so found after a while. A question is said in each chat.
+        """
+        known, place = self._windows.young.values, windows.places()
+        known["flags"][slots[again & said]] &= _ELSEWHERE - 1
+        at = np.flatnonzero(again & ~said)
+        rows = slots[at]
+        differs = (known["message"][rows] != message[at]) & (known["place"][rows] != place[at])
+        at = at[differs & (known["flags"][rows] < _OFTEN * _ELSEWHERE)]
+        rows, first = np.unique(slots[at], return_index=True)
+        at = at[first]
+        known["flags"][rows] += _ELSEWHERE
+        # The next that counts must be another one.
+        known["message"][rows], known["place"][rows] = message[at], place[at]
 
     def _known_spans(self, windows: _Windows, repeated: Flags) -> list[Match]:
         """Spans of earlier prompts that stand in this one; they may overlap."""
@@ -471,7 +480,7 @@ class _Windows:
         text, start = self.hashed.text, part.start
         stop = start + len(text[start : part.stop].rstrip())
         at = cue = text.rfind("\n", start, stop)
-        if stop - at <= _CUE and text[max(at, start) : stop].endswith((":", "：")):
+        if stop - at <= CUE and text[max(at, start) : stop].endswith((":", "：")):
             at = text.rfind("\n", start, start + len(text[start : max(at, start)].rstrip()))
             cue = at if _NAMED.match(text, max(at, start)) else cue
         first, behind = np.searchsorted(self.pieces.starts, [max(at, start), max(cue, start)])
@@ -493,6 +502,11 @@ class _Windows:
         """Key of the first window of a span, and the hash of its text."""
         at = np.searchsorted(self._starts, [span.start])
         return self.keys[at], self.hashed.hashes(np.array([span.start]), np.array([span.stop]))
+
+
+def _latest(parts: Sequence[Said]) -> int:
+    """Number of the user's latest message; -1 if there is none."""
+    return max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
 
 
 def _eight(hashes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

@@ -15,6 +15,8 @@ Flags = npt.NDArray[np.bool_]
 
 # A piece of so many bytes that does not end a sentence is not left at the end of a new span.
 _SLIGHT = 24
+# A mark stands within so many characters in front of a piece.
+_BETWEEN = 1000
 _CLOSE = frozenset(".!?…。！？\"'”)")
 # Where a template's next passage begins: a tag or a title in brackets beside a line's end, a fence, a ruler, an object.
 _LINE, _TAG = r"(?:\n|\\n)", r"<[^<>\n]*>"
@@ -118,7 +120,7 @@ def _marked(text: str, pieces: Pieces, slight: list[bool], name: list[bool]) -> 
     """Pieces in front of which a template's mark stands, or a line with a name; short ones between do not count."""
     found, stop, named = list[bool](), 0, False
     for at, (start, end) in enumerate(zip(pieces.starts.tolist(), pieces.stops.tolist(), strict=True)):
-        between = text[stop:start]
+        between = text[max(stop, start - _BETWEEN) : start]
         lines = "\n" in between or "\\n" in between
         found.append(not slight[at] and ((lines and named) or (_MARK.search(between) is not None)))
         named = slight[at] and (named or name[at])

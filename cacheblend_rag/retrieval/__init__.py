@@ -4,7 +4,8 @@ Nothing is imported here: take names from the submodules, so that faiss and sent
 load only where they are used.
 
 ===============  =======================================================================================
-``documents``    read the files of a folder: plain text, Markdown, HTML, Word, PDF
+``documents``    read the files of a folder: text, code, tables, HTML, office formats, books, PDF
+``office``       workbooks, slides, OpenDocument texts and books as rows and HTML
 ``levels``       raised and lowered text of HTML
 ``wordml``       text of Word documents that their converter leaves out
 ``splitting``    split documents into chunks

@@ -1,4 +1,4 @@
-"""The documents of a folder, and the text of each by its kind: text, Markdown, HTML, Word and PDF.
+"""The documents of a folder, and the text of each by its kind: text, code, tables, HTML, office formats, books and PDF.
 
 Files may come from anywhere. Nothing they name is opened or fetched. A file that does not fit its kind is a
 `DocumentError`.
@@ -10,6 +10,7 @@ import codecs
 import csv
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from xml.parsers import expat
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 from cacheblend_rag.retrieval.levels import write_levels
+from cacheblend_rag.retrieval.office import MARKUP, chapters, open_document, sheets, slides
 from cacheblend_rag.retrieval.wordml import with_all_text
 
 Reader = Callable[[str, bytes], tuple[str, ...]]
@@ -219,32 +221,117 @@ def _docx(name: str, data: bytes) -> tuple[str, ...]:
     return (_text_of_html(name, html),)
 
 
-def _check_package(data: bytes) -> None:
-    """Refuse what would fill memory: too much XML when unpacked, XML that defines entities or is too deep."""
+def _check_package(data: bytes, *, xml: bool = True) -> None:
+    """Refuse what would fill memory: too much markup when unpacked, XML that defines entities or is too deep.
+
+    Chapters of books may be HTML that is no XML.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as package:
-        parts = [one for one in package.infolist() if one.filename.lower().endswith((".xml", ".rels"))]
+        parts = [one for one in package.infolist() if one.filename.lower().endswith(MARKUP)]
         if sum(one.file_size for one in parts) > _MOST_XML:
             raise ValueError(f"it unpacks to more than {_MOST_XML // 10**6} MB of XML")
-        for part in parts:
-            depth = 0
+        for part in parts if xml else ():
+            if part.filename.lower().endswith((".xml", ".rels")):
+                _check_xml(package.read(part))
 
-            def begin(*_: object) -> None:
-                nonlocal depth
-                depth += 1
-                if depth > _DEEPEST:
-                    raise ValueError("its elements are nested too deeply")
 
-            def end(*_: object) -> None:
-                nonlocal depth
-                depth -= 1
+def _check_xml(data: bytes) -> None:
+    depth = 0
 
-            def refuse(*_: object) -> None:
-                raise ValueError("it defines a document type, which no Word document does")
+    def begin(*_: object) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError("its elements are nested too deeply")
 
-            parser = expat.ParserCreate()
-            parser.StartElementHandler, parser.EndElementHandler = begin, end
-            parser.StartDoctypeDeclHandler = refuse
-            parser.Parse(package.read(part), True)
+    def end(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+
+    def refuse(*_: object) -> None:
+        raise ValueError("it defines a document type, which no document of this kind does")
+
+    parser = expat.ParserCreate()
+    parser.StartElementHandler, parser.EndElementHandler = begin, end
+    parser.StartDoctypeDeclHandler = refuse
+    parser.Parse(data, True)
+
+
+def _office(kind: str, text_of: Callable[[str, bytes], str], *, xml: bool = True) -> Reader:
+    """A reader of packages, by what makes text of one."""
+
+    def read(name: str, data: bytes) -> tuple[str, ...]:
+        try:
+            _check_package(data, xml=xml)
+            return (text_of(name, data),)
+        except MissingExtraError as missing:
+            raise _missing(missing.package, name, missing.extra) from missing
+        except DocumentError:
+            raise
+        except RecursionError:
+            raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
+        except Exception as error:  # a damaged file makes parsers raise errors of many kinds
+            reason = str(error) or type(error).__name__
+            raise DocumentError(
+                f"{name} cannot be read as {kind} ({reason}); save it anew without a password, or move it away"
+            ) from error
+
+    return read
+
+
+def _xlsx_text(name: str, data: bytes) -> str:
+    """Each row as a paragraph, as in `_csv`, behind the name of its sheet."""
+    found = [(title, rows) for title, rows in sheets(data) if rows]
+    return "\n\n".join(f"## {title}\n\n{_rows_as_text(rows)}" for title, rows in found)
+
+
+def _epub_text(name: str, data: bytes) -> str:
+    texts = (_text_of_html(name, _decode(name, one, markup=True)) for one in chapters(data))
+    return "\n\n".join(filter(None, (text.strip() for text in texts)))
+
+
+def _json(name: str, data: bytes) -> tuple[str, ...]:
+    """Each element of a list, or each entry of an object, as a paragraph; values stand behind the path to them."""
+    text = _decode(name, data)
+    try:
+        if name.lower().endswith(".json"):
+            found = json.loads(text)
+        else:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        several = (
+            found
+            if isinstance(found, list)
+            else [{key: found[key]} for key in found]
+            if isinstance(found, dict)
+            else [found]
+        )
+        return ("\n\n".join(filter(None, ("; ".join(_leaves(one)) for one in several))),)
+    except RecursionError:
+        raise DocumentError(f"{name} cannot be read: its values are nested too deeply") from None
+    except ValueError as error:
+        raise DocumentError(f"{name} is no JSON ({error}); mend it, or rename it to .txt") from None
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[str]:
+    """The values within a value, each behind the names that lead to it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        plain = [one for one in value if not isinstance(one, (dict, list))]
+        if plain:
+            yield from _leaves(", ".join(map(_plain, plain)), path)
+        for inner in value:
+            if isinstance(inner, (dict, list)):
+                yield from _leaves(inner, path)
+    elif (shown := _plain(value)) != "":
+        yield f"{path}: {shown}" if path else shown
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    return "" if value is None else json.dumps(value)
 
 
 def _pdf(name: str, data: bytes) -> tuple[str, ...]:
@@ -268,8 +355,8 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
     return tuple(page.encode("utf-8", "replace").decode("utf-8") for page in pages)
 
 
-def _missing(package: str, name: str) -> MissingExtraError:
-    missing = MissingExtraError(package, "app")
+def _missing(package: str, name: str, extra: str = "app") -> MissingExtraError:
+    missing = MissingExtraError(package, extra)
     missing.msg = f"{name} cannot be read: {missing}"
     return missing
 
@@ -285,9 +372,13 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
         rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
     except csv.Error as error:
         raise DocumentError(f"{name} is no table of separated values: {error}") from None
+    return (_rows_as_text(rows),)
+
+
+def _rows_as_text(rows: list[list[str]]) -> str:
     head, *others = [row for row in rows if any(row)] or [[]]
     paragraphs = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
-    return ("\n\n".join(paragraphs or ["; ".join(filter(None, head))]),)
+    return "\n\n".join(paragraphs or ["; ".join(filter(None, head))])
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
@@ -305,16 +396,29 @@ def _cell(column_and_value: tuple[str, str]) -> str:
     return f"{column}: {value}" if column and value else value
 
 
+# Programs and their settings, read as text.
+_CODE = (
+    *(".c", ".cc", ".cpp", ".cs", ".css", ".go", ".h", ".hpp", ".ini", ".java", ".js", ".jsx", ".kt", ".lua", ".php"),
+    *(".pl", ".py", ".r", ".rb", ".rs", ".rst", ".scala", ".sh", ".sql", ".swift", ".tex", ".toml", ".ts", ".tsx"),
+    *(".xml", ".yaml", ".yml"),
+)
 # By suffix. The one list: folders, uploads and the page go by it.
 _READERS: dict[str, Reader] = {
+    **dict.fromkeys(_CODE, _text),
     ".csv": _csv,
     ".docx": _docx,
+    ".epub": _office("a book", _epub_text, xml=False),
     ".htm": _html,
     ".html": _html,
+    ".json": _json,
+    ".jsonl": _json,
     ".markdown": _text,
     ".md": _text,
+    ".odt": _office("an OpenDocument text", lambda name, data: _text_of_html(name, open_document(data))),
     ".pdf": _pdf,
+    ".pptx": _office("a presentation", lambda name, data: _text_of_html(name, slides(data))),
     ".txt": _text,
+    ".xlsx": _office("a workbook", _xlsx_text),
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.prompt.hash_table import HashTable
-from cacheblend_rag.prompt.repeated import RepeatedText, Said, said_in
+from cacheblend_rag.prompt.quoted_chats import Said
+from cacheblend_rag.prompt.repeated import RepeatedText, said_in
 
 
 @cache
@@ -217,8 +218,6 @@ QUESTIONS = {
 @pytest.mark.parametrize("searches", [False, True])
 def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are(form: str, searches: bool) -> None:
     """As Open WebUI does it: it asks for a search before a chat, and for a title, tags and more questions behind it."""
-    if searches and form == "a short last line":
-        pytest.skip("that it is a question cannot be told: the message in front of the chat holds it like any text")
     question, draw, finder, found = QUESTIONS[form](), random.Random(1), RepeatedText(), list[str]()
 
     def asked(*turns: tuple[str, str]) -> None:
@@ -239,6 +238,40 @@ def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_
     assert all(any(span in passage for passage in passages()[:6]) for span in found)
 
 
+QUOTED = {
+    "one text": "{earlier}Human: {question}\nAI:",
+    "one text, system": "System: It is {number} o'clock. Be kind.\n{earlier}Human: {question}\nAI:",
+    "histories": "It is {number}.\n<histories>\n{earlier}Human: {question}\n</histories>\nFollow up: Go on, {number}.",
+    "condensed": "Number {number}.\nChat History:\n{earlier}Human: {question}\nAssistant: Yes.\nInput: Go on?\nOutput:",
+}
+
+
+@pytest.mark.parametrize("form", QUOTED)
+def test_chats_as_one_text_are_no_span_whoever_answered(form: str) -> None:
+    finder, found = RepeatedText(), list[str]()
+    for number in range(6):
+        asked = [f"My letter.\n{passages()[at]}\nWhat is this, {at}?" for at in range(number + 1)]
+        earlier = "".join(f"Human: {one}\nAI: {passages()[9 + at]}\n" for at, one in enumerate(asked[:-1]))
+        prompt = QUOTED[form].format(number=number, earlier=earlier, question=asked[-1])
+        found += found_in(finder, prompt) + found_in(finder, *chat(("user", prompt)))
+    assert found == []
+
+
+def test_passages_beside_quoted_chats_are_found():
+    a, b, c, d, e = passages()[:5]
+    for form in (
+        "{context}\n\nChat history:\nHuman: Hello?\nAI: Well, {number}.\n\nQuestion: And {number}?\nAnswer:",
+        "<chat>\nUSER: Hello, {number}?\n</chat>\n{context}\n\nAnd {number}?",
+        "System: Use this.\n{context}\nHuman: And {number}?\nAI:",
+        "Human: Use this.\n{context}\n\nQuestion: And {number}?\nAI:",
+    ):
+        finder = RepeatedText()
+        for number, texts in enumerate(([a, b, c], [d, a, e], [b, e, a])):
+            prompt = form.format(number=number, context=tagged(texts, "Read it well."))
+            spans = found_in(finder, prompt) if number % 2 else found_in(finder, *chat(("user", prompt)))
+        assert any(a[100:300] in span for span in spans), form
+
+
 def test_words_that_were_found_before_an_answer_quotes_them_are_found_still():
     a, b, c, d = passages()[:4]
     finder = RepeatedText()
@@ -256,6 +289,30 @@ def test_passages_directly_before_a_cue_are_found_once_they_stood_elsewhere():
     assert any(a[-200:] in span for span in spans)
     for question in (a, f"Question: {a}\nAnswer:"):  # the same words as a question are computed
         assert all(a[-200:] not in span for span in found_in(finder, f"{b}\n\n{d}\n\n{question}"))
+
+
+def test_passages_that_stood_where_a_question_does_are_found_after_seven_messages_in_which_they_do_not():
+    a, *others = (one.replace("\n", " ") for one in passages()[:20])
+    finder, found = RepeatedText(), list[bool]()
+    finder.find(f"{others[0]}\n\n{a}")
+    for number in range(10):
+        spans = found_in(finder, tagged([others[number + 1], a], f"Is it number {number}?"))
+        found.append(any(a[100:400] in span for span in spans))
+    assert found == [False] * 7 + [True] * 3
+
+
+def test_words_of_a_chat_stay_its_own_while_they_are_said_now_and_then():
+    question, answer = passages()[9].replace("\n", " "), passages()[10]
+    finder, found = RepeatedText(), list[str]()
+    for number in range(60):  # six texts about the chat, then its next turn
+        if number % 7 == 0:
+            turns = [("user", question), ("assistant", answer), ("user", f"And what is number {number}?")]
+            found += found_in(finder, *chat(*turns[: 1 if number % 14 == 0 else 3]))
+            finder.hear(answer)
+        else:
+            told = f"They said {question}\nIt said {answer}"
+            found += found_in(finder, f"Task {number}:\n{told}\nWhat is its title?")
+    assert found == []
 
 
 def test_templates_own_words_are_no_part_of_a_passage():
@@ -297,6 +354,46 @@ def test_spans_of_erased_text_and_those_that_hold_it_must_be_seen_twice_again():
     finder.forget([b])
     assert all(b[:200] not in span for span in found_in(finder, joined([c, a, b, d], "Third, is it?")))
     assert any(b[-200:] in span for span in found_in(finder, joined([a, c, b], "And the fourth one?")))
+
+
+@pytest.mark.parametrize("part", ["half a piece to another half", "the middle of a piece", "a hundred pieces"])
+def test_erased_text_that_stood_in_longer_pieces_must_be_seen_twice_again(part):
+    a, b, c, d = passages()[:4]
+    long = " ".join(f"word{number} of one sentence that goes on" for number in range(12)) + "."
+    inner = {"half a piece to another half": f"{long[200:]} {b} {long[:200]}", "the middle of a piece": long[100:300]}
+    b = f"{long} {b} {long}"
+    finder = RepeatedText()
+    finder.find(joined([a, b, c], "First?"))
+    finder.find(joined([d, a, b], "Second?"))
+    finder.forget([inner.get(part, b)])
+    # Only what shares nothing with the erased text may be found.
+    spans = found_in(finder, joined([c, a, b, d], "Third, is it?"))
+    assert all(long[100:300] not in span and long[220:] not in span for span in spans)
+
+
+def test_text_that_is_erased_three_hundred_times_or_before_much_other_text_is_not_known_again():
+    a, b, c, d = passages()[:4]
+    for others in ([], [" ".join(f"Sentence {at} {number} is." for number in range(100)) for at in range(60)]):
+        finder = RepeatedText(4000)
+        finder.find(joined([a, b, c], "First?"))
+        finder.find(joined([d, a, b], "Second?"))
+        for _ in range(1 if others else 256):
+            finder.forget([b])
+        finder.forget(others)
+        assert all(b[:200] not in span for span in found_in(finder, joined([c, a, b, d], "Third, is it?")))
+
+
+@pytest.mark.parametrize("text", ["\\", "a\n", "Name:\n", "\n[a", "<b ", "." + ")" * 50, '"' + " " * 50])
+def test_looking_at_hostile_text_takes_time_and_room_by_its_length_alone(text):
+    finder, seconds = RepeatedText(20_000), list[float]()
+    for characters in (30_000, 120_000):
+        prompt = text * (characters // len(text)) + "\n\nWhat is it?"
+        finder.find(f"1\n{prompt}")
+        started = time.thread_time()
+        finder.find(f"2\n{prompt}")
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < 12 * max(seconds[0], 0.02), "four times the text"
+    assert finder.nbytes < 64 * 20_000
 
 
 def test_full_tables_forget_what_was_not_seen_for_longest_and_takes_no_more_room():

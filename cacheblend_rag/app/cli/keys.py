@@ -28,10 +28,12 @@ def add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     listing = kinds.add_parser("list", help="names, tenants and when they were made; keys themselves are not kept")
     revoke = kinds.add_parser("revoke", help="let a key open nothing any more")
     revoke.add_argument("name", metavar="NAME", help="of the key")
+    kept = "with the last key of a tenant its conversations are erased; keep them"
+    revoke.add_argument("--keep-conversations", action="store_true", dest="keep", help=kept)
     for parser, run in ((add, _add), (listing, _list), (revoke, _revoke)):
         parser.add_argument("--config", metavar="FILE", help="the server's file of options, if it has one")
         for option in (*SECTIONS["server"], *SECTIONS["rag"]):
-            if option.name in ("keys_file", "data_dir"):
+            if option.name in ("keys_file", "data_dir") or (parser is revoke and option.name == "database"):
                 parser.add_argument(f"--{option.flag}", metavar=option.metavar, help=option.help_line)
         parser.set_defaults(run=run)
 
@@ -87,6 +89,23 @@ def _revoke(parsed: argparse.Namespace) -> int:
             raise ConfigError("name", parsed.name, f"there is no such key; there are: {known}")
         return [one for one in keys if one.name != parsed.name]
 
+    revoked = next((one for one in read_keys(path) if one.name == parsed.name), None)
     change_keys(path, left)
     print(f"The key {parsed.name} is revoked. A running server refuses it from its next look on, in a second.")
+    if revoked is not None and revoked.tenant is not None and not parsed.keep:
+        _erase(parsed, revoked.tenant, read_keys(path))
     return 0
+
+
+def _erase(parsed: argparse.Namespace, tenant: str, keys: Sequence[KeyEntry]) -> None:
+    """Erase the conversations of a tenant that has no key any more."""
+    from cacheblend_rag.app.server.settings import keys_from_environment
+
+    if tenant in keys_from_environment() or any(one.tenant == tenant for one in keys):
+        return
+    from cacheblend_rag.app.server.storage.departed import erase_conversations
+
+    given = given_options(parsed)
+    data = Path(given["data_dir"].value) if "data_dir" in given else default_data_path()
+    done = erase_conversations(data, tenant, given["database"].value if "database" in given else None)
+    print(f"It was the last key of {tenant}: {done} conversations are erased, and saved prompts. Documents stay.")

@@ -79,6 +79,9 @@ def _build_given(
     if arguments.several and settings.guarded and settings.database is None:
         remedy = "several replicas with keys need one, for the salts of their tenants: name a PostgreSQL database"
         raise ConfigError("database", None, remedy)
+    if arguments.several and settings.keeps_conversations and settings.database is None:
+        remedy = "several replicas keep conversations in a PostgreSQL database: name one by --database, or keep none"
+        raise ConfigError("keep_conversations", settings.keep_conversations, remedy)
     rule = {"imbalance_limit": arguments.imbalance_limit}
     routing = routing or {"request_router_class": ChunkRouter, "request_router_kwargs": rule}
     if arguments.autoscaling is None:

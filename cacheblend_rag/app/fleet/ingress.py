@@ -21,9 +21,10 @@ from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_QUESTION = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
-_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+/verification")
-_READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")
+_QUESTION = re.compile(r"(/api(?:/collections/[^/]+)?)/(?:ask|compare)")
+_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+(?:/verification|/events)?")
+_READS = re.compile(r"/v1/.*|/api/(?:collections/[^/]+/)?(?:ask|compare|search)")
+_KEPT = b'"conversation"'
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0
 _TRIES = 2
@@ -96,13 +97,14 @@ class Ingress:
                 return await self._found(call, question[1], body)
         return {}
 
-    async def _found(self, call: Call, collection: str, body: dict[str, Any]) -> dict[int, int]:
+    async def _found(self, call: Call, place: str, body: dict[str, Any]) -> dict[int, int]:
         """The pieces of the passages that a question will be answered from.
 
         A question that follows others goes where its conversation began: there its prompt may be kept.
         """
         query = {"query": _opening(body), "k": body.get("k") or self._passages}
-        search = call.with_json(f"{collection}/search", json.dumps(query).encode())
+        query |= {name: body[name] for name in ("collections", "documents") if name in body}
+        search = call.with_json(f"{place}/search", json.dumps(query).encode())
         answer = self._sent(search, {})
         try:
             head, *parts = [part async for part in answer]
@@ -119,6 +121,7 @@ class Ingress:
 
     async def _answered(self, call: Call, chunks: dict[int, int]) -> Response:
         reads = call.method in ("GET", "HEAD") or bool(_READS.fullmatch(call.path))
+        reads = reads and _KEPT not in call.body  # its conversation has the question already
         for _ in range(_TRIES if reads else 1):
             answer = self._sent(call, chunks)
             try:

@@ -26,9 +26,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
+from cacheblend_rag.app.server.api.kept import router as kept_router
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
+from cacheblend_rag.app.server.api.saved import router as saved_router
 from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
@@ -254,6 +256,8 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
         try:
             yield
         finally:
+            for session in made.sessions.values():
+                await session.under_way.close()
             await asyncio.to_thread(made.close)
 
     app = FastAPI(
@@ -266,6 +270,8 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     )
     add_handlers(app)
     app.include_router(rag_router)
+    app.include_router(kept_router)
+    app.include_router(saved_router)
     app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)

@@ -17,6 +17,7 @@ from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
 from cacheblend_rag.config import (
     BYTES,
     ENV_PREFIX,
+    FLAG,
     Kind,
     check_options,
     choice,
@@ -24,6 +25,7 @@ from cacheblend_rag.config import (
     kind_of,
     number,
     option,
+    or_auto,
     path,
     text,
     whole,
@@ -131,6 +133,8 @@ class Limits:
         metavar="SIZE",
         shown="5 GB",
     )
+    conversations: int = _limit(1_000, _COUNT, "Conversations that are kept of a tenant.")
+    conversation_bytes: int = _limit(100_000_000, BYTES, "Of all conversations of a tenant.", shown="100 MB")
     collections: int = _limit(200, _COUNT, "Collections of a tenant.")
     documents: int = _limit(10_000, _COUNT, "Documents in one collection.")
 
@@ -212,6 +216,14 @@ class ServerSettings:
         metavar="FILE",
         shown="keys.json in the data folder, if it is there",
     )
+    keep_conversations: bool | str = option(
+        "auto",
+        or_auto(FLAG),
+        "Keep the conversations of the page on the server, for their key, until they are deleted. 'auto' keeps them "
+        "where requests need a key; elsewhere the browser keeps its own.",
+        flag="keep-conversations",
+        metavar="on|off",
+    )
     access_log: str = option(
         "json", choice(ACCESS_LOGS), "A line a request: json, text or off.", flag="access-log", metavar="FORM"
     )
@@ -285,6 +297,11 @@ class ServerSettings:
     def guarded(self) -> bool:
         """Whether requests need a key."""
         return bool(self.api_keys) or self.keys_file is not None
+
+    @property
+    def keeps_conversations(self) -> bool:
+        """Whether conversations of the page are kept."""
+        return self.guarded if self.keep_conversations == "auto" else self.keep_conversations is True
 
     @property
     def is_loopback(self) -> bool:

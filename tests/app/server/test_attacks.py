@@ -122,7 +122,7 @@ def test_files_of_the_served_folder_have_any_names(model: Path, tmp_path: Path) 
         assert {one["document"] for one in answer.json()["sources"]} <= set(listed)
 
 
-@pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.py", "noending", "", "a.pdf.exe"])
+@pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.pyc", "noending", "", "a.pdf.exe"])
 def test_other_kinds_of_files_are_not_taken(ada: httpx.Client, name: str) -> None:
     id = new_collection(ada)
     answer = ada.post(f"/api/collections/{id}/documents", files=[("files", (name, b"x"))])
@@ -209,6 +209,10 @@ def test_bodies_have_a_limit_declared_or_not(ada: httpx.Client) -> None:
     [
         ("GET", "/api/state"),
         ("POST", "/api/collections"),
+        ("GET", "/api/conversations"),
+        ("GET", "/api/conversations/0123456789abcdef"),
+        ("DELETE", "/api/conversations"),
+        ("GET", "/api/answers/one/events"),
         ("GET", "/metrics"),
         ("GET", "/v1/models"),
         ("POST", "/v1/chat/completions"),

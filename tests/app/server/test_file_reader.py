@@ -16,6 +16,7 @@ import pytest
 from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits
 from cacheblend_rag.errors import DocumentError
+from tests.integrations.retrieval import test_office as office
 from tests.integrations.retrieval.office import make_docx
 from tests.integrations.retrieval.pdf import make_pdf
 
@@ -251,3 +252,20 @@ def test_reading_ends_when_the_server_stops(tmp_path: Path, moment: str, monkeyp
     assert not thread.is_alive()
     assert failed
     reader.close()
+
+
+def test_every_kind_is_read_within_the_limits(tmp_path: Path) -> None:
+    page = "<html><body><p>Chapter</p></body></html>"
+    files = {
+        "a.xlsx": (office.workbook(A=[["Name"], ["Rondo"]]), "## A\n\nName: Rondo"),
+        "a.pptx": (office.presentation(lambda made: made.slides.add_slide(made.slide_layouts[6])), "## Slide 1"),
+        "a.odt": (office.odt("<text:p>Line</text:p>"), "Line"),
+        "a.epub": (office.epub(page), "Chapter"),
+        "a.json": (b'{"a": 1}', "a: 1"),
+        "a.py": (b"x = 1", "x = 1"),
+    }
+    with FileReader(LIMITS) as reader:
+        for name, (data, text) in files.items():
+            path = tmp_path / name
+            path.write_bytes(data)
+            assert reader.read(path, name).pages == (text,), name

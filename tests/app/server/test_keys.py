@@ -325,3 +325,35 @@ def test_clients_of_a_running_server_are_not_slowed_by_wrong_keys(server: Runnin
     assert time.process_time() - began < 20, "2,000 slow hashes take minutes"
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}) as client:
         assert client.get("/v1/models").status_code == 200
+
+
+def test_conversations_go_with_the_last_key_of_their_tenant(
+    server: Running, tmp_path: Path, add: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, folder = add("ada-2", "--tenant", "ada"), tmp_path / "tenants" / "ada"
+    with client_of(server, key) as client:
+        id = client.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]
+        body = {"question": "Is this gone by then?", "conversation": id, "stream": False}
+        assert client.post("/api/collections/archive/ask", json=body).status_code == 200
+
+        def files_with_it() -> list[Path]:
+            return [one for one in folder.rglob("*") if one.is_file() and b"gone by then" in one.read_bytes()]
+
+        assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+        assert "erased" not in capsys.readouterr().out
+        assert len(client.get("/api/conversations").json()) == 1
+        assert files_with_it() != []
+        assert main(["keys", "revoke", "ada-2", "--data-dir", str(tmp_path)]) == 0  # the server runs
+        assert "the last key of ada: 1 conversations are erased" in capsys.readouterr().out
+    assert files_with_it() == []
+    with client_of(server, add("ada")) as client:
+        assert client.get("/api/conversations").json() == []
+
+
+def test_conversations_can_stay_for_a_key_made_later(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
+    key = add("flo")
+    with client_of(server, key) as client:
+        client.post("/api/conversations", json={"collections": ["archive"]})
+    assert main(["keys", "revoke", "flo", "--keep-conversations", "--data-dir", str(tmp_path)]) == 0
+    with client_of(server, add("flo")) as client:
+        assert len(client.get("/api/conversations").json()) == 1

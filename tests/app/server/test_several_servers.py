@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.app.server.storage.postgres import servers
+from cacheblend_rag.app.server.storage.tables import turns
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import (
     BASE,
@@ -470,3 +471,71 @@ def test_deleted_names_and_texts_leave_the_files_of_the_database(
     assert a.delete(f"/api/collections/{id}").status_code == 204
     assert not postgres.holds(b"Pineapple plans")
     assert b.get(f"/api/collections/{id}/documents").status_code == 404
+
+
+def talk(client: Any, conversation: str, collection: str, turn: str, **more: Any) -> Any:
+    body = {"question": "Which leaf?", "conversation": conversation, "turn": turn, "stream": False, **more}
+    answer = client.post(f"/api/collections/{collection}/ask", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def said(client: Any, conversation: str) -> list[tuple[str, str]]:
+    answer = client.get(f"/api/conversations/{conversation}")
+    assert answer.status_code == 200, answer.text
+    return [(one["state"], one["answer"]) for one in answer.json()["all_turns"]]
+
+
+@pytest.fixture
+def keeping(model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer) -> Iterator[tuple[Any, Any]]:
+    """Clients of two servers that keep conversations in the database."""
+    made = [sharing(model, docs, tmp_path / name, postgres.port) for name in ("a", "b")]
+    made = [replace(one, keep_conversations=True) for one in made]
+    with TestClient(create_app(made[0]), base_url=BASE) as a, TestClient(create_app(made[1]), base_url=BASE) as b:
+        yield a, b
+
+
+def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any], postgres: PostgresServer) -> None:
+    a, b = keeping
+    mine = new_collection(a)
+    upload(a, mine, {"a.txt": passage(990)})
+    id = a.post("/api/conversations", json={"collections": [mine]}).json()["id"]
+    first = talk(a, id, mine, "one")
+    history = [{"question": "Which leaf?", "answer": first["answer"], "turn": "one"}]
+    second = talk(b, id, "archive", "two", history=history)
+    third = talk(b, id, "archive", "three")
+    answers = [one["answer"] for one in (first, second, third)]
+    assert said(a, id) == said(b, id) == [("done", answer) for answer in answers]
+    assert a.get("/api/conversations", params={"search": "LEAF"}).json()[0]["id"] == id
+    # Deleted on one server, it is erased for both, with the answers that it was read for.
+    assert b.delete(f"/api/collections/{mine}/documents/{ids_of(b, mine)['a.txt']}").status_code == 204
+    assert said(a, id) == said(b, id) == [("erased", ""), ("erased", ""), ("done", answers[2])]
+    talk(b, id, "archive", "four", question="Which apricot?")
+    a.patch(f"/api/conversations/{id}", json={"title": "About apricots"})
+    assert postgres.holds(b"Which apricot?")
+    assert a.delete(f"/api/conversations/{id}").status_code == 204
+    assert not postgres.holds(b"Which apricot?")
+    assert not postgres.holds(b"About apricots")
+    assert b.get(f"/api/conversations/{id}").status_code == 404
+    assert b.get("/api/conversations").json() == []
+
+
+def test_answer_of_a_server_that_is_gone_has_ended(keeping: tuple[Any, Any]) -> None:
+    a, b = keeping
+    id = a.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]
+    kept = service_of(a).sessions["local"].library.catalogue.kept
+    now = int(time.time() * 1000)
+    kept.begin(id, "under-way", "Which?", {}, "under-way", now, now + 60_000)
+    kept.begin(id, "late", "Which?", {}, "late", now - 60_000, now - 1)
+    assert [state for state, _ in said(b, id)] == ["running", "stopped"]
+    service_of(b).sessions["local"].library.catalogue.kept.end_all()  # another server's are not its own
+    assert [state for state, _ in said(b, id)] == ["running", "stopped"]
+    catalogue = service_of(b).sessions["local"].library.catalogue
+    kept.begin(id, "lost", "Which?", {}, "lost", now, now + 60_000)
+    with catalogue.backend.changing() as db:
+        db.execute(update(turns).where(turns.c.id == "lost").values(server="one that does not run"))
+    assert [state for state, _ in said(b, id)] == ["running", "stopped", "stopped"]
+    kept.end_all()
+    catalogue.kept.end_all()
+    assert [state for state, _ in said(b, id)] == ["stopped", "stopped", "stopped"]
+    b.delete("/api/conversations")

@@ -86,7 +86,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"a\.txt is a file; name the folder"):
         list_files(tmp_path / "a.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DocumentError, match=r"holds no \.csv, \.docx, .*\.pdf, \.txt file; add"):
+    with pytest.raises(DocumentError, match=r"holds no \.c, .*\.docx, .*\.pdf, .*\.txt, .* file; add"):
         list_files(tmp_path / "empty")
 
 
@@ -123,14 +123,14 @@ def test_unreadable_file_is_an_error_by_default(tmp_path: Path, caplog: pytest.L
 
 
 def test_files_of_other_kinds_are_listed_and_counted(tmp_path: Path) -> None:
-    for path in ("a.txt", "x.png", "sub/y.PNG", "sub/z.xlsx", "Makefile", "~$letter.docx", ".hidden.png"):
+    for path in ("a.txt", "x.png", "sub/y.PNG", "sub/z.xls", "Makefile", "~$letter.docx", ".hidden.png"):
         write(tmp_path, path, "x")
     found = list_files(tmp_path)
     assert found.readable == ("a.txt",)
-    assert found.others == ("Makefile", "sub/y.PNG", "sub/z.xlsx", "x.png")
-    assert by_suffix(found.others) == "2 .png, 1 .xlsx, 1 without suffix"
+    assert found.others == ("Makefile", "sub/y.PNG", "sub/z.xls", "x.png")
+    assert by_suffix(found.others) == "2 .png, 1 .xls, 1 without suffix"
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(DocumentError, match=r"\(there: 2 \.png, 1 \.xlsx, 1 without suffix\)"):
+    with pytest.raises(DocumentError, match=r"\(there: 2 \.png, 1 \.xls, 1 without suffix\)"):
         list_files(tmp_path)
 
 

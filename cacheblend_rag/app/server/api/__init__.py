@@ -7,6 +7,8 @@
 ``streams``        server-sent events, and clients that go away
 ``rag``            routes of the page and of collections
 ``rag_bodies``     their bodies
+``kept``           conversations that the server keeps, and answers that go on while nobody reads them
+``saved``          prompts that were saved, and rated answers as a file
 ``verifications``  requests about answers that are held against full prefill
 ``openai``         routes of OpenAI's clients
 ``openai_bodies``  their bodies

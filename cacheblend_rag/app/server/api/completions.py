@@ -33,7 +33,7 @@ from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
 
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
-_COLDEST = 0.01
+COLDEST = 0.01
 
 
 class AnswerRequest:
@@ -78,7 +78,7 @@ class AnswerRequest:
         """How to decode."""
         body, temperature = self.body, self.body.temperature
         if temperature is not None:
-            temperature = 0.0 if temperature < _COLDEST else temperature
+            temperature = 0.0 if temperature < COLDEST else temperature
         narrows = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or bool(body.min_p)
         wants_sampling = narrows or body.n > 1  # who gives them alone
         return DecodeArguments(

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,10 +19,15 @@ from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app import collection as articles
 from cacheblend_rag.app.server.api.bodies import bounded_router
+from cacheblend_rag.app.server.api.completions import COLDEST
+from cacheblend_rag.app.server.api.kept import give_back_unread, going_on
 from cacheblend_rag.app.server.api.rag_bodies import (
+    Among,
+    AskAmong,
     AskBody,
     ChunkText,
     CollectionInfo,
+    CompareAmong,
     CompareBody,
     DiskInfo,
     DocumentInfo,
@@ -33,6 +39,7 @@ from cacheblend_rag.app.server.api.rag_bodies import (
     Name,
     NewCollection,
     PageState,
+    SearchAmong,
     SearchBody,
     SettingsInfo,
     StoreInfo,
@@ -48,6 +55,7 @@ from cacheblend_rag.app.server.services.collection import Collection, OwnCollect
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session, required_tokens
+from cacheblend_rag.app.server.services.under_way import Told
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.storage.catalogue import PendingFile
 from cacheblend_rag.calibration.comparison import COMPARED_TOKENS
@@ -87,6 +95,7 @@ async def state(here: Here) -> PageState:
             answer_tokens=service.answer_tokens(None),
             verify=config.verify,
             reasoning=service.settings.rag.reasoning,
+            keep_conversations=service.settings.keeps_conversations,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -329,48 +338,96 @@ def _shown(collection: Collection, document: str, number: int) -> ChunkText:
 @router.post("/collections/{id}/search")
 async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
     """The passages nearest to a question."""
-    collection = here.collection(id)
+    return await _found_in(here, request, here.collection(id), body)
+
+
+@router.post("/search")
+async def find_among(here: Here, request: Request, body: SearchAmong) -> list[FoundChunk]:
+    """The passages of several collections and documents that are nearest to a question."""
+    return await _found_in(here, request, await _among(here, body), body)
+
+
+async def _among(here: Session, body: Among) -> Collection:
+    return await here.in_thread(here.among, body.collections, body.documents)
+
+
+async def _found_in(here: Session, request: Request, collection: Collection, body: SearchBody) -> list[FoundChunk]:
     _check_question(here, body.query, "query")
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
         found = await slot.in_thread(here.search, collection, body.query, body.k)
     return [FoundChunk(**asdict(one)) for one in found]
 
 
-@router.post(
-    "/collections/{id}/ask",
-    response_model=WholeAnswer,
-    responses={
-        200: {
-            "content": {"text/event-stream": {}},
-            "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
-        }
-    },
-)
+_ASKED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
+    }
+}
+
+
+@router.post("/collections/{id}/ask", response_model=WholeAnswer, responses=_ASKED)
 async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
-    collection, model = here.collection(id), here.service.model_of(body.model)
+    return await _answered(here, request, here.collection(id), body)
+
+
+@router.post("/ask", response_model=WholeAnswer, responses=_ASKED)
+async def ask_among(here: Here, request: Request, body: AskAmong) -> Any:
+    """Answer a question from several collections, and from single documents, with sources."""
+    return await _answered(here, request, await _among(here, body), body)
+
+
+async def _answered(here: Session, request: Request, collection: Collection, body: AskBody) -> Any:
+    model = here.service.model_of(body.model)
     _check_texts(here, body)
     engine = _engine(here, model, body, sessions=True).named(model.name, "chat")
     most, required = here.service.answer_tokens(body.max_tokens), required_tokens(here.service, body.max_tokens)
     here.check_quota(most)
     level, thought_most = _thinking(here, model, body)
-    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, required, level))
-        here.charge([question.tokens + most + (thought_most or 0)])
     arguments = DecodeArguments(
         max_new_tokens=required,
-        temperature=0.0,
+        temperature=_temperature(body),
         verify=body.verify,
         reasoning=level,
         reasoning_tokens=thought_most,
         stop_repetition=body.stop_repetition,
     )
-    answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
+
+    async def prepared(slot: Slot) -> _Answering:
+        question = await _retrieved(here, model, collection, body, slot, required, level)
+        here.charge([question.tokens + most + (thought_most or 0)])
+        return _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
+
+    if body.conversation is not None or body.resume:
+        return await going_on(here, request, collection, body, partial(_in_a_slot, here, prepared))
+    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    async with slot.kept():
+        answering = await unless_gone(request, prepared(slot))
     if body.stream:
-        return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
+        return EventStream(_to_the_end(event(*one) async for one in answering.told()), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, answering.whole())
+
+
+def _temperature(body: AskBody) -> float:
+    """The temperature of an answer; next to none is none, as in `/v1`."""
+    return 0.0 if body.temperature is None or body.temperature < COLDEST else body.temperature
+
+
+async def _in_a_slot(
+    here: Session,
+    prepared: Callable[[Slot], Awaitable[_Answering]],
+    noted: Callable[[Sequence[tuple[str, str]]], Awaitable[None]],
+) -> AsyncGenerator[Told]:
+    """Events of an answer that waits for its slot itself; ``noted`` is told collection and document of passages."""
+    async with await here.service.queue.slot(here.tenant.name) as slot:
+        answering = await prepared(slot)
+        await noted([(one.collection, one.document_id) for one in answering.found])
+        async with aclosing(answering.told()) as told:
+            async for one in told:
+                yield one
+    give_back_unread(here)
 
 
 class _Answering:
@@ -400,15 +457,20 @@ class _Answering:
         answered = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt
         return await asyncio.to_thread(report_of, self._engine, *answered)
 
-    async def events(self) -> AsyncIterator[str]:
+    @property
+    def found(self) -> list[SearchHit]:
+        """The passages in the prompt."""
+        return self._question.found
+
+    async def told(self) -> AsyncGenerator[Told]:
         """The answer as events."""
         stream = self._begin()
-        yield event("sources", [asdict(one) for one in self._question.found])
+        yield "sources", [asdict(one) for one in self._question.found]
         stream.with_thoughts = True
         async for piece in stream:
-            yield event("thought" if isinstance(piece, Thought) else "token", {"text": str(piece)})
+            yield "thought" if isinstance(piece, Thought) else "token", {"text": str(piece)}
         if stream.result is not None:
-            yield event("report", await self._report(stream.result))
+            yield "report", await self._report(stream.result)
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""
@@ -418,24 +480,33 @@ class _Answering:
         return WholeAnswer(answer=answer.text, thought=answer.thought, sources=sources, report=report)
 
 
-@router.post(
-    "/collections/{id}/compare",
-    response_class=StreamingResponse,
-    responses={
-        200: {
-            "content": {"text/event-stream": {}},
-            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
-            "`order_kl`, `nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in "
-            "nats a token of its answer; `order_kl` is that of full recompute over the same passages in another order, "
-            "or null; `nearness` says both in words. A row comes with the answer, then again after each round: "
-            "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
-            "is 0.",
-        }
-    },
-)
+_COMPARED_AS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
+        "`order_kl`, `nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in "
+        "nats a token of its answer; `order_kl` is that of full recompute over the same passages in another order, "
+        "or null; `nearness` says both in words. A row comes with the answer, then again after each round: "
+        "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
+        "is 0.",
+    }
+}
+
+
+@router.post("/collections/{id}/compare", response_class=StreamingResponse, responses=_COMPARED_AS)
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
-    collection, service = here.collection(id), here.service
+    return await _compared(here, request, here.collection(id), body)
+
+
+@router.post("/compare", response_class=StreamingResponse, responses=_COMPARED_AS)
+async def compare_among(here: Here, request: Request, body: CompareAmong) -> EventStream:
+    """The same from several collections, and from single documents."""
+    return await _compared(here, request, await _among(here, body), body)
+
+
+async def _compared(here: Session, request: Request, collection: Collection, body: CompareBody) -> EventStream:
+    service = here.service
     model = service.model_of(body.model)
     _check_texts(here, body)
     engine = _engine(here, model, body)
@@ -454,12 +525,12 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
             for row in known:
                 yield event("row", row)
             if await slot.give_way():  # nobody waits for more than one pass of one method
-                await asyncio.to_thread(_check_there, here, id, question.found)
+                await asyncio.to_thread(_check_there, here, question.found)
 
     return EventStream(_to_the_end(rows()), slot, service.longest)
 
 
-def _check_there(here: Session, id: str, found: list[SearchHit]) -> None:
+def _check_there(here: Session, found: list[SearchHit]) -> None:
     """Refuse to go on with passages that were deleted meanwhile: their KV would be stored again.
 
     Raises
@@ -467,9 +538,8 @@ def _check_there(here: Session, id: str, found: list[SearchHit]) -> None:
     Problem
         404 if one is gone.
     """
-    collection = here.collection(id)
     for one in found:
-        collection.chunk(one.document_id, one.chunk)
+        here.collection(one.collection).chunk(one.document_id, one.chunk)
 
 
 @dataclass(frozen=True)

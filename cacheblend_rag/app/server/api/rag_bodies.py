@@ -13,6 +13,7 @@ from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.errors import ConfigError
 
 Name = Annotated[str, StringConstraints(max_length=500)]
+TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
 
@@ -53,12 +54,14 @@ class HistoryTurn(_Body):
     """A question that was asked before in the conversation, and its answer.
 
     With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
+    ``turn`` is its id in a conversation that the server keeps.
     """
 
     question: _Question
     answer: Annotated[str, StringConstraints(max_length=100_000)]
     sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
     stands_alone: Flag = True
+    turn: TurnId | None = None
 
 
 class CompareBody(_Body):
@@ -85,13 +88,42 @@ class AskBody(CompareBody):
     With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
     prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first. Unless
     ``stop_repetition`` is false, an answer that only repeats itself is ended.
+
+    ``temperature`` above 0 samples; by default the likeliest token is taken each time.
+
+    With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
+    on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
+    nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
     """
 
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    conversation: TurnId | None = None
+    turn: TurnId | None = None
+    resume: Flag = False
     stream: Flag = True
     show_prompt: Flag = False
     verify: Verify | None = None
     reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
     stop_repetition: Flag | None = None
+
+
+class Among(_Body):
+    """Ids of ``collections``, and of single ``documents`` of others, that are searched together."""
+
+    collections: Annotated[list[Name], Field(max_length=50)] = Field(default_factory=list)
+    documents: Annotated[list[Name], Field(max_length=100)] = Field(default_factory=list)
+
+
+class SearchAmong(SearchBody, Among):
+    """A search of several collections and documents."""
+
+
+class CompareAmong(CompareBody, Among):
+    """A question to several collections and documents, to be answered by every method; see `CompareBody`."""
+
+
+class AskAmong(AskBody, Among):
+    """A question to several collections and documents; see `AskBody`."""
 
 
 class ModelInfo(BaseModel):
@@ -128,6 +160,7 @@ class SettingsInfo(BaseModel):
     answer_tokens: int
     verify: str
     reasoning: Reasoning
+    keep_conversations: bool
 
 
 class Suggestion(BaseModel):
@@ -211,7 +244,10 @@ class ChunkText(BaseModel):
 
 
 class FoundChunk(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1.
+
+    ``collection`` is the id of the collection that has it.
+    """
 
     document_id: str
     document: str
@@ -219,6 +255,7 @@ class FoundChunk(BaseModel):
     text: str
     score: float
     page: int | None = None
+    collection: str = ""
 
 
 class WholeAnswer(BaseModel):

@@ -34,7 +34,10 @@ _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1."""
+    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1.
+
+    ``collection`` is the id of the collection that has it.
+    """
 
     document_id: str
     document: str
@@ -42,10 +45,11 @@ class SearchHit:
     text: str
     score: float
     page: int | None = None
+    collection: str = ""
 
 
 class Collection:
-    """The base of both kinds of collections: they can be listed and searched."""
+    """The base of all kinds of collections: they can be listed and searched."""
 
     writable = False
 
@@ -60,8 +64,12 @@ class Collection:
         """How many documents and passages there are."""
         raise NotImplementedError
 
-    def search(self, query: str, k: int) -> list[SearchHit]:
-        """The chunks nearest to a question."""
+    def nearest(self, vector: list[float], k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
+        """The chunks nearest to a vector, of all documents or of some."""
+        raise NotImplementedError
+
+    def holds(self, document_id: str) -> bool:
+        """Whether a document is here."""
         raise NotImplementedError
 
     def chunk(self, document_id: str, number: int) -> SearchHit:
@@ -87,9 +95,9 @@ class Collection:
 class BaseCollection(Collection):
     """A folder the server was started with; everyone may read it and nobody writes it here."""
 
-    def __init__(self, id: str, name: str, index: FolderIndex, embeddings: SharedEmbeddings) -> None:
+    def __init__(self, id: str, name: str, index: FolderIndex) -> None:
         super().__init__(id, name)
-        self.store, self._embeddings = index.store, embeddings
+        self.store = index.store
         self._entries: dict[str, DocumentEntry] = {}
         self._sources: dict[str, str] = {}  # names of their files as the system has them
         counts: dict[str, int] = {}
@@ -110,15 +118,22 @@ class BaseCollection(Collection):
         """See `Collection.counts`."""
         return len(self._entries), len(self.store)
 
-    def search(self, query: str, k: int) -> list[SearchHit]:
-        """See `Collection.search`."""
+    def nearest(self, vector: list[float], k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
+        """See `Collection.nearest`."""
         if not len(self.store):
             return []
-        vector = self._embeddings.embed_query(query)
-        return [
-            self._found(_hashed(one.metadata["source"]), one, far)
-            for one, far in self.store.similarity_search_with_score_by_vector(vector, k)
-        ]
+        search = self.store.similarity_search_with_score_by_vector
+        if documents is None:
+            found = search(vector, k)
+        else:
+            sources = [self._sources[one] for one in documents if one in self._sources]
+            found = [hit for source in sources for hit in search(vector, k, {"source": source})]
+            found = sorted(found, key=lambda hit: hit[1])[:k]
+        return [self._found(_hashed(one.metadata["source"]), one, far) for one, far in found]
+
+    def holds(self, document_id: str) -> bool:
+        """See `Collection.holds`."""
+        return document_id in self._entries
 
     def chunk(self, document_id: str, number: int) -> SearchHit:
         """See `Collection.chunk`."""
@@ -130,7 +145,9 @@ class BaseCollection(Collection):
 
     def _found(self, id: str, one: Document, score: float) -> SearchHit:
         about = one.metadata
-        return SearchHit(id, shown_name(about["source"]), about["chunk"], one.page_content, score, about.get("page"))
+        return SearchHit(
+            id, shown_name(about["source"]), about["chunk"], one.page_content, score, about.get("page"), self.id
+        )
 
     def texts(self) -> list[str]:
         """Texts of all chunks."""
@@ -169,18 +186,21 @@ class OwnCollection(Collection):
         found = self._catalogue.passage(self.id, document_id, number)
         if found is None:
             raise Problem(404, "no_chunk", "there is no such chunk")
-        return SearchHit(found.document_id, found.document, found.number, found.text, 0.0, found.page)
+        return SearchHit(found.document_id, found.document, found.number, found.text, 0.0, found.page, self.id)
 
-    def search(self, query: str, k: int) -> list[SearchHit]:
-        """See `Collection.search`."""
-        vector = self._embeddings.embed_query(query)
+    def holds(self, document_id: str) -> bool:
+        """See `Collection.holds`."""
+        return self._catalogue.holds(document_id, self.id)
+
+    def nearest(self, vector: list[float], k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
+        """See `Collection.nearest`."""
         with self._lock:
-            index = self._loaded()
+            index = self._loaded() if documents is None else self._loaded_of(documents)
             hits = index.similarity_search_with_score_by_vector(vector, k) if len(index) else []
         far = {int(str(one.id)): distance for one, distance in hits}
         passages = self._catalogue.passages(far)
         return [
-            SearchHit(one.document_id, one.document, one.number, one.text, distance, one.page)
+            SearchHit(one.document_id, one.document, one.number, one.text, distance, one.page, self.id)
             for id, distance in far.items()
             if (one := passages.get(id)) is not None
         ]
@@ -227,6 +247,13 @@ class OwnCollection(Collection):
             _put(index, [], *self._catalogue.vectors(self.id))
             self._index = index
         return self._index
+
+    def _loaded_of(self, documents: Sequence[str]) -> FaissVectorStore:
+        """An index of some documents alone."""
+        self._renew()
+        index = FaissVectorStore(self._embeddings)
+        _put(index, [], *self._catalogue.vectors(self.id, documents))
+        return index
 
     def _renew(self) -> None:
         """Embed everything anew if another model made the vectors; a collection has those of one model."""
@@ -293,9 +320,11 @@ class OwnCollections:
         """Forget one that the catalogue has no more."""
         self._known.pop(id, None)
 
-    def search(self, collection: OwnCollection, query: str, k: int) -> list[SearchHit]:
-        """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
-        found = collection.search(query, k)
+    def nearest(
+        self, collection: OwnCollection, vector: list[float], k: int, documents: Sequence[str] | None = None
+    ) -> list[SearchHit]:
+        """The chunks nearest to a vector; other collections let go of their vectors if all take too much."""
+        found = collection.nearest(vector, k, documents)
         room = _IN_MEMORY - collection.in_memory
         for other in list(self._known.values()):
             if other is not collection and (room := room - other.in_memory) < 0:

@@ -245,10 +245,12 @@ class Library:
             raise self.following.unknown.with_traceback(None)
         return found
 
-    def search(self, collection: OwnCollection, query: str, k: int) -> list[SearchHit]:
-        """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
+    def nearest(
+        self, collection: OwnCollection, vector: list[float], k: int, documents: Sequence[str] | None = None
+    ) -> list[SearchHit]:
+        """The chunks nearest to a vector; other collections let go of their vectors if all take too much."""
         self.follow()
-        return self._collections.search(collection, query, k)
+        return self._collections.nearest(collection, vector, k, documents)
 
     def create(self, name: str, limit: int) -> OwnCollection:
         """Make an empty collection.

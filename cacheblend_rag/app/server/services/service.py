@@ -25,13 +25,16 @@ from cacheblend_rag.app.server.services.collection import (
     SearchHit,
     shown_name,
 )
+from cacheblend_rag.app.server.services.conversations import Conversations
 from cacheblend_rag.app.server.services.following import Follower, Following
 from cacheblend_rag.app.server.services.ingestion import Ingestion
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.services.several import Part, SeveralCollections, parts_of, search_all
 from cacheblend_rag.app.server.services.shared_kv import SharedKV
+from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
@@ -94,7 +97,7 @@ class Service:
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
-        self.base = BaseCollection(_BASE_ID, name, self.rag.index, self.embeddings)
+        self.base = BaseCollection(_BASE_ID, name, self.rag.index)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
@@ -187,7 +190,7 @@ class Service:
             return []
         index = self.rag.index_of(manual, self.embeddings)
         index.update()
-        return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
+        return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index)]
 
     def _session(self, name: str) -> Session:
         peers = self._peers(name)
@@ -343,6 +346,8 @@ class Session:
             shared,
             peers,
         )
+        self.conversations = Conversations(self.library, service.limits, service.settings.keeps_conversations)
+        self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 
@@ -404,9 +409,33 @@ class Session:
 
     def search(self, collection: Collection, query: str, k: int) -> list[SearchHit]:
         """The passages of a collection that are nearest to a question."""
-        if isinstance(collection, OwnCollection):
-            return self.library.search(collection, query, k)
-        return collection.search(query, k)
+        vector = self.service.embeddings.embed_query(query)
+
+        def find(part: Part) -> list[SearchHit]:
+            if isinstance(part.collection, OwnCollection):
+                return self.library.nearest(part.collection, vector, k, part.documents)
+            return part.collection.nearest(vector, k, part.documents)
+
+        if isinstance(collection, SeveralCollections):
+            return search_all(find, collection.parts, k)
+        return find(Part(collection))
+
+    def among(self, collections: Sequence[str], documents: Sequence[str]) -> Collection:
+        """Whole collections, and single documents beside them.
+
+        Raises
+        ------
+        Problem
+            404 if this tenant has no such collection or document, 422 if none is named.
+        """
+        whole = [self.collection(id) for id in dict.fromkeys(collections)]
+        places = [(of, id) for id in dict.fromkeys(documents) for of in self.collections() if of.holds(id)]
+        if len({id for _, id in places}) < len(set(documents)):
+            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
+        parts = parts_of(whole, places)
+        if not parts:
+            raise Problem(422, "invalid", "collections: name one, or a document", field="collections")
+        return whole[0] if len(parts) == 1 and whole else SeveralCollections(parts)
 
     def collection(self, id: str) -> Collection:
         """A collection by its id.

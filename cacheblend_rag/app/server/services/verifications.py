@@ -93,6 +93,11 @@ class AnswerVerifications:
         engine.verifications.call_when_done(found.id, done)
         return replace(report, verification=shown)
 
+    def call_when_known(self, id: str, do: Callable[[Verification], object]) -> None:
+        """Call this, on whichever thread, once it is known how an answer was verified."""
+        if (result := self._results.get(id)) is not None:
+            result.add_done_callback(lambda known: do(known.result()))
+
     async def result(self, id: str, wait: float) -> Verification:
         """How an answer was verified; its status is ``"waiting"`` if that is not known after so many seconds.
 

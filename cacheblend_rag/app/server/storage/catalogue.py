@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from langchain_core.documents import Document
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.storage.conversations import (
+    KeptConversations,
+    erase_answers,
+    has_deleted,
+    purge_deleted,
+)
+from cacheblend_rag.app.server.storage.prompts import SavedPrompts
 from cacheblend_rag.app.server.storage.tables import (
     MOST,
     SOME,
@@ -65,6 +72,7 @@ class PendingFile:
 
 
 _FIELDS = [one.name for one in fields(PendingFile)]
+_T = TypeVar("_T")
 
 
 class Uploads:
@@ -198,15 +206,25 @@ class Deletions:
             507 if not even that is enough; nothing is deleted then.
         """
         keys = list(keys)
+        self.with_reserve(lambda: self._delete(gone, keys, collection))
+        if collection is not None:
+            self._backend.overwrite()
+
+    def with_reserve(self, change: Callable[[], _T]) -> _T:
+        """Do what writes down a deletion; space that was kept back is used where the disk is full.
+
+        Raises
+        ------
+        Problem
+            507 if not even that is enough.
+        """
         try:
-            self._delete(gone, keys, collection)
+            return change()
         except Problem:
             if self._reserve is None:
                 raise
             self._reserve.unlink(missing_ok=True)
-            self._delete(gone, keys, collection)
-        if collection is not None:
-            self._backend.overwrite()
+            return change()
 
     def _delete(self, gone: Sequence[str], keys: Iterable[str], collection: str | None) -> None:
         with self._backend.changing() as db:
@@ -233,6 +251,8 @@ class Deletions:
         erasable = self._erasable() if self._backend.shared else documents.c.gone == 1
         if self._backend.read(select(tombstones.c.key).where(self._backend.mine(tombstones)).limit(1)):
             return True
+        if has_deleted(self._backend):
+            return True
         return bool(self._backend.read(select(documents.c.id).where(erasable).limit(1)))
 
     def tombstones(self, most: int = MOST) -> list[str]:
@@ -248,11 +268,18 @@ class Deletions:
                 db.execute(delete(tombstones).where(self._backend.mine(tombstones), tombstones.c.key.in_(some)))
 
     def purge(self, most: int) -> None:
-        """Remove deleted documents whose KV is erased, up to so many passages of them, and overwrite their text."""
-        if not (rows := self._backend.read(select(documents.c.id).where(self._erasable()).limit(most))):
+        """Remove deleted conversations, and documents whose KV is erased, up to so many turns and passages.
+
+        Their text is overwritten, and so are the answers that were made from the documents.
+        """
+        rows = self._backend.read(select(documents.c.id).where(self._erasable()).limit(most))
+        if has_deleted(self._backend):
+            purge_deleted(self._backend, most)
+        elif not rows:
             return
         with self._backend.changing() as db:
             for (id,) in rows:
+                erase_answers(db, id)
                 some = select(passages.c.id).where(passages.c.document == id).limit(most).correlate(None)
                 most -= db.execute(delete(passages).where(passages.c.id.in_(some))).rowcount
                 if most <= 0:
@@ -335,6 +362,7 @@ class Catalogue:
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.deletions, self.uploads = backend, Deletions(backend), Uploads(backend)
+        self.kept, self.prompts = KeptConversations(backend), SavedPrompts(backend)
 
     def close(self) -> None:
         """Close the file."""

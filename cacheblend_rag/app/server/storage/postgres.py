@@ -25,7 +25,16 @@ from sqlalchemy.schema import CreateSchema
 
 from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.storage.tables import VERSION, Backend, documents, in_parts, metadata, tombstones, totals
+from cacheblend_rag.app.server.storage.tables import (
+    VERSION,
+    Backend,
+    documents,
+    in_parts,
+    later,
+    metadata,
+    tombstones,
+    totals,
+)
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 
 try:
@@ -346,6 +355,8 @@ class Database:
                     tables.create_all(connection, checkfirst=False)
                 connection.execute(insert(totals), [{"what": what, "bytes": 0} for what in ("files", "documents")])
                 connection.execution_options(no_parameters=True).exec_driver_sql(_MORE)
+            connection.exec_driver_sql(f"SET LOCAL search_path = {schema}")
+            later.create_all(connection)
         return schema, str(found.salt)
 
 
@@ -374,7 +385,7 @@ class PostgresBackend(Backend):
 
     def __init__(self, database: Database, tenant: str) -> None:
         super().__init__()
-        self.database = database
+        self.database, self.server = database, database.server
         self.schema, self.salt = database.tenant(tenant)
 
     @contextmanager
@@ -427,6 +438,10 @@ class PostgresBackend(Backend):
     def only_here(self) -> bool:
         """See `Backend.only_here`."""
         return self.database.alone()
+
+    def runs(self, server: str) -> bool:
+        """See `Backend.runs`."""
+        return bool(self.read(sa.select(servers.c.id).where(servers.c.id == server, alive())))
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:
         """See `Backend.mine`."""

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, QueuePool, create_engine, insert, select, text
+from sqlalchemy import Connection, QueuePool, create_engine, insert, inspect, select, text
 from sqlalchemy.dialects.sqlite import insert as insert_into
 from sqlalchemy.exc import DatabaseError, OperationalError, TimeoutError
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.storage.tables import VERSION, Backend, metadata, tombstones, totals
+from cacheblend_rag.app.server.storage.tables import VERSION, Backend, later, metadata, tombstones, totals
 
 _TRIGGERS = (
     "file_in AFTER INSERT ON files BEGIN UPDATE totals SET bytes = bytes + NEW.bytes WHERE what = 'files'; END",
@@ -106,6 +106,11 @@ class SqliteBackend(Backend):
                 db.exec_driver_sql(f"PRAGMA user_version = {VERSION}")
         elif version != VERSION:
             raise CatalogueDamagedError(f"{self._path} has version {version}, not {VERSION}")
+        with self.reading() as db:
+            known = inspect(db).get_table_names()
+        if not set(known) >= set(later.tables):
+            with self._begin() as db:
+                later.create_all(db)
         self.read(select(totals.c.bytes))
 
     @contextmanager

@@ -113,6 +113,49 @@ tombstones = sa.Table(
     *_others("server"),
     sqlite_with_rowid=False,
 )
+# Tables that came after the first version: made where they are missing, and not known to older programs.
+later = sa.MetaData()
+conversations = sa.Table(
+    "conversations",
+    later,
+    _text("id", primary_key=True),
+    _text("title"),  # empty: its first question
+    _text("about"),  # JSON: what it is answered from
+    _whole("created"),  # milliseconds
+    _whole("changed"),
+    _whole("pinned", server_default=sa.text("0")),
+    _whole("gone", server_default=sa.text("0")),
+)
+turns = sa.Table(
+    "turns",
+    later,
+    sa.Column("number", _NUMBERED, sa.Identity(always=True), primary_key=True),
+    _text("conversation"),
+    _text("id"),
+    _text("state"),
+    _text("server", server_default=""),  # that gives the answer
+    _text("answer_id"),
+    _whole("until"),  # milliseconds; by then it is over, whatever became of the server
+    _whole("at"),
+    _whole("bytes"),
+    _whole("rating", server_default=sa.text("0")),
+    _text("question"),
+    _text("asked"),  # JSON: how it was asked
+    _text("answer", server_default=""),
+    _text("told", server_default="{}"),  # JSON: what came with the answer
+    sa.UniqueConstraint("conversation", "id"),
+    sqlite_autoincrement=True,
+)
+# Which documents an answer was made from, also by way of the answers before it.
+quotes = sa.Table(
+    "quotes",
+    later,
+    sa.Column("turn", sa.BigInteger, primary_key=True),
+    _text("document", primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+# Saved by their tenant.
+prompts = sa.Table("prompts", later, _text("id", primary_key=True), _text("title"), _text("text"))
 # Triggers keep them.
 totals = sa.Table("totals", metadata, _text("what", primary_key=True), _whole("bytes"))
 
@@ -128,6 +171,9 @@ class Backend:
 
     left_by_all: sa.ColumnElement[bool] = sa.true()
     """Deleted documents whose KV every server has looked for."""
+
+    server: str = ""
+    """Id of this server, where others share the catalogue."""
 
     def __init__(self) -> None:
         self._here = threading.local()
@@ -166,6 +212,10 @@ class Backend:
 
     def only_here(self) -> bool:
         """Whether no other server uses it now."""
+        return True
+
+    def runs(self, server: str) -> bool:
+        """Whether a server runs that shares the catalogue."""
         return True
 
     def mine(self, table: sa.Table) -> sa.ColumnElement[bool]:

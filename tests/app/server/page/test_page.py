@@ -165,7 +165,7 @@ def test_unreadable_file_does_not_hold_up_other_uploads(page: Page) -> None:
         line = lines.filter(has_text=name)
         expect(line).to_have_class("failed")
         expect(line.get_by_role("alert")).to_contain_text(reason)
-    expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .htm, .html")
+    expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .epub")
     expect(page.locator("#files-list li.ready .name")).to_have_text(["one.md", "two.csv"])
     page.get_by_role("button", name="Put away: program.exe").click()
     expect(lines).to_have_count(2)
@@ -244,11 +244,13 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     with page.expect_request(re.compile("/ask$")) as asked:
         page.get_by_role("button", name="Ask again with these").click()
     sent = asked.value.post_data_json
+    assert re.fullmatch("[a-z0-9]+", sent.pop("turn"))
     (followed,) = sent.pop("history")  # what was asked before, and not the answer that is asked for again
     assert followed["question"] == easy_questions()[0].question
     assert sent == {
         "question": easy_questions()[0].question,
         "k": 6,
+        "resume": True,
         "ratio": 0.99,
         "rule": "hkvd",
         "stream": True,

@@ -75,6 +75,9 @@ export async function call(method, path, body, signal) {
   return response.status === 204 ? null : response.json();
 }
 
+/** The text of what the API answers with. */
+export const text = async (path) => (await send("GET", path)).text();
+
 /** Events of a stream, each `{event, data}`, as they arrive. */
 export async function* stream(method, path, body, signal) {
   const response = await send(method, path, body, signal);

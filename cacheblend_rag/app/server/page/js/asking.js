@@ -1,25 +1,48 @@
 // A question's way to its answer, and the same prompt by the other methods.
 
-import { ApiError, stream } from "./api.js";
+import { ApiError, call, stream } from "./api.js";
 import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
+import { addKept, beginKept, keeping, renewKept, turnKept } from "./kept.js";
 import { takeVerification, verifyOf } from "./verifying.js";
-import { addPoint, changed, comparing, conversationFor, model, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
+import { addPoint, changed, comparing, conversation, conversationFor, model, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
+const AGAIN = 2; // seconds until an answer that another server gives is looked for again
+const TRIES = 5; // to read on after the connection was lost
 let running = null; // the AbortController of the answer being written
+let written = null; // its turn
+let reading = Promise.resolve(); // until it is read to its end, or left
 
 export const isAsking = () => running !== null;
 
-export const stop = () => running?.abort();
+const answerPath = (turn) => `api/answers/${encodeURIComponent(turn.answerId ?? turn.id)}`;
 
-const path = (collection, action) => `api/collections/${encodeURIComponent(collection)}/${action}`;
+/** Stop the answer being written, here and on the server. */
+export function stop() {
+  if (!running) return;
+  running.abort();
+  if (written?.resumes || written?.kept) call("DELETE", answerPath(written)).catch(() => {}); // an answer that cannot be stopped ends by itself
+}
+
+/** Read the answer being written no further; one that the server keeps goes on there. */
+export async function leave() {
+  const one = state.conversations.find(({ id }) => id === written?.kept);
+  if (one) {
+    one.loaded = false; // its end is read when it is opened again
+    running.abort();
+  } else stop();
+  await reading;
+}
+
+const path = ({ from, collection }, action) => (from ? `api/${action}` : `api/collections/${encodeURIComponent(collection)}/${action}`);
 
 function request(turn) {
   const body = { question: turn.question, k: turn.passages };
-  const history = turn.earlier.map(turnOf).filter(Boolean);
-  if (history.length) body.history = history.map(historyOf);
+  if (turn.from) Object.assign(body, { collections: turn.from.collections, documents: turn.from.documents.map(({ id }) => id) });
+  const history = turn.earlier.map(turnOf).filter((one) => one?.status === "done");
+  if (history.length) body.history = history.map((one) => ({ ...historyOf(one), ...(one.kept && one.kept === turn.kept && { turn: one.id }) }));
   if (turn.ratio !== null) body.ratio = turn.ratio;
   if (turn.rule !== null) body.rule = turn.rule;
   if (turn.tokens !== null) body.max_tokens = turn.tokens;
@@ -44,20 +67,30 @@ function upTo(turn) {
  * Ask, show the answer as it comes, and compare methods where that is wanted.
  * By default it follows the latest turn, and is as long as the settings say.
  */
-export async function ask(question, { earlier = null, tokens = state.tokens } = {}) {
+export async function ask(question, { earlier = null, tokens = state.tokens, anew = false } = {}) {
   if (running || !state.collection) return;
+  running = new AbortController();
   const { collection, ratio, rule, instructions } = state;
-  const { turns } = conversationFor(collection);
+  const { one, refused } = await conversationToAskIn(collection);
+  const { turns } = one;
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
+  turn.temperature = state.temperature;
+  turn.from = state.from === null ? null : structuredClone(state.from);
   turn.model = modelName();
   turn.reasoning = model()?.thinks ? state.reasoning : null;
   turn.passages = state.passages ?? state.server.settings.passages;
   Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
+  Object.assign(turn, { resumes: true, ...(one.kept && { kept: one.id }) });
   turns.push(turn);
+  one.count = turns.length;
+  one.opening ??= question;
   state.selected = turn.id;
   changed("conversation", { latest: turn });
-  await answer(turn);
-  if (turn.status === "done" && comparing()) await compare(turn);
+  await (reading = attend(turn, (signal) => asked(turn, signal, refused)));
+  if (turn.code === "history_erased" && !anew) {
+    await renewKept(); // a document was deleted elsewhere: what was made from it is not followed
+    await ask(question, { earlier, tokens, anew: true });
+  } else if (turn.status === "done" && comparing()) await compare(turn);
 }
 
 /** Ask the same again, after the same turns, with model and settings as they are now, or a longer answer. */
@@ -71,33 +104,103 @@ export function longerAnswer(turn) {
   return now < limits.answer_tokens ? Math.min(4 * now, limits.answer_tokens) : null;
 }
 
-async function answer(turn) {
+/** The conversation for a question: the open one, or a new one, which the server keeps if it keeps any. */
+async function conversationToAskIn(collection) {
+  const open = conversation();
+  if (open?.collection === collection) return { one: open, refused: null };
+  try {
+    return { one: keeping() ? await beginKept(collection) : conversationFor(collection), refused: null };
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    return { one: conversationFor(collection), refused: error }; // the browser keeps it
+  }
+}
+
+/** Events of an answer to a turn's question. */
+async function* asked(turn, signal, refused = null) {
+  if (refused) throw refused;
+  const verify = verifyOf(state);
+  const body = { ...request(turn), stream: true, show_prompt: true, ...(verify && { verify }), turn: turn.id };
+  if (turn.kept) body.conversation = turn.kept;
+  else body.resume = true;
+  if (turn.reasoning !== null) body.reasoning = turn.reasoning;
+  if (turn.temperature) body.temperature = turn.temperature;
+  yield* stream("POST", path(turn, "ask"), body, signal);
+}
+
+/** Events of an answer that is under way on the server, from its first on. */
+async function* again(turn, signal) {
+  try {
+    let first = true;
+    for await (const one of stream("GET", `${answerPath(turn)}/events`, undefined, signal)) {
+      if (first) Object.assign(turn, { answer: "", thought: "" });
+      first = false;
+      yield one;
+    }
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    yield* looked(turn, signal);
+  }
+}
+
+/** The same where another server gives it, or it has ended: the conversation has it by then. */
+async function* looked(turn, signal) {
+  for (;;) {
+    const found = turn.kept ? await turnKept(turn) : null;
+    if (signal.aborted) throw new DOMException("left", "AbortError");
+    if (found?.status === "asking") {
+      await new Promise((resolve) => setTimeout(resolve, AGAIN * 1000));
+      continue;
+    }
+    Object.assign(turn, found ?? { status: "stopped" });
+    yield { event: turn.status === "done" ? "done" : "stopped", data: {} };
+    return;
+  }
+}
+
+/** Go on reading an answer, after a reload or on another device. */
+export async function resume(turn) {
+  if (running || !turn) return;
   running = new AbortController();
+  await (reading = attend(turn, (signal) => again(turn, signal)));
+  if (turn.status === "done" && comparing() && !turn.rows?.length) await compare(turn);
+}
+
+/** Take in an answer as it comes; if the connection is lost, it is read again from its beginning. */
+async function attend(turn, events) {
+  const { signal } = running;
+  written = turn;
   const began = performance.now();
   changed("asking", true);
   say("Looking for passages.");
   try {
-    const verify = verifyOf(state);
-    const body = { ...request(turn), stream: true, show_prompt: true, ...(verify && { verify }) };
-    if (turn.reasoning !== null) body.reasoning = turn.reasoning;
-    for await (const { event, data } of stream("POST", path(turn.collection, "ask"), body, running.signal)) {
-      take(turn, event, data);
+    for (let tries = 0; ; tries += 1) {
+      try {
+        for await (const { event, data } of tries ? again(turn, signal) : events(signal)) take(turn, event, data);
+        if (!["done", "stopped", "erased"].includes(turn.status)) throw new ApiError("The connection was lost before the answer ended.", { code: "lost" });
+        break;
+      } catch (error) {
+        const lost = error.code === "lost" || error.code === "unreachable";
+        if (!lost || !turn.answerId || tries === TRIES) throw error;
+        await new Promise((resolve) => setTimeout(resolve, 1000));
+      }
     }
-    if (turn.status !== "done") throw new ApiError("The connection was lost before the answer ended.");
     turn.seconds = (performance.now() - began) / 1000;
-    say(summary(turn));
+    if (turn.status === "done") say(summary(turn));
     changed("verifying", turn);
   } catch (error) {
     fail(turn, error);
   } finally {
     running = null;
+    written = null;
     changed("turn", turn);
     changed("asking", false);
   }
 }
 
 function take(turn, event, data) {
-  if (event === "sources") turn.sources = data;
+  if (event === "answer") turn.answerId = data.id;
+  else if (event === "sources") turn.sources = data;
   else if (event === "thought") {
     turn.status = "thinking";
     turn.thought = (turn.thought ?? "") + data.text;
@@ -110,6 +213,7 @@ function take(turn, event, data) {
     addPoint(data);
   } else if (event === "error") throw new ApiError(data.message, { code: data.code });
   else if (event === "done") turn.status = "done";
+  else if (event === "stopped" && turn.status !== "erased") turn.status = "stopped";
   changed("turn", turn);
 }
 
@@ -120,7 +224,7 @@ function fail(turn, error) {
     return;
   }
   turn.status = "failed";
-  turn.error = error.message;
+  Object.assign(turn, { error: error.message, code: error.code });
   if (!(error instanceof ApiError)) throw error;
 }
 
@@ -151,7 +255,7 @@ export async function compare(turn) {
   changed("rows", turn);
   let ended = false;
   try {
-    for await (const { event, data } of stream("POST", path(turn.collection, "compare"), request(turn), controller.signal)) {
+    for await (const { event, data } of stream("POST", path(turn, "compare"), request(turn), controller.signal)) {
       if (event === "row") takeRow(turn, data);
       if (event === "error") throw new ApiError(data.message, { code: data.code });
       ended ||= event === "done";
@@ -166,6 +270,7 @@ export async function compare(turn) {
   } finally {
     comparisons.delete(turn.id);
     turn.comparing = false;
+    if (turn.kept && turn.rows.length) addKept(turn, { rows: turn.rows }).catch(() => {}); // its answer may have been deleted
     changed("rows", turn);
   }
 }

@@ -2,7 +2,8 @@
 
 import { ask, isAsking, stop } from "./asking.js";
 import { $ } from "./dom.js";
-import { changed, collection, on, state } from "./store.js";
+import { readiness } from "./sources.js";
+import { changed, on, state } from "./store.js";
 
 const LINES = 7;
 const HINT = $("hint").textContent;
@@ -20,11 +21,9 @@ function limits() {
 }
 
 function refresh() {
-  const ready = Boolean(collection()?.documents);
+  const { ready, reason } = readiness();
   $("send").textContent = isAsking() ? "Stop" : "Ask";
   $("send").disabled = !isAsking() && !ready;
-  const here = collection();
-  const reason = here ? `“${here.name}” holds no documents yet: add some to ask about.` : "There is no collection yet: add documents to ask about.";
   const told = ready || !state.server;
   $("hint").textContent = told ? HINT : reason;
   $("hint").classList.toggle("reason", !told);
@@ -64,6 +63,7 @@ export function startComposer() {
     box.focus();
   });
   on("asking", refresh);
+  on("from", refresh);
   on("server", () => {
     limits();
     refresh();

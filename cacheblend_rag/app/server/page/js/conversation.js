@@ -8,6 +8,8 @@ import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
+import { ratingView } from "./rating.js";
+import { describe } from "./sources.js";
 import { collection, isWaiting, on, state, turns } from "./store.js";
 import { thoughtView } from "./thought.js";
 import { showVerification } from "./verification.js";
@@ -62,7 +64,7 @@ function turnView(turn) {
 
 /** Add to the words of an answer that has ended: citations, colours of code, and marks where it was corrected. */
 function finish(words, turn, shown) {
-  cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+  cite(words, turn.question, turn.sources, (at) => openPassage(turn, turn.sources[at]));
   shown.marked = false;
   if (turn.first !== undefined) {
     const other = el("div");
@@ -87,6 +89,7 @@ function showStatus(node, turn) {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
     thinking: "Thinking…",
     stopped: "Stopped before the end.",
+    erased: "This answer was deleted with a document that it was made from.",
     failed: turn.error,
   }[turn.status];
   const text = said ?? (turn.status === "done" ? remark(turn) : "");
@@ -94,9 +97,9 @@ function showStatus(node, turn) {
   node.classList.toggle("error", turn.status === "failed");
   if (node.firstChild?.textContent === text && node.dataset.status === turn.status) return;
   node.dataset.status = turn.status;
-  const again = turn.status === "failed" || turn.status === "stopped";
-  node.replaceChildren(el("span", { text, role: again ? "alert" : null }));
-  if (again) node.append(button("Try again", () => askAgain(turn), { class: "link" }));
+  const again = ["failed", "stopped", "erased"].includes(turn.status);
+  node.replaceChildren(el("span", { text, role: again && turn.status !== "erased" ? "alert" : null }));
+  if (again) node.append(button(turn.status === "erased" ? "Ask again" : "Try again", () => askAgain(turn), { class: "link" }));
   const more = turn.status === "done" && turn.report?.finish_reason === "length" ? longerAnswer(turn) : null;
   if (more) node.append(button(`Ask again with up to ${count(more, "token")}`, () => askAgain(turn, more), { class: "link" }));
 }
@@ -116,7 +119,7 @@ function showSources(node, turn) {
           class: "source",
           title: titleOf(source),
           "aria-label": `Source ${at + 1}: ${titleOf(source)}, open the passage`,
-          on: { click: () => openPassage(turn.collection, source, turn.answer) },
+          on: { click: () => openPassage(turn, source) },
         },
         el("span", { class: "number", text: at + 1 }),
         el("span", { class: "name", text: titleOf(source) }),
@@ -128,7 +131,7 @@ function showSources(node, turn) {
 
 function showFoot(node, turn) {
   const { report } = turn;
-  const now = `${turn.status}/${Boolean(report)}`;
+  const now = `${turn.status}/${Boolean(report)}/${turn.rating ?? 0}`;
   if (node.dataset.now === now) return;
   node.dataset.now = now;
   node.replaceChildren();
@@ -138,11 +141,13 @@ function showFoot(node, turn) {
   });
   const ended = !isWaiting(turn);
   if (ended && turn.answer.trim()) node.append(copyAnswer);
+  if (turn.status === "done" && turn.answer.trim()) node.append(el("span", { class: "thumbs", role: "group", "aria-label": "Rate this answer" }, ratingView(turn)));
   if (!report) return;
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
   node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
   if (turn.model !== null) node.append(el("span", { class: "follows", text: turn.model.split("/").at(-1), title: turn.model }));
+  if (turn.from) node.append(el("span", { class: "follows", text: `From ${describe(turn.from)}` }));
   if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
   if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
   if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
@@ -291,6 +296,11 @@ export function startConversation() {
     showSuggestions();
   });
   on("asking", showSuggestions);
+  on("rated", (turn) => {
+    const held = document.activeElement?.dataset.rating;
+    views.get(turn.id)?.update();
+    if (held) views.get(turn.id)?.root.querySelector(`.thumb[data-rating="${held}"]`)?.focus();
+  });
   on("rows", (turn) => views.get(turn.id)?.update());
   on("turn", (turn) => {
     views.get(turn.id)?.update();

@@ -3,6 +3,7 @@
 import { ApiError } from "./api.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
 import { bytes, count } from "./format.js";
+import { keeping, renewKept } from "./kept.js";
 import {
   chooseCollection,
   createCollection,
@@ -29,10 +30,11 @@ function collectionView(one) {
   const facts = `${count(one.documents, "document")}, ${count(one.chunks, "passage")}`;
   const label = el("label", { for: radio.id }, el("span", { class: "name", text: one.name }), el("small", { text: facts }));
   const remove = button("Delete", () => {
-    confirmInPlace(remove, `Delete “${one.name}” and its KV?`, (back) =>
+    confirmInPlace(remove, `Delete “${one.name}” and its KV${keeping() ? ", and answers made from it" : ""}?`, (back) =>
       deleteCollection(one.id)
         .then(() => forgetTexts(one.id))
         .then(refreshServer)
+        .then(renewKept)
         .then(() => {
           changed("conversation");
           $("collections").querySelector(":checked")?.focus(); // the button that had the focus is gone
@@ -59,17 +61,18 @@ function showCollections() {
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
   $("files").accept = server.limits.upload_suffixes.join(",");
-  $("drop-hint").textContent = `${server.limits.upload_suffixes.join(" ")}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
+  $("drop-hint").textContent = `${KINDS}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
 }
 
 function documentView(one, here) {
   const facts = { ready: `${count(one.chunks, "passage")} · ${bytes(one.bytes)}`, indexing: "being indexed…" };
   const text = one.state === "failed" ? (one.error ?? "could not be read") : facts[one.state];
   const remove = button("Delete", () => {
-    confirmInPlace(remove, "Delete with its KV?", (back) =>
+    confirmInPlace(remove, keeping() ? "Delete with its KV, and answers made from it?" : "Delete with its KV?", (back) =>
       deleteDocument(here.id, one.id)
         .then(() => forgetTexts(one.id))
         .then(refreshServer)
+        .then(renewKept)
         .then(() => {
           changed("documents", here.id);
           $("files").focus();
@@ -96,6 +99,8 @@ function sizeOf({ passages, kv_bytes: size }) {
   const kept = size > limit ? ", what was used last" : "";
   return `KV of its passages takes about ${bytes(size)}. The store keeps ${bytes(limit)} in all${kept}.`;
 }
+
+const KINDS = "Text, Markdown, HTML, Word, Excel, PowerPoint, OpenDocument, EPUB, PDF, tables, JSON and code";
 
 let asked = 0; // only the answer to the latest request is shown
 

@@ -1,15 +1,19 @@
-// Earlier conversations: search them, open, save or delete one, or delete all. They are kept in this browser alone.
+// Earlier conversations: search them, open, save or delete one, or delete all. They are in this browser or on the server.
 
-import { isAsking, stop } from "./asking.js";
+import { ApiError } from "./api.js";
+import { isAsking, leave, resume } from "./asking.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
 import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
-import { changed, forget, state } from "./store.js";
+import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
+import { saveRated } from "./rating.js";
+import { changed, forget, KEY, state, unread } from "./store.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
-function show(one) {
-  if (isAsking()) stop();
+async function show(one) {
+  if (isAsking()) await leave();
+  if (one?.kept && !one.loaded && !(await attempt(() => loadKept(one)))) return;
   state.conversation = one?.id ?? null;
   state.selected = one?.turns.at(-1)?.id ?? null;
   const there = state.server?.collections.some(({ id }) => id === one?.collection);
@@ -18,48 +22,111 @@ function show(one) {
   changed("server");
   changed("conversation", { latest: one?.turns.at(-1) });
   $("question").focus();
+  await resume(unread());
 }
+
+/** Do something on the server; whether that was done. What stood in the way is said in the dialog. */
+async function attempt(work) {
+  try {
+    await work();
+    return true;
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    const told = $("history").querySelector(".body .error");
+    if (told) told.textContent = error.message;
+    return false;
+  }
+}
+
+const titleOf = (one) => one.title || (one.turns[0]?.question ?? one.opening ?? "");
+
+const sizeOf = (one) => (one.kept && !one.loaded ? one.count : one.turns.length);
 
 const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
 
 /** Whether every word that is searched for stands somewhere in a conversation. */
 function holds(one, words) {
-  const text = one.turns.map((turn) => `${turn.question}\n${turn.answer}`).join("\n").toLowerCase();
+  const text = [one.title ?? "", ...one.turns.map((turn) => `${turn.question}\n${turn.answer}`)].join("\n").toLowerCase();
   return words.every((word) => text.includes(word));
 }
 
 function itemView(one) {
   const name = nameOf(one);
-  const facts = `${when.format(one.created)} · ${count(one.turns.length, "question")} · ${name}`;
+  const facts = `${when.format(one.created)} · ${count(sizeOf(one), "question")} · ${name}`;
   const open = el(
     "button",
-    { type: "button", class: "open", "aria-current": one.id === state.conversation ? "true" : null, on: { click: () => show(one) } },
-    el("span", { class: "name", text: one.turns[0].question }),
+    { type: "button", class: "open", data: { of: one.id }, "aria-current": one.id === state.conversation ? "true" : null, on: { click: () => show(one) } },
+    el("span", { class: "name", text: titleOf(one) }),
     el("small", { text: facts }),
   );
-  const remove = button("Delete", () => {
-    forget(one.id);
+  const remove = button("Delete", async () => {
+    if (one.kept && !(await attempt(() => deleteKept(one.id)))) return;
+    if (!one.kept) forget(one.id);
     render();
     $("history").querySelector("button").focus();
-  }, { class: "quiet", "aria-label": `Delete conversation: ${one.turns[0].question}` });
-  const save = button("Save", () => saveConversation(one, name), { class: "quiet", "aria-label": `Save conversation: ${one.turns[0].question}` });
-  return el("li", {}, open, save, remove);
+  }, { class: "quiet", "aria-label": `Delete conversation: ${titleOf(one)}` });
+  const save = button("Save", async () => {
+    if (!one.kept || one.loaded || (await attempt(() => loadKept(one)))) saveConversation(one, name);
+  }, { class: "quiet", "aria-label": `Save conversation: ${titleOf(one)}` });
+  const pin = button(one.pinned ? "Unpin" : "Pin", () => change(one, { pinned: !one.pinned }), {
+    class: "quiet",
+    "aria-label": `${one.pinned ? "Unpin" : "Pin"} conversation: ${titleOf(one)}`,
+  });
+  const rename = button("Rename", () => renameIn(row, one), { class: "quiet", "aria-label": `Rename conversation: ${titleOf(one)}` });
+  const row = el("li", { class: one.pinned ? "pinned" : null }, open, el("span", { class: "deeds" }, pin, rename, save, remove));
+  return row;
 }
 
-/** The list, narrowed to what is searched for. */
-function showList(list, all, searched) {
+/** Give a conversation a title, or pin it. */
+async function change(one, values) {
+  if (one.kept && !(await attempt(() => changeKept(one, values)))) return;
+  Object.assign(one, values);
+  changed("titles");
+  render();
+  $("history").querySelector(`[data-of="${one.id}"]`)?.focus();
+}
+
+/** A field in the place of a conversation's name; empty, it is that of its first question again. */
+function renameIn(row, one) {
+  const box = el("input", { maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
+  box.value = one.title ?? "";
+  const form = el("form", { class: "pair" }, box, el("button", { type: "submit", text: "Rename" }), button("Cancel", () => render()));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    change(one, { title: box.value.trim() });
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the dialog around it stays open
+    event.stopPropagation();
+    render();
+  });
+  row.replaceChildren(form);
+  box.focus();
+}
+
+let searching = 0; // only what the latest search found is shown
+
+/** The list, narrowed to what is searched for: here, and on the server. */
+async function showList(list, all, searched) {
+  const mine = (searching += 1);
   const words = searched.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = all.filter((one) => holds(one, words));
+  let there = new Set();
+  if (words.length && all.some((one) => one.kept)) await attempt(async () => (there = await listKept(searched)));
+  if (mine !== searching) return;
+  const found = all.filter((one) => (one.kept && words.length ? there.has(one.id) : holds(one, words)));
   list.replaceChildren(...found.map(itemView));
   if (!found.length) list.append(el("li", { class: "hint", text: "No conversation holds all of these words." }));
 }
 
 function render() {
-  const found = state.conversations.filter((one) => one.turns.length);
+  const found = state.conversations.filter((one) => sizeOf(one)).sort((a, b) => Boolean(b.pinned) - Boolean(a.pinned) || (b.latest ?? b.created) - (a.latest ?? a.created));
   const body = $("history").querySelector(".body");
-  if (!found.length) return body.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }));
+  const told = el("p", { class: "error", role: "alert" });
+  if (!found.length) return body.replaceChildren(el("p", { class: "hint", text: "Nothing was asked yet." }), told);
   const all = button("Delete all", () => {
-    confirmInPlace(all, "Delete all conversations?", () => {
+    confirmInPlace(all, "Delete all conversations?", async (back) => {
+      if (keeping() && !(await attempt(() => deleteKept()))) return back();
       forget();
       render();
       $("history").querySelector("button").focus();
@@ -69,17 +136,36 @@ function render() {
   const search = el("input", { type: "search", "aria-label": "Search questions and answers", placeholder: "Search questions and answers" });
   search.addEventListener("input", () => showList(list, found, search.value));
   showList(list, found, "");
+  const rated = el("p", { class: "hint rated" }, "Rated answers, for the evaluation: ", [1, -1].map((rating) => button(rating > 0 ? "Save the good ones" : "Save the bad ones", () => saveAll(rating, told), { class: "link" })));
   body.replaceChildren(
     search,
     list,
-    el("div", { class: "row" }, el("p", { class: "hint", text: "Kept in this browser alone." }), all),
+    told,
+    rated,
+    el("div", { class: "row" }, el("p", { class: "hint", text: placeOf(found) }), all),
   );
+}
+
+async function saveAll(rating, told) {
+  told.textContent = "";
+  await attempt(async () => {
+    if (!(await saveRated(rating))) told.textContent = rating > 0 ? "No answer was rated good." : "No answer was rated bad.";
+  });
+}
+
+/** Where the conversations are kept, in a sentence. */
+function placeOf(found) {
+  const kept = found.filter((one) => one.kept).length;
+  if (!kept) return "Kept in this browser alone.";
+  const place = sessionStorage.getItem(KEY) ? "Kept on the server, for your key alone" : "Kept on the server";
+  return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
 export function startHistory() {
   $("open-history").addEventListener("click", () => {
     render();
     $("history").showModal();
+    if (keeping()) attempt(() => listKept()).then((done) => done && $("history").open && !$("history").querySelector("input")?.value && render());
   });
   $("new-conversation").addEventListener("click", () => show(null));
 }

@@ -1,15 +1,19 @@
 // Puts the parts together and loads what the server holds.
 
+import { resume } from "./asking.js";
 import { startComposer } from "./composer.js";
 import { startConversation } from "./conversation.js";
 import { startDocuments } from "./documents.js";
 import { $, button, el } from "./dom.js";
 import { startHistory } from "./history.js";
+import { keeping, listKept, loadKept } from "./kept.js";
 import { startKey } from "./key.js";
 import { startPanel } from "./panel.js";
 import { chooseModel, refreshServer } from "./server.js";
+import { startPrompts } from "./prompts.js";
 import { startSettings } from "./settings.js";
-import { changed, model, on, restore, state, turns } from "./store.js";
+import { changed, conversation, model, on, restore, state, turns, unreadAtFirst } from "./store.js";
+import { startSources } from "./sources.js";
 import { startTheme } from "./theme.js";
 import { startVerifying } from "./verifying.js";
 
@@ -31,13 +35,23 @@ async function load() {
   showLoading();
   try {
     await refreshServer();
+    if (keeping()) await openKept();
     changed("conversation", { latest: turns().at(-1) });
     document.body.dataset.ready = "true";
+    resume(unreadAtFirst());
   } catch (error) {
     const box = el("div", { class: "empty", role: "alert" }, el("h2", { text: "The server does not answer" }));
     box.append(el("p", { text: error.message }), button("Try again", load, { class: "main" }));
     $("turns").replaceChildren(box);
   }
+}
+
+/** Load the list of what the server keeps, and the conversation that was open. */
+async function openKept() {
+  await listKept();
+  const open = conversation();
+  if (open?.kept) await loadKept(open);
+  if (!turns().some(({ id }) => id === state.selected)) state.selected = turns().at(-1)?.id ?? null;
 }
 
 restore();
@@ -49,6 +63,8 @@ startSettings();
 startPanel();
 startDocuments();
 startHistory();
+startSources();
+startPrompts();
 startVerifying();
 on("server", showModel);
 $("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));

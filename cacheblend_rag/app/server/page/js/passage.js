@@ -48,12 +48,12 @@ function show({ text, before, after }, answer, note) {
 export const titleOf = ({ document, page }) => (page ? `${document}, page ${page}` : document);
 
 /** Open the passage of a source; what the answer was given stands there until the server's own text arrives. */
-export async function openPassage(collection, source, answer) {
+export async function openPassage({ collection, answer }, source) {
   const dialog = $("passage");
   $("passage-title").textContent = titleOf(source);
   show({ text: source.text ?? "" }, answer);
   dialog.showModal();
-  const place = [collection, source.document_id].map(encodeURIComponent);
+  const place = [source.collection || collection, source.document_id].map(encodeURIComponent);
   try {
     const found = await call("GET", `api/collections/${place[0]}/documents/${place[1]}/chunks/${source.chunk}`);
     if (dialog.open) show(found, answer);

@@ -18,7 +18,9 @@ export async function refreshServer() {
 export function chooseCollection(id) {
   if (id === state.collection) return;
   state.collection = id;
-  state.conversation = state.conversations.find((one) => one.collection === id)?.id ?? null;
+  state.from = null;
+  const latest = state.conversations.find((one) => one.collection === id && (!one.kept || one.loaded));
+  state.conversation = latest?.id ?? null;
   state.selected = state.conversations.find((one) => one.id === state.conversation)?.turns.at(-1)?.id ?? null;
   changed("server");
   changed("conversation");

@@ -17,6 +17,8 @@ const RULES = {
   all: "Recomputes everything: full KV recompute.",
 };
 
+// What can be chosen here; null is as the server has it.
+const CHOSEN = ["ratio", "rule", "passages", "tokens", "temperature", "instructions", "verify", "reasoning"];
 let parts = null;
 
 const named = (rule) => (typeof rule === "string" ? rule : rule.name);
@@ -28,7 +30,8 @@ function build() {
   const help = el("p", { class: "hint", id: "rule-help" });
   const passages = numberField("passages", "Passages", "How many passages an answer is made from.");
   const tokens = numberField("tokens", "Longest answer", "In tokens; about four letters each.");
-  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null, verify: null, reasoning: null }), { class: "link" });
+  const temperature = temperatureField();
+  const reset = button("As the server has it", () => set(Object.fromEntries(CHOSEN.map((name) => [name, null]))), { class: "link" });
   const told = el("textarea", { id: "instructions", rows: 3, "aria-describedby": "instructions-help" });
   told.addEventListener("change", () => set({ instructions: told.value.trim() || null }));
   const again = button("Ask again with these", () => askAgain(selectedTurn()), { id: "ask-with" });
@@ -51,6 +54,7 @@ function build() {
     help,
     ...passages.nodes,
     ...tokens.nodes,
+    ...temperature.nodes,
     el("div", { class: "field" }, el("label", { for: "instructions", text: "Instructions" }), told),
     el("p", { class: "hint", id: "instructions-help", text: "What the model is told before the passages. Empty: as shown." }),
     el("label", { class: "switch field" }, el("span", { text: "Check answers" }), verify, el("span", { class: "track", "aria-hidden": "true" })),
@@ -59,7 +63,19 @@ function build() {
     thinking,
     el("div", { class: "row" }, again, reset),
   );
-  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, verify, reasoning, thinking, reset, again };
+  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, temperature: temperature.input, told, verify, reasoning, thinking, reset, again };
+}
+
+/** How freely words are chosen; 0 and nothing are the same. */
+function temperatureField() {
+  const input = el("input", { type: "number", id: "temperature", min: 0, max: 2, step: 0.1, inputmode: "decimal", "aria-describedby": "temperature-help" });
+  input.addEventListener("change", () => {
+    const given = Math.round(input.valueAsNumber * 100) / 100;
+    set({ temperature: given > 0 ? Math.min(given, 2) : null });
+  });
+  const note = "0 takes the likeliest word each time. Above 0 answers vary.";
+  const field = el("div", { class: "field" }, el("label", { for: "temperature", text: "Temperature" }), input);
+  return { input, nodes: [field, el("p", { class: "hint", id: "temperature-help", text: note })] };
 }
 
 /** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
@@ -82,11 +98,12 @@ function refresh() {
   const settings = state.server?.settings;
   if (!settings) return;
   const { limits } = state.server;
-  const { slider, shown, rule, help, passages, tokens, told, verify, reasoning, thinking, reset, again } = parts;
+  const { slider, shown, rule, help, passages, tokens, temperature, told, verify, reasoning, thinking, reset, again } = parts;
   passages.max = limits.passages;
   passages.value = state.passages ?? settings.passages;
   tokens.max = limits.answer_tokens;
   tokens.value = state.tokens ?? settings.answer_tokens;
+  temperature.value = state.temperature ?? 0;
   told.maxLength = limits.question_chars;
   told.placeholder = model().instructions;
   told.value = state.instructions ?? "";
@@ -107,7 +124,7 @@ function refresh() {
   rule.value = state.rule ?? settings.rule;
   const found = settings.rules.find((one) => named(one) === rule.value);
   help.textContent = found?.description ?? RULES[rule.value] ?? "";
-  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions, state.verify, state.reasoning].every((one) => one === null);
+  reset.hidden = CHOSEN.every((name) => state[name] === null);
   again.disabled = !selectedTurn() || isAsking();
 }
 

@@ -11,14 +11,17 @@ export const state = {
   server: null,
   theme: "auto",
   collection: null,
+  from: null, // {collections, documents} that the next question is asked of; null: the collection alone
   model: null, // name; null: the server's first
-  conversations: [], // newest first: {id, collection, created, turns}
+  conversations: [], // newest first: {id, collection, created, turns}; those with `kept` are on the server
   conversation: null, // id
   selected: null, // id of the turn that the panel shows
   ratio: null, // null: the server's own
   rule: null,
   passages: null, // for each answer
   tokens: null, // of the longest answer
+  temperature: null, // null: 0, the likeliest words
+  prompts: [], // {id, title, text} that were saved here; where conversations are kept, the server has them
   instructions: null, // what the model is told before the passages
   verify: null, // whether answers are checked; null: yes
   reasoning: null, // whether the model thinks first; null: as the server has it
@@ -31,7 +34,7 @@ export const state = {
 };
 const firsts = structuredClone(state);
 const KINDS = { collection: "string", model: "string", conversation: "string", selected: "string", ratio: "number", rule: "string" };
-Object.assign(KINDS, { passages: "number", tokens: "number", instructions: "string", compare: "boolean", pace: "number" });
+Object.assign(KINDS, { passages: "number", tokens: "number", temperature: "number", instructions: "string", compare: "boolean", pace: "number" });
 const GONE_KEPT = 1000;
 const own = new Set(); // ids of turns that this tab has worked on; of others the kept ones are the latest
 
@@ -50,12 +53,26 @@ export function changed(name, detail) {
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(2)).reduce((text, part) => text + part.toString(36), "");
 
+/** Every turn that is known. */
+const allTurns = () => state.conversations.flatMap((one) => one.turns);
+
 export const conversation = () => state.conversations.find((one) => one.id === state.conversation) ?? null;
 
 export const turns = () => conversation()?.turns ?? [];
 
 /** A turn by its id, of whatever conversation. */
-export const turnOf = (id) => state.conversations.flatMap((one) => one.turns).find((turn) => turn.id === id) ?? null;
+export const turnOf = (id) => allTurns().find((turn) => turn.id === id) ?? null;
+
+/** The answer that is on its way on the server and that nobody here reads: after a reload, or from another device. */
+export const unread = () => turns().filter(isWaiting).at(-1) ?? null;
+
+/** The same when the page begins: of answers that this browser alone has, the latest goes on, wherever it stands. */
+export function unreadAtFirst() {
+  const waiting = allTurns().filter((turn) => isWaiting(turn) && !turn.kept).sort((a, b) => a.at - b.at);
+  const latest = unread() ?? waiting.at(-1) ?? null;
+  for (const turn of waiting) if (turn !== latest) turn.status = "stopped";
+  return latest;
+}
 
 /** Whether an answer is on its way. */
 export const isWaiting = ({ status }) => status === "asking" || status === "thinking" || status === "streaming";
@@ -78,9 +95,15 @@ export function conversationFor(collectionId) {
   if (current && current.collection === collectionId) return current;
   const made = { id: newId(), collection: collectionId, created: Date.now(), turns: [] };
   state.conversations.unshift(made);
-  state.conversations.splice(CONVERSATIONS_KEPT);
+  dropOldest();
   state.conversation = made.id;
   return made;
+}
+
+/** Let go of the oldest that this browser alone has. */
+function dropOldest() {
+  const own = state.conversations.filter((one) => !one.kept).slice(CONVERSATIONS_KEPT);
+  state.conversations = state.conversations.filter((one) => !own.includes(one));
 }
 
 export function addPoint(report) {
@@ -98,7 +121,8 @@ function kept(promptsKept) {
   const slim = (turn) =>
     turn.report && !latest.includes(turn.id) ? { ...turn, report: { ...turn.report, prompt: [] } } : turn;
   const { server, conversations, ...rest } = state;
-  return { ...rest, conversations: conversations.map((one) => ({ ...one, turns: one.turns.map(slim) })) };
+  const here = conversations.filter((one) => !one.kept); // the server has the others, and no browser shall
+  return { ...rest, conversations: here.map((one) => ({ ...one, turns: one.turns.map(slim) })) };
 }
 
 let timer = null;
@@ -147,13 +171,13 @@ function absorb(saved) {
     mine?.turns.sort((a, b) => a.at - b.at);
   }
   state.conversations = state.conversations.filter((one) => !state.gone.includes(one.id)).sort((a, b) => b.created - a.created);
-  state.conversations.splice(CONVERSATIONS_KEPT);
+  dropOldest();
   for (const one of state.conversations) one.turns.forEach((turn) => dropTexts(turn, one.collection));
 }
 
 /** Let go of passages that were deleted, and of a prompt that held one. */
 function dropTexts(turn, collection) {
-  const deleted = turn.sources.filter((source) => state.gone.includes(collection) || state.gone.includes(source.document_id));
+  const deleted = turn.sources.filter((source) => state.gone.includes(source.collection || collection) || state.gone.includes(source.document_id));
   for (const source of deleted) source.text = "";
   if (deleted.length && turn.report) turn.report.prompt = [];
 }
@@ -166,7 +190,7 @@ export function forgetTexts(id) {
 
 /** Nobody may read what is kept before the server has accepted a key. */
 export function forgetAll() {
-  for (const name of ["conversations", "conversation", "selected", "instructions", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  for (const name of ["conversations", "conversation", "selected", "instructions", "from", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
   try {
     sessionStorage.removeItem(NAME);
     localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
@@ -209,12 +233,13 @@ export function restore() {
     if (name in state && name !== "server" && fits(name, value)) state[name] = value;
   }
   state.conversations = sound(state.conversations);
-  for (const name of ["points", "jobs"]) state[name] = state[name].filter(isObject);
+  for (const name of ["points", "jobs", "prompts"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
-    if (isWaiting(turn)) turn.status = "stopped";
+    if (isWaiting(turn) && !turn.resumes) turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
     turn.instructions ??= null;
+    turn.temperature ??= null;
     turn.model ??= null;
     turn.reasoning ??= null;
     turn.passages ??= 6;
@@ -228,8 +253,8 @@ export function restore() {
 /** Forget conversations: one, or all. */
 export function forget(id = null) {
   absorb(read(place()));
-  state.gone.push(...state.conversations.map((one) => one.id).filter((one) => id === null || one === id));
-  state.conversations = id === null ? [] : state.conversations.filter((one) => one.id !== id);
+  state.gone.push(...state.conversations.filter((one) => !one.kept).map((one) => one.id).filter((one) => id === null || one === id));
+  state.conversations = state.conversations.filter((one) => (id === null ? one.kept : one.id !== id));
   if (!conversation()) {
     state.conversation = null;
     state.selected = null;

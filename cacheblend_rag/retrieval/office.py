@@ -1,0 +1,226 @@
+"""Spreadsheets, slides, OpenDocument texts and books as rows and as HTML. Callers look at a package's size first."""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import zipfile
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from html import escape
+from typing import Any
+from urllib.parse import unquote
+from xml.parsers import expat
+
+from cacheblend_rag.errors import MissingExtraError
+
+MARKUP = (".xml", ".rels", ".opf", ".ncx", ".xhtml", ".html", ".htm")
+"""Endings of parts that hold text."""
+
+# Cells up to the last one of each row, of a whole workbook: the reader fills the gaps between them.
+_MOST_CELLS = 5_000_000
+_COLUMN = re.compile("[A-Z]{1,3}")
+# Elements of OpenDocument that are no text of the reader's: notes of the author, deleted text, drawn forms.
+_UNREAD = frozenset(
+    ("annotation", "annotation-end", "tracked-changes", "change", "forms", "sequence-decls", "event-listeners")
+)
+
+
+def sheets(data: bytes) -> Iterator[tuple[str, list[list[str]]]]:
+    """Name and rows of each sheet of an Excel workbook; of a formula the value that was saved with it.
+
+    Raises
+    ------
+    MissingExtraError
+        Without the package that reads them.
+    Exception
+        Of many kinds, if it is damaged.
+    """
+    try:
+        import openpyxl
+    except ImportError as error:
+        raise MissingExtraError("openpyxl", "office") from error
+    _check_cells(data)
+    book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True, keep_links=False)
+    try:
+        for sheet in book.worksheets:
+            sheet.reset_dimensions()  # which a file may name wrongly
+            rows = [[_value(cell) for cell in row] for row in sheet.iter_rows(values_only=True) if any(row)]
+            yield sheet.title, rows
+    finally:
+        book.close()
+
+
+def _value(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    if isinstance(cell, datetime):
+        return cell.date().isoformat() if cell.time() == time() else cell.isoformat(" ")
+    return cell.isoformat() if isinstance(cell, (date, time)) else str(cell).strip()
+
+
+def _check_cells(data: bytes) -> None:
+    """Refuse a workbook whose few cells lie so far apart that the gaps would fill memory."""
+    cells = last = 0
+
+    def begin(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal cells, last
+        if tag.rpartition(":")[2] == "c":
+            found = _COLUMN.match(attributes.get("r", ""))
+            last = _number(found[0]) if found else last + 1
+
+    def end(tag: str) -> None:
+        nonlocal cells, last
+        if tag.rpartition(":")[2] == "row":
+            cells, last = cells + last, 0
+            if cells > _MOST_CELLS:
+                raise ValueError("its cells lie too far apart; save the used part of it anew")
+
+    with zipfile.ZipFile(io.BytesIO(data)) as package:
+        for name in package.namelist():
+            if "worksheets/" in name and name.endswith(".xml"):
+                parser = expat.ParserCreate()
+                parser.StartElementHandler, parser.EndElementHandler = begin, end
+                parser.Parse(package.read(name), True)
+
+
+def _number(letters: str) -> int:
+    number = 0
+    for one in letters:
+        number = number * 26 + ord(one) - 64
+    return number
+
+
+def slides(data: bytes) -> str:
+    """HTML of a PowerPoint presentation: of each slide its title, texts, tables and notes.
+
+    Raises
+    ------
+    MissingExtraError
+        Without the package that reads it.
+    Exception
+        Of many kinds, if it is damaged.
+    """
+    try:
+        import pptx
+    except ImportError as error:
+        raise MissingExtraError("python-pptx", "office") from error
+    written = []
+    for number, slide in enumerate(pptx.Presentation(io.BytesIO(_without_pictures(data))).slides, 1):
+        title = slide.shapes.title
+        named = title.text_frame.text.strip() if title is not None else ""
+        written.append(f"<h2>{escape(f'Slide {number}: {named}' if named else f'Slide {number}')}</h2>")
+        written += [
+            part
+            for shape in slide.shapes
+            if title is None or shape.shape_id != title.shape_id
+            for part in _shape(shape)
+        ]
+        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+            written += _paragraphs(slide.notes_slide.notes_text_frame.text)
+    return "\n".join(written)
+
+
+def _without_pictures(data: bytes) -> bytes:
+    """A package of which nothing but its markup is there: no picture or film comes into memory."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(out, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, before.read(name) if name.lower().endswith((".xml", ".rels")) else b"")
+    return out.getvalue()
+
+
+def _shape(shape: Any) -> Iterator[str]:
+    for inner in getattr(shape, "shapes", ()):  # of a group
+        yield from _shape(inner)
+    if getattr(shape, "has_table", False):
+        rows = ("".join(f"<td>{escape(cell.text)}</td>" for cell in row.cells) for row in shape.table.rows)
+        yield "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+    elif getattr(shape, "has_text_frame", False):
+        yield from _paragraphs(shape.text_frame.text)
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [f"<p>{escape(line)}</p>" for line in re.split(r"[\n\v]", text) if line.strip()]
+
+
+def open_document(data: bytes) -> str:
+    """HTML of an OpenDocument text: headings, paragraphs, lists, tables and notes.
+
+    Raises
+    ------
+    Exception
+        Of many kinds, if it is damaged.
+    """
+    from lxml import etree  # type: ignore[import-untyped]
+
+    with zipfile.ZipFile(io.BytesIO(data)) as package:
+        if b"manifest:encryption-data" in package.read("META-INF/manifest.xml"):
+            raise ValueError("it has a password")
+        tree = etree.fromstring(package.read("content.xml"), _parser())
+    body = next(tree.iter("{*}body"))
+    return "".join(_odt(body))
+
+
+def _parser() -> Any:
+    from lxml import etree
+
+    return etree.XMLParser(
+        resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True, remove_pis=True
+    )
+
+
+# Elements of OpenDocument in HTML; contents of others stand where they are.
+_AS_HTML = {
+    "p": "p",
+    "list": "ul",
+    "list-item": "li",
+    "table": "table",
+    "table-row": "tr",
+    "table-cell": "td",
+    "covered-table-cell": "td",
+    "note-body": "div",
+}
+
+
+def _odt(element: Any) -> Iterator[str]:
+    """An element's content in HTML, and the text behind it."""
+    tag = element.tag.rpartition("}")[2]
+    if tag not in _UNREAD:
+        level = element.get("{urn:oasis:names:tc:opendocument:xmlns:text:1.0}outline-level", "1")
+        named = f"h{min(int(level) if level.isdigit() else 1, 6)}" if tag == "h" else _AS_HTML.get(tag)
+        yield f"<{named}>" if named else {"tab": "\t", "s": " ", "line-break": "<br>"}.get(tag, "")
+        yield escape(element.text or "")
+        for inner in element:
+            yield from _odt(inner)
+        yield f"</{named}>" if named else ""
+    yield escape(element.tail or "")
+
+
+def chapters(data: bytes) -> list[bytes]:
+    """Markup of the chapters of an EPUB book, in the order in which they are read.
+
+    Raises
+    ------
+    Exception
+        Of many kinds, if it is damaged.
+    """
+    from lxml import etree
+
+    with zipfile.ZipFile(io.BytesIO(data)) as package:
+        names = set(package.namelist())
+        container = etree.fromstring(package.read("META-INF/container.xml"), _parser())
+        root = next(container.iter("{*}rootfile")).get("full-path")
+        book = etree.fromstring(package.read(root), _parser())
+        items = {one.get("id"): one for one in book.iter("{*}item")}
+        spine = [items[one.get("idref")].get("href") for one in book.iter("{*}itemref") if one.get("idref") in items]
+        places = [posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(one))) for one in spine]
+        locked = package.read("META-INF/encryption.xml") if "META-INF/encryption.xml" in names else b""
+        if any(one.encode() in locked for one in places):
+            raise ValueError("it is protected against copying")
+        return [
+            package.read(one) for one in places if one in names and one.lower().endswith((".xhtml", ".html", ".htm"))
+        ]
