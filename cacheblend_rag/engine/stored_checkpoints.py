@@ -149,7 +149,7 @@ class StoredCheckpoints:
                 raise RecordError("it is of another prompt or model")
             cache = self.adapter.empty_cache()
             parts = [one.cpu().contiguous().reshape(-1).view(torch.uint8) for one in record.read_layer(0)]
-            unpack_cache(torch.cat(parts), cache, self.adapter.device)
+            unpack_cache(torch.cat(parts), cache, self.adapter.device, len(ids))
             return cache
         except StoreUnreachableError as error:
             _log.warning("a stored checkpoint cannot be read: %s", error)

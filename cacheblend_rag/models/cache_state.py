@@ -40,7 +40,7 @@ def pack_cache(cache: Any) -> torch.Tensor | None:
     return torch.cat(parts)
 
 
-def unpack_cache(packed: torch.Tensor, cache: Any, device: torch.device) -> None:
+def unpack_cache(packed: torch.Tensor, cache: Any, device: torch.device, tokens: int) -> None:
     """Fill an empty cache of the same model with what `pack_cache` gave.
 
     Parameters
@@ -49,11 +49,13 @@ def unpack_cache(packed: torch.Tensor, cache: Any, device: torch.device) -> None
         There may be more behind it.
     cache : transformers Cache
     device : torch.device
+    tokens : int
+        What the cache is behind; layers that grow have as many rows.
 
     Raises
     ------
     ValueError
-        If it is of a cache of another kind.
+        If it is of a cache of another kind, or behind more or fewer tokens.
     """
     data = packed.cpu().contiguous()
     end = _SIZE + int.from_bytes(data[:_SIZE].numpy().tobytes(), "little")
@@ -68,8 +70,19 @@ def unpack_cache(packed: torch.Tensor, cache: Any, device: torch.device) -> None
                 if name not in known:
                     raise ValueError(f"a layer of it has {name!r}")
                 setattr(layer, name, value)
+            if isinstance(layer, PreallocatedLayer) and not _holds(layer, tokens):
+                raise ValueError(f"a layer of it does not hold the rows of {tokens} tokens")
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(f"it cannot be understood: {error!r}") from error
+
+
+def _holds(layer: PreallocatedLayer, tokens: int) -> bool:
+    """Whether a layer has keys and values of so many tokens; one that borrows those of another has none at all."""
+    keys, values = layer.keys, layer.values
+    if not layer.is_initialized:
+        return keys is None and values is None
+    one_kind = keys.dtype == values.dtype == layer.dtype and keys.shape[:3] == values.shape[:3]
+    return one_kind and keys.dim() == values.dim() == 4 and keys.shape[0] == 1 and keys.shape[2] == tokens
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

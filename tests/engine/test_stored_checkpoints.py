@@ -58,14 +58,14 @@ def test_state_is_the_same_once_it_was_bytes(family: str) -> None:
     packed = pack_cache(first.cache)
     assert packed is not None
     again = adapter.empty_cache()
-    unpack_cache(torch.cat((packed, torch.zeros(9, dtype=torch.uint8))), again, adapter.device)
+    unpack_cache(torch.cat((packed, torch.zeros(9, dtype=torch.uint8))), again, adapter.device, 20)
     for step in (ids[20:29], ids[29:]):
         expected, found = adapter.extend(first.cache, step), adapter.extend(again, step)
         assert torch.equal(expected, found)
     assert pack_cache(again).equal(pack_cache(first.cache))  # type: ignore[union-attr, arg-type]
 
 
-@pytest.mark.parametrize("damage", ["cut", "layers", "name", "kind", "size", "type"])
+@pytest.mark.parametrize("damage", ["cut", "layers", "name", "kind", "size", "type", "rows", "heads"])
 def test_bytes_of_another_cache_are_refused(damage: str) -> None:
     adapter = PlainAdapter(model_of("lfm2"), "it is asked for")
     packed = pack_cache(adapter.go_on(adapter.empty_cache(), list(range(3, 20))).cache)
@@ -77,11 +77,13 @@ def test_bytes_of_another_cache_are_refused(damage: str) -> None:
         "name": data.replace(b'"keys"', b'"kezs"'),
         "size": data.replace(b"[1, 2, 17, 8]", b"[9, 9999, 9]"),
         "type": data.replace(b'"dtype", "float32"', b'"dtype", "loadsss"'),
+        "rows": data.replace(b"[1, 2, 17, 8]", b"[1, 2, 9, 8]"),
+        "heads": data.replace(b"[1, 2, 17, 8]", b"[1, 17, 2, 8]"),
         "kind": data.replace(b'"tensor"', b'"tensox"'),
     }[damage]
     assert changed != data
     with pytest.raises(ValueError, match=r"layer|ends|understood|holds"):
-        unpack_cache(torch.frombuffer(bytearray(changed), dtype=torch.uint8), adapter.empty_cache(), adapter.device)
+        unpack_cache(torch.frombuffer(bytearray(changed), dtype=torch.uint8), adapter.empty_cache(), adapter.device, 17)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
