@@ -195,7 +195,7 @@ class _CountedRecord(StoredKV):
         self._note("read_layer", layer, keys, values)
         for tensor in (keys, values):
             self._store.note_held(tensor.nbytes)
-            weakref.finalize(tensor, self._store.hold, -tensor.nbytes)
+            weakref.finalize(tensor, self._store.note_held, -tensor.nbytes)
         return keys, values
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -271,7 +271,8 @@ class Answering:
             return Verification()
         if _cancelled_by(sink)():
             return Verification("given up", reason="the answer was cut short")
-        return Verification("verified", len(decoded.token_ids), reason="the prompt was prefilled in full")
+        kept_tokens, position = len(decoded.token_ids), len(decoded.text)
+        return Verification("verified", kept_tokens, position, reason="the prompt was prefilled in full")
 
     def _verify(
         self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None

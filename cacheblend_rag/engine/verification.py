@@ -121,7 +121,8 @@ def check(
 
 def _compared(draft: DecodedAnswer, decoded: DecodedAnswer, ties: int, seconds: float) -> Verification:
     if draft.token_ids == decoded.token_ids:
-        return Verification("verified", kept_tokens=len(draft.token_ids), ties=ties, seconds=seconds)
+        kept_tokens, position = len(draft.token_ids), len(draft.text)
+        return Verification("verified", kept_tokens, position, ties=ties, seconds=seconds)
     return Verification(
         "corrected",
         kept_tokens=common_length(draft.token_ids, decoded.token_ids),

@@ -278,17 +278,23 @@ class Verifications:
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token; a warning says how many."""
-        if given_up := sum(one._close() for one in self.all):
+        before = sum([one._stop() for one in self.all])
+        if given_up := sum(one._join() for one in self.all) - before:
             _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
 
-    def _close(self) -> int:
-        """Give up everything; how many checks that were."""
+    def _stop(self) -> int:
+        """Begin nothing any more; how many checks were given up until now."""
         self.trial.close()
         with self._lock:
-            before, self._closed, thread = self._status.given_up, True, self._thread
+            self._closed = True
+            return self._status.given_up
+
+    def _join(self) -> int:
+        """Wait until everything is given up; how many checks were, of all."""
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        return self._status.given_up - before
+        return self._status.given_up
 
     def _work(self) -> None:
         while True:

@@ -50,7 +50,7 @@ def unpack_cache(packed: torch.Tensor, cache: Any, device: torch.device, tokens:
     cache : transformers Cache
     device : torch.device
     tokens : int
-        What the cache is behind; layers that grow have as many rows.
+        Those that the cache is behind; layers that grow have as many rows.
 
     Raises
     ------

@@ -17,7 +17,7 @@ def case(deep_shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return Case(deep_shape, "float32", 2, str(tmp_path))
 
 
-@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.bits is None])
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if way.package is None])
 def test_each_way_notes_every_token(way: str, case: Case) -> None:
     times = WAYS[way].answer(case)(3)
     assert len(times) == 3

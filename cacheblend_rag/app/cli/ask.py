@@ -155,7 +155,9 @@ def _show_verification(screen: Screen, found: Verification) -> None:
     if found.status == "off":
         return
     said = {
-        "verified": "Checked: the full model answers the same.",
+        "verified": f"This is the full model's answer: {found.reason}."
+        if found.reason
+        else "Checked: the full model answers the same.",
         "corrected": f"Corrected: the first answer went on with {found.before[:_LINE]!r}.",
         "given up": f"Not checked: {found.reason}.",
     }

@@ -77,8 +77,8 @@ def test_comparison_lets_waiting_requests_in_after_each_pass(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    search = BaseCollection.search
-    monkeypatch.setattr(BaseCollection, "search", lambda *given: (done.append("search"), search(*given))[1])
+    search = BaseCollection.nearest
+    monkeypatch.setattr(BaseCollection, "nearest", lambda *given: (done.append("search"), search(*given))[1])
     asked: list[Any] = []
     with ThreadPoolExecutor(1) as other:
 

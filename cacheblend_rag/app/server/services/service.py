@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import threading
@@ -58,6 +59,7 @@ _CONCURRENT = 4  # answers under way at once, where nothing else is said
 _THREAD_SECONDS = 3.0
 # For which KV that waits is still stored when the server ends.
 _STORING_AT_END = 10.0
+_log = logging.getLogger(__name__)
 
 
 class Service:
@@ -94,6 +96,7 @@ class Service:
             self.rag.close()
             raise
         self.engine = self.model_of().engine
+        _log.info("reading the documents; the server listens once they are indexed")
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
@@ -188,6 +191,7 @@ class Service:
         manual = manual_path()
         if not self.bundled or manual is None:
             return []
+        _log.info("indexing the documentation, too: a minute or more at the first start")
         index = self.rag.index_of(manual, self.embeddings)
         index.update()
         return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index)]
