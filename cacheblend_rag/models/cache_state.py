@@ -82,7 +82,7 @@ def _holds(layer: PreallocatedLayer, tokens: int) -> bool:
     if not layer.is_initialized:
         return keys is None and values is None
     one_kind = keys.dtype == values.dtype == layer.dtype and keys.shape[:3] == values.shape[:3]
-    return one_kind and keys.dim() == values.dim() == 4 and keys.shape[0] == 1 and keys.shape[2] == tokens
+    return bool(one_kind and keys.dim() == values.dim() == 4 and keys.shape[0] == 1 and keys.shape[2] == tokens)
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
