@@ -292,6 +292,8 @@ def table_of(found: dict[str, Any]) -> str:
         if times := found.get("seconds", {}).get(name):
             row += [f"{statistics.median(times[way]):.2f} s" for way in ("found", "full prefill")]
             row.append(f"{statistics.median(map(_ratio, times['found'], times['full prefill'])):.2f}")
+        elif "seconds" in found:
+            row += ["", "", ""]
         rows.append(row)
     head = ["client", "passage tokens", "share", *causes, "spans that hit", "wrong"]
     return table([*head, "first token", "full prefill", "ratio"] if "seconds" in found else head, rows)
@@ -339,9 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         found = _measured(options)
-        print(table_of(found))
         if options.out:
             write_json(options.out, found)
+        print(table_of(found))
 
     return reported(parser, run)
 
