@@ -16,7 +16,7 @@ _OPENING = re.compile(r"\A\Z|[:：]\Z|(?:```|\"\"\"|---)\Z|(?:\A|\n)\#[^\n]*\Z|<
 # It stands within so many characters in front of the first turn.
 _NEAR = 200
 # A last line such as "Answer:" is a cue, and no longer.
-CUE = 40
+_CUE = 40
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _turns(content: str, goes_on: bool) -> Iterator[Said]:
         stop = len(content) if close < 0 else close
         turns = marks[at : bisect_left(marks, stop, key=lambda mark: mark.start())]
         if close < 0 and goes_on:
-            stop = _question_at(content)
+            stop = last_lines(content, 0, len(content))[1]
             asks = turns[-1 - (len(turns) > 1 and not content[turns[-1].end() :].strip())]
             if _role(asks) == "quoted":  # it is the question, with all that a client has put beside it
                 stop = asks.start()
@@ -94,10 +94,10 @@ def _role(mark: re.Match[str]) -> str:
     return _ROLES.get(mark["name"].lower(), "assistant")
 
 
-def _question_at(content: str) -> int:
-    """Where the last line begins; with a cue behind it, the one before."""
-    end = len(content.rstrip())
-    at = content.rfind("\n", 0, end)
-    if end - at <= CUE and content[:end].endswith((":", "：")):
-        at = content.rfind("\n", 0, len(content[: max(at, 0)].rstrip()))
-    return max(at, 0)
+def last_lines(text: str, start: int, stop: int) -> tuple[int, int]:
+    """Where the last line of a part of a text begins; and the same, or the line before where that is a mere cue."""
+    stop = start + len(text[start:stop].rstrip())
+    line = asked = text.rfind("\n", start, stop)
+    if stop - line <= _CUE and text[max(line, start) : stop].endswith((":", "：")):
+        asked = text.rfind("\n", start, start + len(text[start : max(line, start)].rstrip()))
+    return max(line, start), max(asked, start)

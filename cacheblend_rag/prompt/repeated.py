@@ -23,7 +23,7 @@ from cacheblend_rag.prompt.hash_table import HashTable
 from cacheblend_rag.prompt.matching import rebuild
 from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
 from cacheblend_rag.prompt.prompt import Prompt
-from cacheblend_rag.prompt.quoted_chats import CUE, Said, with_quoted_chats
+from cacheblend_rag.prompt.quoted_chats import Said, last_lines, with_quoted_chats
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
 from cacheblend_rag.prompt.spans import Flags, Known, new_spans
 
@@ -477,13 +477,9 @@ class _Windows:
         If the last line is a mere cue for the answer, the line before it belongs to it. Without a name, as "Question:",
         that may be a passage.
         """
-        text, start = self.hashed.text, part.start
-        stop = start + len(text[start : part.stop].rstrip())
-        at = cue = text.rfind("\n", start, stop)
-        if stop - at <= CUE and text[max(at, start) : stop].endswith((":", "：")):
-            at = text.rfind("\n", start, start + len(text[start : max(at, start)].rstrip()))
-            cue = at if _NAMED.match(text, max(at, start)) else cue
-        first, behind = np.searchsorted(self.pieces.starts, [max(at, start), max(cue, start)])
+        line, asked = last_lines(self.hashed.text, part.start, part.stop)
+        named = _NAMED.match(self.hashed.text, asked)
+        first, behind = np.searchsorted(self.pieces.starts, [asked, asked if named else line])
         return int(first), int(behind)
 
     def those_there(self, at: Places, lengths: Places, texts: npt.NDArray[np.uint32], repeated: Flags) -> list[Match]:
