@@ -298,7 +298,8 @@ async def going_on(
             await asyncio.shield(here.in_thread(kept.finish, answer))
             _follow_verification(here, kept, answer)
 
-    answer = here.under_way.begin(id, events(), ended, None if kept else _UNREAD, body.conversation)
+    answer = AnswerUnderWay(id, events(), ended, None if kept else _UNREAD, body.conversation)
+    here.under_way.add(answer)
     if body.stream:
         await unless_gone(request, answer.begun())
         return _read(here, answer)

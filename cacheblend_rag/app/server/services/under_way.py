@@ -204,23 +204,15 @@ class AnswersUnderWay:
             raise Problem(409, "turn_known", "turn: there is an answer of this id; draw another", field="turn")
         return id
 
-    def begin(
-        self,
-        id: str,
-        events: AsyncGenerator[Told],
-        ended: Callable[[AnswerUnderWay], Awaitable[None]],
-        unread_seconds: float | None = None,
-        conversation: str | None = None,
-    ) -> AnswerUnderWay:
-        """Begin an answer; of those that nobody reads the oldest is stopped where there are too many."""
+    def add(self, answer: AnswerUnderWay) -> None:
+        """Know an answer that has begun; of those that nobody reads the oldest is stopped where there are too many."""
         unread = [one for one in self._known.values() if one.unread and not one.over]
         for one in unread[: max(0, len(unread) + 1 - _UNREAD)]:
             one.stop()
         over = [one.id for one in self._known.values() if one.over]
         for old in over[: max(0, len(over) - _ENDED)]:
             del self._known[old]
-        self._known[id] = AnswerUnderWay(id, events, ended, unread_seconds, conversation)
-        return self._known[id]
+        self._known[answer.id] = answer
 
     def get(self, id: str) -> AnswerUnderWay:
         """An answer by its id.
