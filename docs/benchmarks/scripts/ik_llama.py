@@ -11,6 +11,8 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 __all__ = ["IkLlama"]
 
 
@@ -44,15 +46,15 @@ class IkLlama:
         self._context = library.llama_init_from_model(model, params)
         self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
 
-    def next_token(self, ids: Sequence[int], start: int) -> int:
-        """The likeliest token behind ids that stand from a position on; from 0 on, nothing stands before them."""
-        if not start:
+    def prefill(self, ids: Sequence[int], kept: int = 0) -> torch.Tensor:
+        """Logits of the last token, ``[vocab]``; see `LlamaContext.prefill`. What is kept must be all that is there."""
+        if not kept:
             self._library.llama_kv_cache_clear(self._context)
-        batch = self._batches.make_batch_range(list(ids), pos_start=start, logits_last=True)
+        batch = self._batches.make_batch_range(list(ids[kept:]), pos_start=kept, logits_last=True)
         status = self._library.llama_decode(self._context, batch)
         self._library.llama_batch_free(batch)
         if status:
-            raise SystemExit(f"ik_llama.cpp could not evaluate {len(ids)} tokens behind {start}: status {status}")
+            raise SystemExit(f"ik_llama.cpp could not evaluate {len(ids) - kept} tokens behind {kept}: status {status}")
         logits = self._library.llama_get_logits_ith(self._context, -1)
-        scores = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocabulary)).contents
-        return max(range(self._vocabulary), key=scores.__getitem__)
+        view = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocabulary)).contents
+        return torch.frombuffer(view, dtype=torch.float32).clone()

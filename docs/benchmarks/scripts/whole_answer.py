@@ -41,7 +41,7 @@ from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits, write_json
 from docs.benchmarks.scripts.gguf_file import write_gguf
 from docs.benchmarks.scripts.ik_llama import IkLlama
-from docs.benchmarks.scripts.llama_cpp import LlamaCpp, LlamaSettings
+from docs.benchmarks.scripts.llama_cpp import LlamaContext, LlamaCpp, LlamaSettings
 from docs.benchmarks.scripts.measuring import bench_prompt, bench_tokenizer, machine
 from docs.benchmarks.scripts.openvino import OpenVino, write_readable
 from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions, random_model
@@ -149,8 +149,15 @@ def _engine(case: Case, *, eight_bits: bool = False, **options: Any) -> _Answer:
 def _llama(case: Case, bits: int) -> _Answer:
     ids = case.ids()
     llama = LlamaCpp(Path(case.folder, f"{bits}.gguf"), threads=THREADS)
-    context = llama.context(len(ids) + NOTED[-1], LlamaSettings())
+    return _token_by_token(llama.context(len(ids) + NOTED[-1], LlamaSettings()), ids)
 
+
+def _ik_llama(case: Case) -> _Answer:
+    ids = case.ids()
+    return _token_by_token(IkLlama(_starter_file(case), len(ids) + NOTED[-1], THREADS), ids)
+
+
+def _token_by_token(context: LlamaContext | IkLlama, ids: Sequence[int]) -> _Answer:
     def answer(tokens: int) -> list[float]:
         given, times = list(ids), []
         for count in range(tokens):  # the KV of all but the newest token is there, and of none at first
@@ -161,31 +168,18 @@ def _llama(case: Case, bits: int) -> _Answer:
     return answer
 
 
-def _ik_llama(case: Case) -> _Answer:
-    ids = case.ids()
-    llama = IkLlama(_starter_file(case), len(ids) + NOTED[-1], THREADS)
-
-    def answer(tokens: int) -> list[float]:
-        given, at, times = list(ids), 0, []
-        for _ in range(tokens):
-            newest = llama.next_token(given, at)
-            times.append(time.perf_counter())
-            given, at = [newest], at + len(given)
-        return times
-
-    return answer
-
-
 def _openvino(case: Case) -> _Answer:
-    ids, file = case.ids(), Path(case.folder, f"openvino {case.chunks}.gguf")
-    write_readable(_starter_file(case), file)
-    model = OpenVino(file, THREADS)
+    ids, model = case.ids(), OpenVino(_openvino_file(case), THREADS)
 
     def answer(tokens: int) -> list[float]:
         began = time.perf_counter()
         return [began + seconds for seconds in model.answer(ids, tokens)]
 
     return answer
+
+
+def _openvino_file(case: Case) -> Path:
+    return Path(case.folder, "openvino.gguf")
 
 
 def _starter_file(case: Case) -> Path:
@@ -309,6 +303,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         cases = [Case(model, dtype, count, folder) for count in counts]
         weights = write_for_llama(cases[0], ways)
+        if "openvino" in ways:
+            weights["openvino"] = write_readable(_starter_file(cases[0]), _openvino_file(cases[0]))
         for case in cases:
             tokens = len(case.ids())
             rows += [
@@ -326,7 +322,7 @@ def measure(
 
 
 def _weights_of(way: str, dtype: str) -> str:
-    return "int8" if way == "int8" else "its file" if WAYS[way].package else dtype
+    return "int8" if way == "int8" else "of the file" if way == "ik" else dtype
 
 
 def _in_turn(case: Case, rounds: int, ways: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -365,10 +361,6 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _can_be(way: Way) -> bool:
-    return way.package is None or importlib.util.find_spec(way.package) is not None
-
-
 def main() -> None:
     """Read the arguments and measure, or be one of the processes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -384,7 +376,9 @@ def main() -> None:
         way, case = given.work
         _work(way, Case(**json.loads(case)))
         return
-    ways = given.ways or [name for name, way in WAYS.items() if _can_be(way)]
+    ways = given.ways or [
+        name for name, way in WAYS.items() if way.package is None or importlib.util.find_spec(way.package) is not None
+    ]
     for result in measure(given.model, given.dtype, given.counts, given.rounds, ways):
         print(markdown(result), flush=True)
         if given.out:
