@@ -24,6 +24,7 @@ import httpx
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.measuring import machine
 from docs.benchmarks.scripts.served import served
+from docs.benchmarks.scripts.tenants import WORDS
 
 __all__ = ["Found", "Guesses", "main", "watch"]
 
@@ -32,24 +33,6 @@ BY = ("hits", "ttft_s", "split_s", "look_up_s", "load_s", "fuse_s", "first_token
 """Ways to guess: more hits, or less of a time."""
 BOUND = 0.001
 """A probability of as many right guesses by chance that is lower than this, for all ways together, is a finding."""
-_WORDS = [
-    "ash",
-    "bel",
-    "cor",
-    "dun",
-    "ell",
-    "fen",
-    "gar",
-    "hol",
-    "ing",
-    "lam",
-    "mor",
-    "nor",
-    "oak",
-    "ros",
-    "sel",
-    "tor",
-]
 # What a report says of one question differs by its text, and by chance.
 _OF_TEXT = (
     "ttft_s",
@@ -211,7 +194,7 @@ def write_passages(folder: Path, count: int, words: int = 60, seed: int = 0) -> 
     chance, texts = random.Random(seed), list[str]()
     folder.mkdir(parents=True)
     for number in range(count):
-        texts.append(f"Passage {number:04}\n" + " ".join(chance.choices(_WORDS, k=words)))
+        texts.append(f"Passage {number:04}\n" + " ".join(chance.choices(WORDS, k=words)))
         (folder / f"passage-{number:04}.md").write_text(texts[-1] + "\n", encoding="utf-8")
     return texts
 

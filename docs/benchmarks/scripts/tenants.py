@@ -34,7 +34,7 @@ _PAUSE = 1.0
 # Seconds for which the KV store must not have grown to count as warm.
 _STILL = 10.0
 _FIRST, _AFTER = "at first", "after abuse"  # phases that are not counted
-_WORDS = (
+WORDS = (
     "ash",
     "bel",
     "cor",
@@ -120,7 +120,7 @@ class Abuse:
 
     def text(self, length: int) -> str:
         """Words that were never sent before."""
-        return " ".join(self.random.choice(_WORDS) + self.random.choice(_WORDS) for _ in range(length))
+        return " ".join(self.random.choice(WORDS) + self.random.choice(WORDS) for _ in range(length))
 
     async def complete(self, **body: Any) -> httpx.Response:
         """A completion."""
