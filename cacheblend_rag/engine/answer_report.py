@@ -36,13 +36,12 @@ def report_of(
     lookup, layers = blend.lookup, len(blend.computed)
     whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
     plain = blend.choice is None
-    hits = lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
+    hits = _hits(blend)
     tiers = tuple(lookup.records[one.key].tier if one.key in lookup.records else "" for one in lookup.chunks)
     tiers = tiers or tuple("memory" if hit else "" for hit in hits)
     resumed = len(whole.chunks) - len(split.chunks)  # chunks of a kept prompt that this one goes on from
     if kept is not None:
         tiers = (kept.record.tier,) * resumed + tiers
-    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
     return BlendReport(
         input_ids=whole.input_ids,
         prefix_tokens=len(whole.prefix),
@@ -59,7 +58,7 @@ def report_of(
         left_out=lookup.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= blend.resumed
         or (lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix))),
-        reused_tokens=blend.resumed or reused + len(split.prefix) * lookup.prefix_hit,
+        reused_tokens=_reused_tokens(blend, hits),
         resumed_tokens=blend.resumed if kept is None else kept.tokens,
         recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,
         computed_tokens=tuple(map(len, blend.computed)),
@@ -84,6 +83,28 @@ def report_of(
         ),
         verification=verification or Verification(),
     )
+
+
+def why_exact(blend: Blend | None) -> str:
+    """Why an answer is full prefill's without a check; None stands for a prompt that holds images."""
+    reused = 0 if blend is None else _reused_tokens(blend, _hits(blend))
+    if not reused:
+        return "the prompt was prefilled in full"
+    assert blend is not None
+    where = "of its beginning" if blend.choice is None else "of it"
+    return f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
+
+
+def _hits(blend: Blend) -> tuple[bool, ...]:
+    """Whether the KV of each chunk was reused, of those behind a kept prompt."""
+    split = blend.lookup.split
+    return blend.lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
+
+
+def _reused_tokens(blend: Blend, hits: Sequence[bool]) -> int:
+    split = blend.lookup.split
+    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
+    return blend.resumed or reused + len(split.prefix) * blend.lookup.prefix_hit
 
 
 def report_of_images(

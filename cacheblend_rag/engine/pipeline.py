@@ -330,14 +330,17 @@ class Pipeline:
     # Look up -------------------------------------------------------------------------------
 
     def look_up(self, fit: FittedPrompt, plain: bool = False) -> Lookup:
-        """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
+        """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be (``plain``)."""
         started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
         if not self.segments.model.adapter.reusable(len(split.input_ids)):
             return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
-        plain = plain or bool(why) or has_few_chunks(split, few)
+        short = has_few_chunks(split, few)
+        if plain and not short:
+            why = "verify='held' lets full prefill answer"
+        plain = plain or bool(why) or short
         begun = recent.find(ticket, split, exact=plain)
         if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)

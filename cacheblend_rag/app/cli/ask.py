@@ -146,7 +146,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
         screen.warn(
             f"{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved."
         )
-    how = "plain prefill" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
+    resumed = f" behind {info['resumed_tokens']} kept tokens" if info["resumed_tokens"] else ""
+    how = f"plain prefill{resumed}" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
     screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")
 
