@@ -10,6 +10,7 @@ from cacheblend_rag.engine.pipeline import Blend
 from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
 from cacheblend_rag.report import BlendReport, DocumentUse, FoundText, Seconds, Verification
 
+PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
 _BEGINS = 80
 
@@ -85,14 +86,12 @@ def report_of(
     )
 
 
-def why_exact(blend: Blend | None) -> str:
-    """Why an answer is full prefill's without a check; None stands for a prompt that holds images."""
-    reused = 0 if blend is None else _reused_tokens(blend, _hits(blend))
-    if not reused:
-        return "the prompt was prefilled in full"
-    assert blend is not None
+def why_exact(blend: Blend) -> str:
+    """Why an answer is full prefill's without a check."""
+    reused = _reused_tokens(blend, _hits(blend))
     where = "of its beginning" if blend.choice is None else "of it"
-    return f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
+    exact = f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
+    return exact if reused else PREFILLED
 
 
 def _hits(blend: Blend) -> tuple[bool, ...]:
