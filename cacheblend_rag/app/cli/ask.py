@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.cli.other_packages import bars_hidden
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.documents import by_suffix
@@ -72,7 +73,7 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     from cacheblend_rag.app.folder_rag import FolderRAG
 
-    with screen.mute_logs(), FolderRAG(options) as rag:
+    with screen.mute_logs(), bars_hidden(), FolderRAG(options) as rag:
         yield screen, rag
 
 

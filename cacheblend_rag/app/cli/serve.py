@@ -13,6 +13,7 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
+from cacheblend_rag.app.cli.other_packages import bars_hidden
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
@@ -60,4 +61,5 @@ def _serve(parsed: argparse.Namespace) -> int:
             from cacheblend_rag.app.server.app import serve
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "fastapi", "app") from error
-        return serve(settings)  # some values can only be judged beside the model
+        with bars_hidden():
+            return serve(settings)  # some values can only be judged beside the model
