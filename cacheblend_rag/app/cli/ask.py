@@ -10,9 +10,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
-from cacheblend_rag.app.cli.other_packages import bars_hidden
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.loading_bars import bars_hidden
 from cacheblend_rag.retrieval.documents import by_suffix
 
 if TYPE_CHECKING:

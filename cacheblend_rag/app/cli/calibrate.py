@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
-from cacheblend_rag.app.cli.other_packages import bars_hidden
+from cacheblend_rag.models.loading_bars import bars_hidden
 
 if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt

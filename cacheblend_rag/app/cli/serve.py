@@ -13,9 +13,9 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
-from cacheblend_rag.app.cli.other_packages import bars_hidden
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.models.loading_bars import bars_hidden
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
