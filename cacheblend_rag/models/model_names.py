@@ -50,10 +50,10 @@ def why_no_model(
         return None
     if path.is_dir():
         return None if elsewhere else _fault_of_folder(path, kind, weights, remedy)
-    if found := _URL.fullmatch(name):
-        return f"an address is no name of a model; use {found[1]!r}"
     if tag := tag_remedy(name):
         return tag
+    if found := _URL.fullmatch(name):
+        return f"an address is no name of a model; use {found[1]!r}"
     if path.is_absolute() or name.startswith((".", "~")) or name.lower().endswith(".gguf") or name.count("/") > 1:
         return f"there is no such file or folder{_beside(path)}; {remedy}"
     if "/" not in name and (near := _near(name.lower(), starters)):
