@@ -17,14 +17,14 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
-from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.ratio_policy import WORTH, MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import FOUND, Segment, Segments, StoredAhead
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
 from cacheblend_rag.engine.stored_checkpoints import StoredCheckpoints
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
-from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
@@ -72,6 +72,8 @@ class Lookup:
         Why the prompt is prefilled in full, where that is not for its length.
     times_forgotten : int
         How often chunks of its tenant had been forgotten when it came; see `Checkpoints.keep`.
+    unread : Lookup or None
+        The same prompt as it could have been blended, where that would have taken longer. What it lacks is stored.
     """
 
     fit: FittedPrompt
@@ -86,6 +88,7 @@ class Lookup:
     seconds: float = 0.0
     why: str = ""
     times_forgotten: int = 0
+    unread: Lookup | None = None
 
     def __enter__(self) -> Lookup:
         return self
@@ -338,7 +341,7 @@ class Pipeline:
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
         plain = plain or bool(why) or has_few_chunks(split, few)
-        begun = recent.find(ticket, split, exact=plain)
+        begun = recent.find_exact(ticket, split) if plain else recent.find(ticket, split, exact=False)
         if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)
         else:
@@ -422,6 +425,8 @@ class Pipeline:
             return None
         started = time.perf_counter()
         choice, lookup = self._choose(lookup)
+        if not _pays(self, lookup, choice):
+            return None
         return self._loading(lookup, choice, ReadClock(), cancelled, shared, started)
 
     def _choose(self, lookup: Lookup) -> tuple[RatioChoice, Lookup]:
@@ -485,7 +490,7 @@ class Pipeline:
         A record that fails on the way counts as never stored: the pass begins again without it.
         """
         if loading is None:
-            return self._prefilled(lookup, pauses)
+            return self._prefilled(lookup if lookup.plain else _unread(self, lookup), pauses)
         adapter, each_layer, lost = self.segments.model.blended, pauses.each_layer if pauses else None, 0
         while True:
             try:
@@ -517,7 +522,7 @@ class Pipeline:
             lost=lost,
             exact=loading.lookup.exact_tokens == len(loading.lookup.split.input_ids),
             ready_at=time.perf_counter(),
-            jobs=self._write_back(loading.lookup, fusion),
+            jobs=self._write_back(loading.lookup, fusion.layers),
         )
 
     def _prefilled(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
@@ -534,7 +539,10 @@ class Pipeline:
         seconds, work = Seconds(fuse=ready_at - started), 1.0
         if first:
             work = work_share(model.blended.shape, len(ids), RowsDone(rows))
-        return Blend(lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at)
+        jobs = {} if lookup.unread is None else self._write_back(lookup.unread, _whole_layers(model, result.cache))
+        return Blend(
+            lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at, jobs=jobs
+        )
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -548,15 +556,15 @@ class Pipeline:
 
     # Write back ----------------------------------------------------------------------------
 
-    def _write_back(self, lookup: Lookup, fusion: Fusion) -> dict[str, Job]:
-        """Jobs that compute and store each missing segment."""
+    def _write_back(self, lookup: Lookup, layers: tuple[LayerKV, ...]) -> dict[str, Job]:
+        """Jobs that compute and store each missing segment, from the KV of the prompt or without it."""
         if not self.policy.rule.reads_store or self.config.write_back == "off":
             return {}
         segments, jobs = self.segments, dict[str, Job]()
         prefix = lookup.prefix
-        if prefix is not None and not lookup.prefix_hit:
+        if prefix is not None and not lookup.prefix_hit and layers:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
-            kv = _first_rows(fusion.layers, len(prefix.token_ids))
+            kv = _first_rows(layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(
                 lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
@@ -727,6 +735,24 @@ def _plainly(fit: FittedPrompt, begun: RecentPrompt | None) -> Lookup:
     return Lookup(fit, begun.split, True, prefix, records={begun.key: begun.record}, kept=begun)
 
 
+def _pays(pipeline: Pipeline, lookup: Lookup, choice: RatioChoice) -> bool:
+    """Whether a prompt is ready sooner if its chunks are read. Without ``min_tokens`` nobody asks."""
+    if not (pipeline.config.min_tokens and pipeline.policy.rule.reads_store):
+        return True
+    begun = pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split)
+    first, plan = 0 if begun is None else begun.tokens, _plan(lookup)
+    if sum(map(len, (*plan.exact, *plan.reused))) <= first:
+        return False
+    return pipeline.policy.expected_work(choice, plan, pipeline.segments.model.blended.shape, first) <= WORTH
+
+
+def _unread(pipeline: Pipeline, lookup: Lookup) -> Lookup:
+    """A prompt that could have been blended, to be prefilled from what it begins with."""
+    plain = _plainly(lookup.fit, pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split))
+    why = "too little of it is stored to be worth reading"
+    return dataclasses.replace(plain, ticket=lookup.ticket, seconds=lookup.seconds, why=why, unread=lookup)
+
+
 def _plan(lookup: Lookup) -> FusionPlan:
     """Sort the stored segments into exact and reused ones."""
     split, exact, reused = lookup.split, list[range](), list[range]()
@@ -747,6 +773,13 @@ def _plan(lookup: Lookup) -> FusionPlan:
 
 def _range(span: Span) -> range:
     return range(span.start, span.stop)
+
+
+def _whole_layers(model: ModelInUse, cache: Any) -> tuple[LayerKV, ...]:
+    """KV of a prefill; none if a layer has forgotten its first rows."""
+    layers = tuple(model.blended.layers_of(cache.layers))
+    tokens = cache.get_seq_length()
+    return layers if all(layer.keys.shape[2] >= tokens for layer in layers) else ()
 
 
 def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:

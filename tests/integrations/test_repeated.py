@@ -123,7 +123,7 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
     reports: list[BlendReport],
 ) -> None:
     engine = tiny_engine(find_repeated=True, min_tokens=150)
-    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [G, B, A])):
+    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [B, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     assert [one.plain for one in reports] == [True, True, True, False]
     assert [[use.hit for use in one.found] for one in reports[1:3]] == [[False], [False]]
@@ -134,6 +134,18 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
         for number, texts in enumerate(([A, B, C], [D, A])):
             engine.generate(stuffed(texts, number), max_new_tokens=2)
         assert not found_keys(engine)
+
+
+def test_prompt_of_which_little_was_found_is_prefilled_from_what_it_begins_with(reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True, min_tokens=1, prompt_cache="auto")
+    for number, texts in enumerate(([A, B, C], [E, D, G, A], [E, F, A, G, C, D], [C, F, B, A])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    assert [one.plain for one in reports] == [True, True, True, True]
+    assert [len(one.found) for one in reports] == [0, 1, 4, 3]
+    assert not any(use.hit for one in reports for use in one.found)
+    assert all(one.resumed_tokens for one in reports[1:]), "the instructions are in each prompt"
+    engine.generate(stuffed([F, A, C], 4), max_new_tokens=2)
+    assert [use.hit for use in reports[4].found] == [True] * 3, "it was stored, though it was not read"
 
 
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
