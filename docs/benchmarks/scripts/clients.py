@@ -13,7 +13,8 @@ that are not reused it is said why:
 
 - ``beginning``: in all earlier prompts the passage stood behind the same text, so that it counted once.
 - ``message``: one message alone held it so far, which the client sent again.
-- ``few``: a span that was found before, in a prompt with less than ``min_tokens`` in chunks.
+- ``few``: a span that was found before, in a prompt that has less than ``min_tokens`` in chunks, or of which too little
+  is stored to be worth reading.
 - ``border``: in other spans before, or in none.
 
 Times are those of ``--model``, of one process, which answers each of the last ``--timed`` prompts in two ways in turn:
@@ -195,11 +196,12 @@ def conversations(cases: Sequence[EvalCase], count: int, seed: int, folder: Path
 
 
 def _tiny_model(folder: Path, tokenizer: Any) -> Path:
+    """A narrow model whose attention and scoring pass have about the shares of the work that the starter's have."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        intermediate_size=2048,
+        num_hidden_layers=16,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=8192,
