@@ -259,8 +259,8 @@ class Chunks:
                     if goes(key, info):
                         keys.add(key)
                         written.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
-        # In these words it must be seen twice again, too, however a client has wrapped them.
-        segments.repeated.forget(segments.config.salt, written)
+        if dependent:  # in these words it must be seen twice again, too, however a client has wrapped them
+            segments.repeated.forget(segments.config.salt, written)
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys
