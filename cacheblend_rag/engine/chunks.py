@@ -309,8 +309,8 @@ def _goes_with(
 
     def goes(key: str, info: RecordInfo) -> bool:
         if key.startswith(KEY_PREFIX):
-            held = segments.tokenizer.text_of(info.token_ids) if key.startswith(sessions) else ""
-            return key.startswith(sessions) and (any(holds(info, chunk) for chunk in ids) or shares_form(held))
+            inside = key.startswith(sessions) and any(holds(info, chunk) for chunk in ids)
+            return inside or (key.startswith(sessions) and shares_form(segments.tokenizer.text_of(info.token_ids)))
         if key.startswith(FOUND):  # text of which it holds a part is enough, as a client may have written it
             held = info.token_ids + info.behind
             if shares(held) or shares_form(segments.tokenizer.text_of(held)):

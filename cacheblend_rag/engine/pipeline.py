@@ -442,7 +442,8 @@ class Pipeline:
             device = record.tier if record.tier in elsewhere else ""
             chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         reused = sum(record.info.tokens for record in lookup.records.values())
-        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.traits.tier)
+        computed, left_out = max(0, tokens - reused), sum(map(len, _plan(self, lookup).missing))
+        choice = self.policy.choose(chunks, tokens, computed, self.store.traits.tier, max(0, computed - left_out))
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             lookup = lookup.without(keys[number])
         return choice, lookup
@@ -495,7 +496,7 @@ class Pipeline:
         while True:
             try:
                 with contextlib.closing(loading), self.segments.model.products():
-                    fusion = fuse(adapter, _plan(loading.lookup), loading, loading.choice.rule, each_layer)
+                    fusion = fuse(adapter, _plan(self, loading.lookup), loading, loading.choice.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
@@ -740,7 +741,7 @@ def _pays(pipeline: Pipeline, lookup: Lookup, choice: RatioChoice) -> bool:
     if not (pipeline.config.min_tokens and pipeline.policy.rule.reads_store):
         return True
     begun = pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split)
-    first, plan = 0 if begun is None else begun.tokens, _plan(lookup)
+    first, plan = 0 if begun is None else begun.tokens, _plan(pipeline, lookup)
     if sum(map(len, (*plan.exact, *plan.reused))) <= first:
         return False
     return pipeline.policy.expected_work(choice, plan, pipeline.segments.model.blended.shape, first) <= WORTH
@@ -753,14 +754,16 @@ def _unread(pipeline: Pipeline, lookup: Lookup) -> Lookup:
     return dataclasses.replace(plain, ticket=lookup.ticket, seconds=lookup.seconds, why=why, unread=lookup)
 
 
-def _plan(lookup: Lookup) -> FusionPlan:
+def _plan(pipeline: Pipeline, lookup: Lookup) -> FusionPlan:
     """Sort the stored segments into exact and reused ones."""
     split, exact, reused = lookup.split, list[range](), list[range]()
-    unrotated: list[Span] = []
+    unrotated, missing = list[Span](), list[range]()
     if lookup.prefix_hit:
         exact.append(_range(split.prefix))
     for span, segment, hit in zip(split.chunks, lookup.chunks, lookup.hits, strict=True):
         if not hit:
+            # A GPU's kernels have no mask that hides them.
+            missing += [_range(span)] if pipeline.segments.model.adapter.device.type == "cpu" else []
             continue
         unrotated.append(span)
         behind = lookup.records[segment.key].info.context_ids
@@ -768,7 +771,7 @@ def _plan(lookup: Lookup) -> FusionPlan:
         (exact if in_place else reused).append(_range(span))
     rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
     question = _range(split.suffix) if len(split.suffix) else None
-    return FusionPlan(split.input_ids, exact, reused, rotate, question)
+    return FusionPlan(split.input_ids, exact, reused, rotate, question, missing)
 
 
 def _range(span: Span) -> range:

@@ -13,6 +13,7 @@ from typing import Any
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import FusionPlan
+from cacheblend_rag.fusor.blend import SINK
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.fusor.work import expected_share
@@ -140,7 +141,9 @@ class RatioPolicy:
             return bounds
         return RatioBounds(self._ratio, max(bounds.highest, self._ratio), bounds.step)
 
-    def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str) -> RatioChoice:
+    def choose(
+        self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str, scored: int | None = None
+    ) -> RatioChoice:
         """Choose for a request.
 
         Parameters
@@ -153,6 +156,8 @@ class RatioPolicy:
             Tokens that are computed whatever is chosen.
         tier : str
             The device that the chunks are stored on.
+        scored : int, optional
+            Those of them that a scoring pass computes, too; by default all.
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):
@@ -164,7 +169,7 @@ class RatioPolicy:
             device=tier,
             ratio=None if self.free else self._ratio,
             bounds=self._bounds,
-            fixed_share=self._fixed_share(tokens, computed),
+            fixed_share=self._fixed_share(tokens, computed, computed if scored is None else scored),
             reads=self._layers,
             read_before=self._scored_share,
         )
@@ -175,7 +180,7 @@ class RatioPolicy:
     def expected_work(self, choice: RatioChoice, plan: FusionPlan, shape: ModelShape, begun: int) -> float:
         """Work that a blended pass will do, as a share of the full prefill in whose place it stands.
 
-        With few reused tokens it is more than that: a scoring pass runs all other rows through most layers once more.
+        With few reused tokens it may be more than that: a scoring pass runs other rows through most layers once more.
 
         Parameters
         ----------
@@ -192,8 +197,10 @@ class RatioPolicy:
         computed = [at for at in range(tokens) if at not in read or at == tokens - 1]
         fixed = keep_at_least(choice.rule, 1.0) is choice.rule  # a rule without a share recomputes nothing
         kept = 0.0 if fixed else choice.ratio + self.head_share() * (1 - choice.ratio)
-        rows = {"scored": _scored_share(choice.rule, self._layers), "kept": kept, "begun": begun}
-        return expected_share(shape, tokens, computed, reused, **rows)
+        left_out = {at for span in plan.missing for at in span if at >= SINK}
+        scored = [at for at in computed if at not in left_out] if reused else []
+        share = _scored_share(choice.rule, self._layers)
+        return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
 
     @property
     def prefills_all(self) -> bool:
@@ -211,9 +218,9 @@ class RatioPolicy:
         ratio = max(choice.ratio, least)
         return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
-    def _fixed_share(self, tokens: int, computed: int) -> float:
+    def _fixed_share(self, tokens: int, computed: int, scored: int) -> float:
         """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""
-        whole = min(1.0, computed / tokens * (1 + self._scored_share))
+        whole = min(1.0, (computed + scored * self._scored_share) / tokens)
         return whole + (1 - whole) * self.head_share()
 
     @property

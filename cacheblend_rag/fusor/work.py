@@ -103,8 +103,9 @@ def expected_share(
     tokens: int,
     computed: Sequence[int],
     reused: Sequence[int],
+    scored: Sequence[int],
     *,
-    scored: float = 0.0,
+    share: float = 0.0,
     kept: float = 0.0,
     begun: int = 0,
 ) -> float:
@@ -120,18 +121,19 @@ def expected_share(
         Positions that are computed whatever the rule keeps.
     reused : sequence of int
         Positions on which it decides.
-    scored : float
-        Share of the layers through which a scoring pass runs the computed rows.
+    scored : sequence of int
+        Positions that a scoring pass computes.
+    share : float
+        Share of the layers that it goes through.
     kept : float
         Share of the reused rows that is recomputed, over all layers.
     begun : int
         First positions that the prefill need not compute.
     """
-    always, some, prefilled = (_RowCounts(rows) for rows in (computed, reused, range(begun, tokens)))
-    last = shape.layers[-1]
+    always, some, looked = (_RowCounts(rows) for rows in (computed, reused, scored))
+    last, prefilled = shape.layers[-1], _RowCounts(range(begun, tokens))
     spared = _spared_work(last, always, 1) + kept * _spared_work(last, some, 0)
-    passes = 1 + scored * bool(reused)
-    work = passes * _through(shape, always) + kept * _through(shape, some) - spared
+    work = _through(shape, always) + share * _through(shape, looked) + kept * _through(shape, some) - spared
     return (work + shape.head) / (_through(shape, prefilled) + shape.head)
 
 

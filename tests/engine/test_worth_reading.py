@@ -22,7 +22,7 @@ def expected_of(engine: BlendEngine, prompt: Prompt) -> float:
     pipeline = engine.chunks.pipeline
     with pipeline.look_up(pipeline.split(prompt)) as lookup:
         choice, lookup = pipeline._choose(lookup)
-        return pipeline.policy.expected_work(choice, _plan(lookup), engine.adapter.shape, 0)
+        return pipeline.policy.expected_work(choice, _plan(pipeline, lookup), engine.adapter.shape, 0)
 
 
 @pytest.mark.parametrize("selection", RULES)
