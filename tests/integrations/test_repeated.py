@@ -139,16 +139,13 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
         assert not found_keys(engine)
 
 
-def test_prompt_of_which_little_was_found_is_prefilled_from_what_it_begins_with(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True, min_tokens=1, prompt_cache="auto")
-    for number, texts in enumerate(([A, B, C], [E, D, G, A], [E, F, A, G, C, D], [C, F, B, A])):
+def test_prompt_of_which_little_was_found_is_prefilled(reports: list[BlendReport]) -> None:
+    engine, others = tiny_engine(find_repeated=True, min_tokens=1), map(passage, range(7, 11))
+    for number, texts in enumerate(([A, B, C], [D, A, E], [F, *others, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
-    assert [one.plain for one in reports] == [True, True, True, True]
-    assert [len(one.found) for one in reports] == [0, 1, 4, 3]
-    assert not any(use.hit for one in reports for use in one.found)
-    assert all(one.resumed_tokens for one in reports[1:]), "the instructions are in each prompt"
-    engine.generate(stuffed([F, A, C], 4), max_new_tokens=2)
-    assert [use.hit for use in reports[4].found] == [True] * 3, "it was stored, though it was not read"
+    assert [one.plain for one in reports] == [True] * 3
+    assert [one.plain_reason != "" for one in reports] == [False, True, True]
+    assert [[use.hit for use in one.found] for one in reports] == [[], [False], [False]], "A was stored"
 
 
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
