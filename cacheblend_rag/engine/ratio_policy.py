@@ -186,7 +186,7 @@ class RatioPolicy:
         ----------
         choice : RatioChoice
         plan : FusionPlan
-            What is read.
+            The rows that are read.
         shape : ModelShape
         begun : int
             First tokens that a full prefill need not compute.

@@ -248,7 +248,7 @@ def test_scoring_reads_no_undefined_rows_before_the_question() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
 def test_scoring_pass_leaves_out_chunks_that_are_not_stored(family: str) -> None:
-    """What it is told of other chunks is the same, whatever stands in these, and however little of them is defined."""
+    """The attention to other chunks is the same, whatever stands in these, and however little of them is defined."""
     model, missing, seen = tiny.model(family), range(12, 30), list[torch.Tensor]()
 
     class Watch(FixedRule):

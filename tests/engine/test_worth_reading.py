@@ -74,7 +74,7 @@ def test_prefill_goes_on_from_within_a_chunk_that_is_not_read(options: dict[str,
         assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
 
 
-def test_what_full_prefill_begins_with_counts() -> None:
+def test_tokens_that_full_prefill_begins_with_count() -> None:
     with engine_of(selection="query", prompt_cache="auto", min_tokens=1) as engine:
         engine.warm(CHUNKS[2:])
         text = PROMPT.written("\n\n").text
