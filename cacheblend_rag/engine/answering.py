@@ -126,7 +126,7 @@ class Answering:
             self._keep(dropped.left(keep_answered(pipeline, kept, later)))
             if answer.verification.done:
                 self._keep(dropped.left(keep_variants(pipeline, blend.lookup, cache)))
-            if blend.choice is not None:
+            if blend.choice is not None or blend.lookup.unread is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 

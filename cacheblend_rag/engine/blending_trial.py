@@ -378,7 +378,8 @@ class _Trial:
 
     def blended(self, one: _Answered, least: float = 0.0) -> tuple[Moved, float]:
         """How far blending moves an answer, and at which recompute ratio, which is no lower than the least one."""
-        pipeline = self._pipeline
+        # Whether it takes long does not count here.
+        pipeline = self._pipeline.with_config(dataclasses.replace(self._pipeline.config, min_tokens=0))
         with self._held(), pipeline.look_up(pipeline.split(one.prompt, _ANSWER_TOKENS)) as lookup:
             loading = pipeline.load(lookup, self._ends)
             if loading is None:
