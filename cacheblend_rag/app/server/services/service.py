@@ -35,6 +35,7 @@ from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.services.several import Part, SeveralCollections, parts_of, search_all
 from cacheblend_rag.app.server.services.shared_kv import SharedKV
+from cacheblend_rag.app.server.services.shares import SharedConversations
 from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
@@ -108,7 +109,8 @@ class Service:
         self._shared = frozenset(text for one in fixed for text in one.texts())
         if self.database is not None:
             self.database.register()
-        self.sessions = {name: self._session(name) for name in Keys(settings).tenants}
+        self.keys = Keys(settings)
+        self.sessions = {name: self._session(name) for name in self.keys.tenants}
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
@@ -177,6 +179,13 @@ class Service:
                 self.ingestion.join(name, session.library)
                 self.sessions = {**self.sessions, name: session}  # others may be looking through it
             return self.sessions[name]
+
+    def sharing(self, id: str) -> Session | None:
+        """The session of the tenant who has a key and whose shared conversations have ids that begin so."""
+        named = {one.tenant for one in self.keys.named()} if self.settings.guarded else {Keys.LOCAL}
+        signs = {self.joined(name).shares.sign: name for name in named}
+        name = signs.get(id.partition("_")[0])
+        return None if name is None else self.joined(name)
 
     def _tombstoned(self, store: KVStore) -> KVStore:
         self.tombstones = TombstonedStore(self._wrapped(store) if self._wrapped else store, self.longest)
@@ -351,6 +360,7 @@ class Session:
             peers,
         )
         self.conversations = Conversations(self.library, service.limits, service.settings.keeps_conversations)
+        self.shares = SharedConversations(self.library, self.conversations, service.limits)
         self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
