@@ -89,7 +89,7 @@ def test_nobody_without_a_key_reads_it(ada: Any) -> None:
             assert stranger.get(f"/api/shared/{made}").status_code == 401
 
 
-def test_it_ends_with_its_conversation_and_with_a_document_that_it_quotes(
+def test_copy_ends_with_its_conversation_and_with_a_document_that_it_quotes(
     model: Path, docs: Path, tmp_path: Path
 ) -> None:
     with keyed(model, docs, tmp_path) as server, client_of(server, KEYS["ada"]) as ada:
@@ -122,7 +122,7 @@ def test_it_ends_with_its_conversation_and_with_a_document_that_it_quotes(
 
 
 @pytest.mark.parametrize("more", [(), ("--keep-conversations",)], ids=["erased", "kept"])
-def test_it_ends_with_the_last_key_of_its_tenant(
+def test_copy_ends_with_the_last_key_of_its_tenant(
     model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None, more: tuple[str, ...]
 ) -> None:
     keys = {name: add(name) for name in ("ada", "ben")}
@@ -210,7 +210,7 @@ def test_wrong_ids_are_like_unknown_ones(ada: Any, ben: Any, monkeypatch: pytest
     assert median(seconds[other]) < 5 * median(seconds[wrong])
 
 
-def test_where_nothing_is_kept_nothing_is_shared(model: Path, docs: Path, tmp_path: Path) -> None:
+def test_nothing_is_shared_where_nothing_is_kept(model: Path, docs: Path, tmp_path: Path) -> None:
     with running(settings_for(model, docs, tmp_path)) as server, client_of(server) as client:
         for answer in (
             client.get("/api/shares"),

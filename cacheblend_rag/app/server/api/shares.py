@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.kept import TurnInfo, whole
 from cacheblend_rag.app.server.api.requests import Here
-from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.app.server.security.tenants import Keys
+from cacheblend_rag.app.server.services.service import Service, Session
 from cacheblend_rag.app.server.storage.shares import Share
 
 router = bounded_router("/api", "RAG")
@@ -62,7 +63,7 @@ async def shares(here: Here) -> list[ShareInfo]:
 async def share(here: Here, id: str) -> ShareInfo:
     """Share a conversation as it is now, with the passages that its answers were made from.
 
-    Whoever has a key of this server reads it by the id, until it is ended or something of it is deleted.
+    All who have a key of this server read it by the id, until it is ended or something of it is deleted.
     """
     return _info(await here.in_thread(_shared, here, id))
 
@@ -94,9 +95,15 @@ def _copied(one: TurnInfo) -> SharedTurn:
 
 def _read(here: Session, id: str) -> SharedConversation:
     # An id of nobody's is looked for as well, so that it takes as long as a wrong one of somebody.
-    owner = here.service.sharing(id) or here
-    found, content = owner.shares.read(id)
+    found, content = (_owner(here.service, id) or here).shares.read(id)
     return SharedConversation(title=found.title, created=found.created, all_turns=content)
+
+
+def _owner(service: Service, id: str) -> Session | None:
+    """The session of the tenant whose copies have ids that begin so, if it has a key now."""
+    names = {one.tenant for one in service.keys.named()} if service.settings.guarded else {Keys.LOCAL}
+    signs = {(session := service.joined(name)).shares.sign: session for name in names}
+    return signs.get(id.partition("_")[0])
 
 
 def _info(one: Share) -> ShareInfo:

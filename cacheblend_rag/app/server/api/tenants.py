@@ -1,4 +1,4 @@
-"""What each tenant has and uses, for a key that is for metrics."""
+"""The request about all tenants and their use, for a key that is for metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyInfo(BaseModel):
 
 
 class TenantInfo(BaseModel):
-    """What a tenant has and uses; nothing of what its documents are called or hold.
+    """A tenant and its use; nothing of what its documents are called or hold.
 
     Counts of requests and tokens are those since the server started, of the keys it has now. They are null if one of
     them is counted together with others. What lies on the disk is null while the database is away. ``tokens_left`` is

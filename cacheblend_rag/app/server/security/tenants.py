@@ -48,7 +48,7 @@ class _Buckets:
             return int(left), 0
 
     def left(self, tenant: str) -> int | None:
-        """What a tenant has left now; None if it may have as much as it likes."""
+        """The amount that a tenant has left now; None if it may have as much as it likes."""
         if self.size is None:
             return None
         with self._lock:
@@ -175,7 +175,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class NamedKey:
-    """What may be told of a key: its name, whose it is, and when it was made (UTC) if a file has it."""
+    """A key without its secret: its name, whose it is, and when it was made (UTC) if a file has it."""
 
     name: str
     tenant: str

@@ -23,7 +23,7 @@ _MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
 
 @dataclass(frozen=True)
 class KeyUse:
-    """What a key has used, and when it last asked, in seconds since 1970."""
+    """Requests and tokens of a key, and when it last asked, in seconds since 1970."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -122,7 +122,7 @@ class Metrics:
             self.ratio.observe(report.recompute_ratio)
 
     def use_of(self, tenant: str, key: str) -> KeyUse | None:
-        """What a key has used since the server started; None if it is counted together with others."""
+        """Use of a key since the server started; None if it is counted together with others."""
         return self._tenants.use_of(tenant, key)
 
     def verification(self, found: Verification) -> None:

@@ -85,8 +85,7 @@ class Service:
     ) -> None:
         self.ids = ids
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
-        self._stopping = False
-        self._wrapped = wrapped
+        self._stopping, self._wrapped, self.keys = False, wrapped, Keys(settings)
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
@@ -109,7 +108,6 @@ class Service:
         self._shared = frozenset(text for one in fixed for text in one.texts())
         if self.database is not None:
             self.database.register()
-        self.keys = Keys(settings)
         self.sessions = {name: self._session(name) for name in self.keys.tenants}
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
@@ -179,13 +177,6 @@ class Service:
                 self.ingestion.join(name, session.library)
                 self.sessions = {**self.sessions, name: session}  # others may be looking through it
             return self.sessions[name]
-
-    def sharing(self, id: str) -> Session | None:
-        """The session of the tenant who has a key and whose shared conversations have ids that begin so."""
-        named = {one.tenant for one in self.keys.named()} if self.settings.guarded else {Keys.LOCAL}
-        signs = {self.joined(name).shares.sign: name for name in named}
-        name = signs.get(id.partition("_")[0])
-        return None if name is None else self.joined(name)
 
     def _tombstoned(self, store: KVStore) -> KVStore:
         self.tombstones = TombstonedStore(self._wrapped(store) if self._wrapped else store, self.longest)

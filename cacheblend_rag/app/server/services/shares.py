@@ -61,9 +61,9 @@ class SharedConversations:
         ----------
         conversation : str
         title : str
-            What it is called.
+            Name of the copy.
         content : object
-            What others read, as JSON.
+            The copy, as JSON.
         copied : collection of str
             Ids of the turns in it.
 

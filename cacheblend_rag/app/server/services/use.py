@@ -1,4 +1,4 @@
-"""What each tenant has, uses and may still use, for whoever runs the server: names, counts and times, and no text."""
+"""Use of each tenant, for those who run the server: names, counts and times, and no text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TenantUse:
     keys : list of (NamedKey, KeyUse or None)
         Its keys with what they have used since the server started; None where that is counted together with others.
     documents, bytes, conversations : int or None
-        What it has on the disk; None while its database is away.
+        Counts of what lies on the disk; None while its database is away.
     tokens_left : int or None
         Of what it may use in a minute; None without a limit.
     waiting : int
