@@ -111,6 +111,7 @@ def test_waiting_requests_are_counted_by_tenant(
             body = {"question": "Which leaf?", "stream": False}
             asked = [asyncio.create_task(client.post("/api/collections/archive/ask", json=body)) for _ in range(3)]
             await asyncio.to_thread(until, lambda: server.service.queue.waiting == 2)
+            server.service.quota.take("ada", 40_000)
             found = await asyncio.to_thread(rows, ops)
             gate.open.set()
             await asyncio.gather(*asked)

@@ -228,8 +228,8 @@ class _Tenants:
             if counts is None:
                 return None if _OTHERS in self._counts else KeyUse()
             requests = sum(many for (of, _), many in counts.items() if of == "requests")
-            tokens = [int(counts.get(("tokens", kind), 0)) for kind in ("prompt", "generated")]
-            return KeyUse(int(requests), *tokens, latest=self._latest[tenant, key])
+            prompt, generated = (int(counts.get(("tokens", kind), 0)) for kind in ("prompt", "generated"))
+            return KeyUse(int(requests), prompt, generated, self._latest[tenant, key])
 
     def families(self, only: str | None) -> Iterable[Metric]:
         """The metrics of one tenant or of all."""
