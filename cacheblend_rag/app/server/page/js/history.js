@@ -163,11 +163,14 @@ function placeOf(found) {
   return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
+/** Whether something is being searched for, renamed or decided in the dialog: it is not drawn anew then. */
+const isBusy = () => Boolean($("history").querySelector("input")?.value || $("history").querySelector(".sure, form.pair"));
+
 export function startHistory() {
   $("open-history").addEventListener("click", () => {
     render();
     $("history").showModal();
-    if (keeping()) attempt(async () => (await listKept(), await listShares())).then((done) => done && $("history").open && !$("history").querySelector("input")?.value && render());
+    if (keeping()) attempt(async () => (await listKept(), await listShares())).then((done) => done && $("history").open && !isBusy() && render());
   });
   $("new-conversation").addEventListener("click", () => show(null));
 }
