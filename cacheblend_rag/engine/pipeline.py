@@ -283,12 +283,12 @@ class Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
         return self._again(config, self.segments.learned)
 
-    def of_tenant(self, salt: str, ahead: StoredAhead | None) -> Pipeline:
-        """The same model and store for a tenant, with a minimum ratio and remembered texts of its own."""
+    def of_tenant(self, salt: str, ahead: StoredAhead | None, minimum: MinimumRatio) -> Pipeline:
+        """The same model and store for a tenant, with its minimum ratio and remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
         own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer, ahead=ahead))
-        return own._again(config, self.segments.learned, MinimumRatio())
+        return own._again(config, self.segments.learned, minimum)
 
     def with_learned(self, learned: LearnedContext | None) -> Pipeline:
         """The same with another learned context."""
