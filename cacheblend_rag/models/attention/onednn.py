@@ -23,6 +23,11 @@ _ROWS, _LEAST = 448, 64
 # as many rows as fit and see a multiple of so many positions: other prompts come to the same shapes, but for the ends;
 # and so few scores are left to the kernel (a prompt of its own each time, 40,000 scores a layer: a tenth slower).
 _STEP, _LEAST_SCORES = 64, 2**18
+# Positions from which few rows in bfloat16 attend by products: PyTorch's kernel makes two calls of oneDNN for every 512
+# positions of a head, and each head is the work of one thread (an AMD EPYC with AVX-512, one row, 3,136 positions, us a
+# layer on one thread and on two: 9 heads for 3 594 and 413, by products 397 and 299; 14 heads for 2 451 and 240, by
+# products 351 and 275; of 1,000 positions 123 and 150 on one).
+_LONG = 2048
 
 
 def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -90,6 +95,38 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
         rows, hidden = slice(start - before, stop - before), later[:, :, : stop - start, : stop - start]
         out[:, :, rows] = attend_directly(query[:, :, rows], key[:, :, :stop], value[:, :, :stop], hidden, scaling)
     return out
+
+
+def attends_by_products(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether few rows, folded into those of the heads of their keys, are taken by `attend_by_products`."""
+    narrow = query.dtype is torch.bfloat16 and query.is_cpu and not torch.is_grad_enabled()
+    if not narrow or key.shape[2] < _LONG or most_rows() != ANY_ROWS:
+        return False
+    threads = torch.get_num_threads()
+    return threads == 1 or key.shape[1] % threads > 0
+
+
+def attend_by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """Attention of few rows over many positions; scores are in float32, and each key and value is read once.
+
+    Parameters
+    ----------
+    query : Tensor, [kv_heads, rows, head_dim], bfloat16
+    key, value : Tensor, [kv_heads, tokens, head_dim], bfloat16
+    mask : Tensor, [rows, tokens], or None
+        Added to the scores.
+
+    Returns
+    -------
+    Tensor, [kv_heads, rows, head_dim], bfloat16
+    """
+    own = query.float().mul_(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.bmm(own, key.float().transpose(1, 2))
+    if mask is not None:
+        scores.add_(mask)
+    return torch.bmm(torch.softmax(scores, -1).to(value.dtype), value)
 
 
 @cache
