@@ -48,7 +48,7 @@ class BatchedDecode:
         self._token_bytes = token_bytes(adapter)
 
     @cached_property
-    def _plain(self) -> PlainRows | None:
+    def plain(self) -> PlainRows | None:
         """The layers of a CPU's model in fewer calls, if all of them are plain."""
         adapter = self._adapter
         return plain_rows(adapter.layers, adapter.head_dim, adapter.rotary(1)) if self._on_cpu else None
@@ -109,7 +109,7 @@ class BatchedDecode:
         positions = torch.tensor([position for span in spans for position in span], device=adapter.device)
         rotaries = adapter.rotary(int(positions.max()) + 1).at(positions).to(adapter.dtype)
         ids = torch.cat([one["input_ids"][0] for one in inputs])
-        plain = self._plain if self._plain is not None and self._plain.as_they_were() else None
+        plain = self.plain if self.plain is not None and self.plain.as_they_were() else None
         with adapter.blending() if plain is None else torch.no_grad():
             hidden = adapter.embed(ids[:, None])  # [tokens of all, 1, hidden]
             masks = [_causal(span, hidden) for span in spans]

@@ -58,7 +58,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def by_own_layers(model: Any) -> BatchedDecode:
     """The twin: the same steps by transformers' own layers."""
     steps = BatchedDecode(ModelAdapter(model))
-    steps.__dict__["_plain"] = None
+    steps.plain = None
     return steps
 
 
@@ -112,7 +112,7 @@ def test_bfloat16_is_as_near_to_float32_as_own_layers(name: str, taken: list[int
 
 @pytest.mark.parametrize("family", OTHER)
 def test_layers_of_other_forms_stay_transformers_own(family: str) -> None:
-    assert BatchedDecode(ModelAdapter(tiny.model(family)))._plain is None
+    assert BatchedDecode(ModelAdapter(tiny.model(family))).plain is None
 
 
 def _hook_layer(model: Any) -> None:

@@ -76,7 +76,8 @@ class _RowsLayer(PlainLayer):
         kv.update(keys[:, :, None], values.view(by_head)[:, :, None])
         hidden = hidden + to_output(kv.attend(query[:, :, None], self._scaling).flatten(2))
         normed = _normalise(hidden, self._norms[1])
-        return hidden + down(silu(gate(normed)) * up(normed))
+        out: torch.Tensor = hidden + down(silu(gate(normed)) * up(normed))
+        return out
 
 
 def _normalise(rows: torch.Tensor, norm: Any) -> torch.Tensor:
