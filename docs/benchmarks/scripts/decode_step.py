@@ -2,9 +2,10 @@
 
 ``python -m docs.benchmarks.scripts.decode_step --shape smollm2-135m --dtype bfloat16 --chunks 6``
 
-One answer is made whose tokens take turns: the first is taken by transformers' own layers, the second by layers in few
-calls, the third by these with the attention that is in use. So all ways meet the same machine, and ratios are of tokens
-that follow one another. Timed is from logits to logits: the loop over tokens, sampling and text are in it.
+One answer is made behind random KV, and its tokens take turns: the first is taken by transformers' own layers, the
+second by layers in few calls, the third by these with the attention that is in use. So all ways meet the same machine,
+and ratios are of tokens that follow one another. Timed is from logits to logits: the loop over tokens, sampling and
+text are in it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.config import check_whole
+from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.models.attention import rows
+from cacheblend_rag.models.kv import LayerKV
 from docs.benchmarks.scripts.common import greedy, options_from, reported, script_parser
-from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, table
+from docs.benchmarks.scripts.measuring import bench_model, machine, table
 from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["WAYS", "StepOptions", "main", "measure"]
@@ -84,28 +87,41 @@ class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
 def measure(options: StepOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
-    text = bench_prompt(tokenizer, options).written("\n").text
-    config = BlendConfig(prompt_lookup=0, session_cache=False, write_back="off")
-    generation = greedy(tokenizer, len(WAYS) * (options.tokens + 1) + 1)
-    with BlendEngine(model, tokenizer, config=config, store=None) as engine:
-        turns = _TakingTurns(engine)
+    torch.manual_seed(0)
+    config = greedy(tokenizer, len(WAYS) * (options.tokens + 1) + 1)
+    with BlendEngine(model, tokenizer, config=BlendConfig(write_back="off"), store=None) as engine, engine.products():
+        turns, count = _TakingTurns(engine), options.chunks * options.chunk_tokens
         try:
             for _ in range(options.rounds):
                 turns.begin()
-                answer = engine.generate(Prompt(suffix=text), generation_config=generation, logits_processor=[turns])
+                decode(
+                    model,
+                    tokenizer,
+                    input_ids=[1] * count,
+                    cache=_random_cache(engine.adapter, count),
+                    logits=torch.zeros(model.config.vocab_size),
+                    options=DecodeOptions(generation_config=config, logits_processor=[turns]),
+                    step=lambda inputs: engine.turns.batched_decode([inputs])[0],
+                )
         finally:
             turns.use(WAYS[2])
     medians = {way: statistics.median(seconds) for way, seconds in turns.seconds.items()}
     return {
         "options": asdict(options),
         "machine": machine(options.device),
-        "prompt_tokens": answer.report.prompt_tokens,
+        "prompt_tokens": count,
         "seconds_a_token": medians,
         "least": {way: min(seconds) for way, seconds in turns.seconds.items()},
         "processor_seconds_a_token": {way: statistics.median(s) for way, s in turns.processor_seconds.items()},
         "to_transformers_layers": {way: _ratio(turns.seconds, way) for way in WAYS},
         "processor_to_transformers_layers": {way: _ratio(turns.processor_seconds, way) for way in WAYS},
     }
+
+
+def _random_cache(adapter: Any, tokens: int) -> Any:
+    """KV of so many positions, of any values: speed does not depend on them."""
+    shape = (1, adapter.kv_heads, tokens, adapter.head_dim)
+    return adapter.new_cache([LayerKV(*torch.randn(2, *shape).to(adapter.dtype)) for _ in adapter.layers])
 
 
 def _ratio(seconds: Mapping[str, Sequence[float]], way: str) -> float:
