@@ -28,6 +28,8 @@ _STEP, _LEAST_SCORES = 64, 2**18
 # layer on one thread and on two: 9 heads for 3 594 and 413, by products 397 and 299; 14 heads for 2 451 and 240, by
 # products 351 and 275; of 1,000 positions 123 and 150 on one).
 _LONG = 2048
+# Elements of keys that are converted at most: fresh memory of more than some megabytes costs more than is gained.
+_MOST_KEYS = 2**21
 
 
 def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -99,8 +101,10 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 def attends_by_products(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether few rows, folded into those of the heads of their keys, are taken by `attend_by_products`."""
-    narrow = query.dtype is torch.bfloat16 and query.is_cpu and not torch.is_grad_enabled()
-    if not narrow or key.shape[2] < _LONG or most_rows() != ANY_ROWS:
+    many = key.shape[2] >= _LONG and key.numel() <= _MOST_KEYS
+    if not many or query.dtype is not torch.bfloat16 or not query.is_cpu or most_rows() != ANY_ROWS:
+        return False
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
     threads = torch.get_num_threads()
     return threads == 1 or key.shape[1] % threads > 0
