@@ -201,10 +201,13 @@ def test_only_many_positions_in_bfloat16_attend_by_products(monkeypatch: pytest.
     assert not by_products(3, 1000)
     assert not by_products(3, 100_000), "converted keys would take much fresh memory"
     assert not by_products(3, 3000, torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert by_products(2, 3000), "six threads would have nothing to do"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert by_products(2, 3000)
+    assert not by_products(3, 3000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(onednn, "most_rows", lambda: 0)
-    assert not by_products(2, 3000)
+    assert not by_products(3, 3000)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -23,10 +23,9 @@ _ROWS, _LEAST = 448, 64
 # as many rows as fit and see a multiple of so many positions: other prompts come to the same shapes, but for the ends;
 # and so few scores are left to the kernel (a prompt of its own each time, 40,000 scores a layer: a tenth slower).
 _STEP, _LEAST_SCORES = 64, 2**18
-# Positions from which few rows in bfloat16 attend by products: PyTorch's kernel makes two calls of oneDNN for every 512
-# positions of a head, and each head is the work of one thread (an AMD EPYC with AVX-512, one row, 3,136 positions, us a
-# layer on one thread and on two: 9 heads for 3 594 and 413, by products 397 and 299; 14 heads for 2 451 and 240, by
-# products 351 and 275; of 1,000 positions 123 and 150 on one).
+# Positions from which few rows in bfloat16 attend by products, where the heads of keys do not fill all threads evenly:
+# PyTorch's kernel gives each head to one thread (two cores of an AMD EPYC with AVX-512, one row, 3,136 positions, us a
+# layer: 9 heads for 3 413, by products 299; 14 heads for 2 240 and 275).
 _LONG = 2048
 # Elements of keys that are converted at most: fresh memory of more than some megabytes costs more than is gained.
 _MOST_KEYS = 2**21
@@ -106,8 +105,7 @@ def attends_by_products(query: torch.Tensor, key: torch.Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
-    threads = torch.get_num_threads()
-    return threads == 1 or key.shape[1] % threads > 0
+    return key.shape[1] % torch.get_num_threads() > 0
 
 
 def attend_by_products(
