@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -150,6 +151,17 @@ def test_results_of_kernels_are_right(family: str, tmp_path: Path, kernels: None
 def test_nan_difference_is_not_right() -> None:
     assert gpu_exact._row("x", float("nan"))["rows"] == [["x", "WRONG", "nan of at most 1e-03"]]
     assert gpu_exact.difference(torch.tensor([1.0, -4.0]), torch.tensor([1.0, -2.0])) == 1.0
+
+
+@pytest.mark.parametrize(("state", "said"), [("PASSED", "yes"), ("FAILED", "WRONG")])
+def test_kernel_tests_cut_off_by_the_limit_count_as_far_as_they_came(tmp_path: Path, state: str, said: str) -> None:
+    printed = tmp_path / "tests"
+    printed.write_text(f"[gw0] PASSED tests/test_x.py::test_one\n[gw0] {state} tests/test_x.py::test_two\n")
+    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with running:
+        found = gpu_exact._tested(running, printed, Findings(tmp_path / "part.json", 0))
+    assert found["rows"][0][:2] == ["tests of kernels", said]
+    assert found["rows"][0][2].endswith("then the time ran out")
 
 
 # Cases that fail ----------------------------------------------------------------------------

@@ -407,10 +407,11 @@ class Yardstick:
             yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full)
 
     def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> tuple[list[float], str | None]:
-        ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids])
+        device = self.adapter.device
+        ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids], device=device)
         with torch.no_grad():
             cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
-            last = torch.tensor([[int(ids[0, -1]), *full.answer[:-1]]])
+            last = torch.tensor([[int(ids[0, -1]), *full.answer[:-1]]], device=device)
             logits = model(last, past_key_values=shared_cache(cache)).logits[0]
         moved = _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
         if not self._answers:
