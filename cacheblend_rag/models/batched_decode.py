@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -11,9 +12,11 @@ import torch
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
 from cacheblend_rag.models.cache import joined_layers
+from cacheblend_rag.models.cpu.plain import PlainRows, plain_rows
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 from cacheblend_rag.models.plain import PlainAdapter
+from cacheblend_rag.models.rope import Rotaries
 
 
 class BatchedDecode:
@@ -43,6 +46,12 @@ class BatchedDecode:
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
         self._token_bytes = token_bytes(adapter)
+
+    @cached_property
+    def plain(self) -> PlainRows | None:
+        """The layers of a CPU's model in fewer calls, if all of them are plain."""
+        adapter = self._adapter
+        return plain_rows(adapter.layers, adapter.head_dim, adapter.rotary(1)) if self._on_cpu else None
 
     @property
     def takes_several(self) -> bool:
@@ -76,8 +85,7 @@ class BatchedDecode:
         if alone or not self._in_one_pass:
             model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in inputs]
-        with self._adapter.blending():
-            return [rows[None] for rows in self.one_pass(inputs)]
+        return [rows[None] for rows in self.one_pass(inputs)]
 
     def _by_kernels(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
         """Logits of each, ``[1, 1, vocab]``, where a GPU runs all layers by one call; None where it cannot."""
@@ -101,22 +109,34 @@ class BatchedDecode:
         positions = torch.tensor([position for span in spans for position in span], device=adapter.device)
         rotaries = adapter.rotary(int(positions.max()) + 1).at(positions).to(adapter.dtype)
         ids = torch.cat([one["input_ids"][0] for one in inputs])
-        hidden = adapter.embed(ids[:, None])  # [tokens of all, 1, hidden]
-        masks = [_causal(span, hidden) for span in spans]
-        for number, layer in enumerate(adapter.running):
+        plain = self.plain if self.plain is not None and self.plain.as_they_were() else None
+        with adapter.blending() if plain is None else torch.no_grad():
+            hidden = adapter.embed(ids[:, None])  # [tokens of all, 1, hidden]
+            masks = [_causal(span, hidden) for span in spans]
+            kvs = [PerSequenceKV(layers, masks) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+            if plain is None:
+                hidden = self._by_layer(hidden, kvs, positions, rotaries)
+            else:
+                hidden = plain(hidden, kvs, rotaries.layer(0))
+            return torch.split(adapter.head(hidden[:, 0]), counts)
+
+    def _by_layer(
+        self, hidden: torch.Tensor, kvs: Sequence[PerSequenceKV], positions: torch.Tensor, rotaries: Rotaries
+    ) -> torch.Tensor:
+        """Transformers' own layers over the rows."""
+        for number, (layer, kv) in enumerate(zip(self._adapter.running, kvs, strict=True)):
             rotary = rotaries.layer(number)
-            per_sequence = PerSequenceKV([cache.layers[number] for cache in caches], masks)
-            with with_mask(per_sequence):
+            with with_mask(kv):
                 out = layer(
                     hidden,
                     attention_mask=None,
                     position_ids=positions[:, None],
                     use_cache=True,
                     position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
-                    **{adapter.layer_cache_argument: per_sequence},
+                    **{self._adapter.layer_cache_argument: kv},
                 )
             hidden = out[0] if isinstance(out, tuple) else out
-        return torch.split(adapter.head(hidden[:, 0]), counts)
+        return hidden
 
 
 def _causal(span: range, like: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cacheblend_rag.models.attention.onednn import (
     attend_behind,
+    attend_by_products,
     attend_directly,
+    attends_by_products,
     attends_directly,
     few_lengths,
     rows_of_block,
@@ -127,12 +129,15 @@ class PerSequenceKV:
             group = heads // keys.shape[1]
             folded = own.reshape(rows, keys.shape[1], group, width).transpose(0, 1).flatten(1, 2)[None]
             added = mask.repeat_interleave(group, dim=0) if mask.shape[1] else None
-            out = scaled_dot_product_attention(folded, keys, values, added, scale=scaling)[0]
+            if attends_by_products(folded, keys):
+                out = attend_by_products(folded[0], keys[0], values[0], added, scaling)
+            else:
+                out = scaled_dot_product_attention(folded, keys, values, added, scale=scaling)[0]
             found.append(out.reshape(-1, rows, group, out.shape[-1]).transpose(0, 1).reshape(rows, 1, heads, -1))
-        return torch.cat(found)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.split(rows, [len(mask) for mask in self._masks])
+        return [rows] if len(self._masks) == 1 else torch.split(rows, [len(mask) for mask in self._masks])
 
 
 # A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.

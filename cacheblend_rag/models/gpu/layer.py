@@ -16,28 +16,20 @@ from cacheblend_rag.models.gpu.attention import WeightSums, attend_by_row, atten
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
 from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.plain_layer import PlainLayer, products_of
 from cacheblend_rag.models.rope import Rotary
-
-# Layers that are: norm, attention with rotated halves, sum, norm, gated feed-forward network, sum. Others with names
-# like these scale, cap or normalise something besides.
-_PLAIN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_NETWORK = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a decoder layer is of the plain form, nothing in it replaced or quantised; all of a head must rotate."""
-    if type(layer).__name__ not in _PLAIN or not type(layer).__module__.startswith("transformers.models."):
+    products = products_of(layer)
+    if products is None or not all(type(part) is nn.Linear for part in products):
         return False
-    network: Any = layer.mlp
-    activation = getattr(network, "act_fn", None)
-    ordinary = all(type(layer.get_submodule(name)) is nn.Linear for name in (*_LINEAR, *_NETWORK))
     kinds = {(type(weight), weight.dtype) for weight in layer.parameters()}
-    ordinary = ordinary and len(kinds) == 1 and nn.Parameter in next(iter(kinds))
-    return ordinary and type(activation).__name__ in ("SiLU", "SiLUActivation")
+    return len(kinds) == 1 and nn.Parameter in next(iter(kinds))
 
 
-class FusedLayer:
+class FusedLayer(PlainLayer):
     """A plain decoder layer by kernels that know rows.
 
     Parameters
@@ -47,25 +39,14 @@ class FusedLayer:
     """
 
     def __init__(self, layer: Any) -> None:
-        self._parts = [(owner, name, part) for owner in layer.modules() for name, part in owner.named_children()]
-        self._parts.append((layer, "", layer))
-        held = ((part._parameters, name) for _, _, part in self._parts for name in part._parameters)
+        super().__init__(layer)
+        held = ((part._parameters, name) for part in layer.modules() for name in part._parameters)
         self._held = [(own, name) for own, name in held if own[name] is not None]
-        self._attention, self._network = layer.self_attn, layer.mlp
-        self._norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._head_norms: tuple[Any, Any] | None = None
-        if hasattr(self._attention, "q_norm"):
-            self._head_norms = self._attention.q_norm, self._attention.k_norm
 
     @property
     def as_it_was(self) -> bool:
         """Whether no module of the layer was replaced since, is watched, compiled, quantised or computes otherwise."""
-        for owner, name, part in self._parts:
-            if name and owner._modules.get(name) is not part:
-                return False
-            if part._forward_hooks or part._forward_pre_hooks or part._compiled_call_impl or "forward" in part.__dict__:
-                return False
-        return all(type(weight) is nn.Parameter for weight in self.weights)
+        return super().as_it_was and all(type(weight) is nn.Parameter for weight in self.weights)
 
     @property
     def weights(self) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from cacheblend_rag.models.gpu.graphs import LayerGraphs
 from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import Layout, Rotaries, Rotary
+from cacheblend_rag.models.plain_layer import rotate_plainly
+from cacheblend_rag.models.rope import Rotaries, Rotary
 
 _MOST_REPLAYED = 1024  # rows; of more, a layer's arithmetic takes longer than its calls
 
@@ -99,8 +100,6 @@ def plain_layers(
     device: torch.device,
 ) -> PlainLayers | None:
     """The layers, if all are plain and all rotate whole heads in one way; ``rotaries`` of any position."""
-    rotary = rotaries.layer(0)
-    alike = len(rotaries.tables) == 1 and all(rotaries.rotates) and rotary.layout == Layout()
-    if not alike or rotary.cos.shape[-1] != head_dim or not all(map(is_plain, layers)):
+    if not rotate_plainly(rotaries, head_dim) or not all(map(is_plain, layers)):
         return None
     return PlainLayers(layers, windows, kv_heads, device)

@@ -1,0 +1,101 @@
+"""Decoder layers of the plain form on a CPU, for the newest rows of answers, in a third of transformers' calls.
+
+For so few rows, making the calls of a small model's layers takes a good part of the time that its arithmetic takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm, silu
+
+from cacheblend_rag.models.attention.rows import PerSequenceKV
+from cacheblend_rag.models.plain_layer import PlainLayer, products_of, rotate_plainly
+from cacheblend_rag.models.rope import Rotaries, Rotary
+
+
+class PlainRows:
+    """The layers of a model, all of the plain form, for rows of several answers.
+
+    Parameters
+    ----------
+    layers : sequence of Module
+    head_dim : int
+    """
+
+    def __init__(self, layers: Sequence[Any], head_dim: int) -> None:
+        self._layers = [_RowsLayer(layer, head_dim) for layer in layers]
+
+    def as_they_were(self) -> bool:
+        """Whether they may still be used: nothing in them was replaced, and nobody watches them."""
+        return all(layer.as_it_was for layer in self._layers)
+
+    def __call__(self, hidden: torch.Tensor, kvs: Sequence[PerSequenceKV], rotary: Rotary) -> torch.Tensor:
+        """All layers over some rows, whose keys and values are added to their caches.
+
+        Parameters
+        ----------
+        hidden : Tensor, [rows, 1, hidden]
+        kvs : sequence of PerSequenceKV
+            Of each layer.
+        rotary : Rotary
+            Of the rows, in the model's element type.
+
+        Returns
+        -------
+        Tensor, [rows, 1, hidden]
+        """
+        half = rotary.sin.shape[-1] // 2
+        sin = torch.cat((-rotary.sin[:, :half], rotary.sin[:, half:]), dim=-1)
+        cos, sin = rotary.cos[:, None], sin[:, None]  # [rows, 1, head_dim]
+        for layer, kv in zip(self._layers, kvs, strict=True):
+            hidden = layer(hidden, kv, cos, sin)
+        return hidden
+
+
+class _RowsLayer(PlainLayer):
+    """A layer whose projections are called as modules: by whatever weights, overrides and hooks they have."""
+
+    def __init__(self, layer: Any, head_dim: int) -> None:
+        products = products_of(layer) or []
+        super().__init__(layer, products)
+        self._products, self._head_dim, self._scaling = products, head_dim, self._attention.scaling
+
+    def __call__(self, hidden: torch.Tensor, kv: PerSequenceKV, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        to_query, to_keys, to_values, to_output, gate, up, down = self._products
+        normed, by_head = _normalise(hidden, self._norms[0]), (len(hidden), -1, self._head_dim)
+        query, keys, values = to_query(normed).view(by_head), to_keys(normed).view(by_head), to_values(normed)
+        if self._head_norms is not None:
+            query, keys = _normalise(query, self._head_norms[0]), _normalise(keys, self._head_norms[1])
+        both = torch.cat((query, keys), dim=1)  # [rows, heads and kv_heads, head_dim]
+        both = torch.addcmul(both * cos, both.roll(self._head_dim // 2, -1), sin)
+        query, keys = both.tensor_split((query.shape[1],), dim=1)
+        kv.update(keys[:, :, None], values.view(by_head)[:, :, None])
+        hidden = hidden + to_output(kv.attend(query[:, :, None], self._scaling).flatten(2))
+        normed = _normalise(hidden, self._norms[1])
+        out: torch.Tensor = hidden + down(silu(gate(normed)) * up(normed))
+        return out
+
+
+def _normalise(rows: torch.Tensor, norm: Any) -> torch.Tensor:
+    weight = norm.weight
+    return rms_norm(rows, weight.shape, weight, norm.variance_epsilon)
+
+
+def plain_rows(layers: Sequence[nn.Module], head_dim: int, rotaries: Rotaries) -> PlainRows | None:
+    """The layers, if all are plain, rotate whole heads in one way, and project by linear layers of any weights.
+
+    Parameters
+    ----------
+    rotaries : Rotaries
+        Of any position.
+    """
+    products = [products_of(layer) for layer in layers]
+    if not rotate_plainly(rotaries, head_dim):
+        return None
+    if not all(found is not None and all(isinstance(part, nn.Linear) for part in found) for found in products):
+        return None
+    return PlainRows(layers, head_dim)

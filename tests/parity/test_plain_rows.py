@@ -1,0 +1,235 @@
+"""Layers of the plain form in few calls: what transformers' own layers give, for the newest rows of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import onednn
+from cacheblend_rag.models.attention.rows import PerSequenceKV
+from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cache import preallocate
+from cacheblend_rag.models.cpu.plain import PlainRows
+from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
+from cacheblend_rag.models.modules import cache_argument
+from tests import tiny
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
+    "llama, a key for each head": ("llama", {"num_key_value_heads": 4}),
+    "llama, wide heads": ("llama", {"head_dim": 16}),
+    "mistral": ("mistral", {}),
+    "mistral, window": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, window on some layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
+    "within a container": ("internvl", {}),
+}
+OTHER = ("gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "qwen2_vl", "smollm3", "starcoder2")
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each pass by plain layers had."""
+    rows: list[int] = []
+    call = PlainRows.__call__
+
+    def counted(self: PlainRows, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(len(hidden))
+        return call(self, hidden, *others)
+
+    monkeypatch.setattr(PlainRows, "__call__", counted)
+    return rows
+
+
+def by_own_layers(model: Any) -> BatchedDecode:
+    """The twin: the same steps by transformers' own layers."""
+    steps = BatchedDecode(ModelAdapter(model))
+    steps.plain = None
+    return steps
+
+
+def logits_of(steps: BatchedDecode, texts: list[list[int]], tokens: list[list[list[int]]]) -> tuple[Any, Any]:
+    """Logits of passes over some tokens behind texts, and the caches."""
+    adapter = steps._adapter
+    name, caches = cache_argument(adapter.model), [adapter.prefill(ids).cache for ids in texts]
+    found = []
+    with torch.no_grad():
+        for now in tokens:
+            asked = [{"input_ids": torch.tensor([ids]), name: cache} for ids, cache in zip(now, caches, strict=True)]
+            found += [logits[0] for logits in steps(asked)]
+    return torch.cat(found), caches
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_rows_are_those_of_own_layers(name: str, taken: list[int]) -> None:
+    model = tiny.model(PLAIN[name][0], **PLAIN[name][1])
+    texts, tokens = [list(range(3, 3 + length)) for length in (5, 90, 12)], [[[7], [8], [9]], [[11], [2], [5]]]
+    expected, caches = logits_of(by_own_layers(model), texts, tokens)
+    assert not taken
+    found, own = logits_of(BatchedDecode(ModelAdapter(model)), texts, tokens)
+    assert taken == [3, 3]
+    assert_logits_close(found, expected, model, 92)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    for cache, twin in zip(own, caches, strict=True):
+        assert_layers_close(cache.layers, twin.layers, model)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if "window" not in name])
+def test_several_tokens_of_an_answer_are_rows_too(name: str, taken: list[int]) -> None:
+    model = tiny.model(PLAIN[name][0], **PLAIN[name][1])
+    text, tokens = [list(range(3, 40))], [[[7, 8, 9, 10]], [[5]], [[6, 7]]]
+    found, _ = logits_of(BatchedDecode(ModelAdapter(model)), text, tokens)
+    assert taken == [4, 1, 2]
+    assert_logits_close(found, logits_of(by_own_layers(model), text, tokens)[0], model, 44)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_own_layers(name: str, taken: list[int]) -> None:
+    text, tokens = [list(range(3, 90))], [[[number]] for number in range(20, 60)]
+    exact = logits_of(by_own_layers(tiny.model(name)), text, tokens)[0]
+    narrow = tiny.model(name).bfloat16()
+    errors = [
+        float((logits_of(steps, text, tokens)[0].float() - exact).norm())
+        for steps in (BatchedDecode(ModelAdapter(narrow)), by_own_layers(narrow))
+    ]
+    assert taken
+    assert errors[0] <= 1.1 * errors[1]
+
+
+@pytest.mark.parametrize("family", OTHER)
+def test_layers_of_other_forms_stay_transformers_own(family: str) -> None:
+    assert BatchedDecode(ModelAdapter(tiny.model(family))).plain is None
+
+
+def _hook_layer(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def _hook_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def _replace_network(model: Any) -> None:
+    network = model.model.layers[2].mlp
+    model.model.layers[2].mlp = nn.Sequential(network.up_proj, network.down_proj)
+
+
+def _replace_forward(model: Any) -> None:
+    attention = model.model.layers[0].post_attention_layernorm
+    attention.forward = lambda rows: 2 * rows
+
+
+def _add_lora(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("change", [_hook_layer, _hook_norm, _replace_network, _replace_forward, _add_lora])
+def test_changed_layers_are_transformers_own_again(change: Callable[[Any], None], taken: list[int]) -> None:
+    model = tiny.model()
+    text, tokens = [list(range(3, 20))], [[[5]], [[6]]]
+    steps = BatchedDecode(ModelAdapter(model))
+    before, _ = logits_of(steps, text, tokens)
+    assert taken == [1, 1]
+    change(model)
+    found, _ = logits_of(steps, text, tokens)
+    assert taken == [1, 1]
+    torch.testing.assert_close(found, logits_of(by_own_layers(model), text, tokens)[0], rtol=0, atol=0)
+    assert not torch.allclose(found, before, atol=1e-3)
+
+
+def test_watched_projections_are_called_as_modules(taken: list[int]) -> None:
+    model, seen = tiny.model(), list[int]()
+    steps = BatchedDecode(ModelAdapter(model))
+    with model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args: seen.append(1)):
+        logits_of(steps, [[3, 4, 5]], [[[5]]])
+    assert len(taken) == 1
+    assert len(seen) == 2  # of the prompt, and of the token
+
+
+def test_overrides_of_our_own_leave_layers_plain(taken: list[int]) -> None:
+    model = tiny.model()
+    blocks = computed_in_blocks.get(model, [model.model.layers[0].mlp, model.model.layers[0].input_layernorm])
+    with blocks.in_use():
+        logits_of(BatchedDecode(ModelAdapter(model)), [[3, 4, 5]], [[[5]]])
+    assert taken == [1]
+
+
+# Attention over many positions --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (14, 2, 64), (4, 4, 32), (5, 1, 80)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_attend_as_the_kernel_does(heads: int, kv_heads: int, width: int, rows: int) -> None:
+    torch.manual_seed(rows)
+    tokens, group = 2100, heads // kv_heads
+    query = torch.randn(kv_heads, rows * group, width).bfloat16() * 3
+    keys, values = (torch.randn(kv_heads, tokens, width).bfloat16() for _ in range(2))
+    mask = torch.zeros(rows, tokens).masked_fill_(torch.ones(rows, tokens).triu(tokens - rows + 1) > 0, float("-inf"))
+    added = mask.bfloat16().repeat_interleave(group, dim=0)
+    exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), added.double())
+    found = onednn.attend_by_products(query, keys, values, added if rows > 1 else None, None)
+    kernel = scaled_dot_product_attention(query[None], keys[None], values[None], added)[0]
+    assert (found.double() - exact).norm() <= 2 * (kernel.double() - exact).norm()
+
+
+def test_only_many_positions_in_bfloat16_attend_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "most_rows", lambda: onednn.ANY_ROWS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def by_products(heads: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        key = torch.empty(1, heads, tokens, 8, dtype=dtype)
+        with torch.no_grad():
+            return onednn.attends_by_products(key[:, :, :1], key)
+
+    assert by_products(3, 3000)
+    assert not by_products(2, 3000), "two threads have a head each"
+    assert not by_products(3, 1000)
+    assert not by_products(3, 100_000), "converted keys would take much fresh memory"
+    assert not by_products(3, 3000, torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert by_products(2, 3000), "six threads would have nothing to do"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert not by_products(3, 3000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(onednn, "most_rows", lambda: 0)
+    assert not by_products(3, 3000)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_answers_attend_alike_by_both(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer's rows over its own cache, beside those of another."""
+    adapter = ModelAdapter(tiny.model().bfloat16())
+    caches = [adapter.prefill(list(range(3, 3 + length))).cache for length in (30, 45)]
+    hidden = [[[0.0] * (length + rows) for _ in range(rows)] if rows > 1 else [[]] for length in (30, 45)]
+    masks = [torch.tensor(mask).bfloat16() for mask in hidden]
+    torch.manual_seed(0)
+    keys, values = (torch.randn(2 * rows, 2, 1, 8).bfloat16() for _ in range(2))
+    query, found = torch.randn(2 * rows, 4, 1, 8).bfloat16(), []
+    for by_products in (True, False):
+        monkeypatch.setattr(
+            "cacheblend_rag.models.attention.rows.attends_by_products", lambda *_, chosen=by_products: chosen
+        )
+        own = [preallocate(type(cache)(config=adapter.config)) for cache in caches]
+        for cache, held in zip(own, caches, strict=True):
+            cache.layers[0].hold(held.layers[0].keys, held.layers[0].values)
+        kv = PerSequenceKV([cache.layers[0] for cache in own], masks)
+        with torch.no_grad():
+            kv.update(keys, values)
+            found.append(kv.attend(query, None).float())
+    assert found[0].shape == (2 * rows, 1, 4, 8)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-2)
