@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cacheblend_rag.app.server.problems import Problem
@@ -45,17 +46,13 @@ def use_of_all(service: Service) -> list[TenantUse]:
 
 def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
     catalogue = service.joined(name).library.catalogue
-    documents: int | None
-    try:
-        documents, used, conversations = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
-    except Problem:  # the database is away
-        documents = used = conversations = None
+    held: tuple[int, int, int] | tuple[None, None, None] = None, None, None
+    with suppress(Problem):  # the database may be away
+        held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
     return TenantUse(
         name,
         [(one, service.metrics.use_of(name, one.name)) for one in keys],
-        documents,
-        used,
-        conversations,
+        *held,
         service.quota.left(name),
         service.queue.waiting_of(name),
     )
