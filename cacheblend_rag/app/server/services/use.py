@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,13 +47,16 @@ def use_of_all(service: Service) -> list[TenantUse]:
 
 def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
     catalogue = service.joined(name).library.catalogue
-    held: tuple[int, int, int] | tuple[None, None, None] = None, None, None
+    held: Sequence[int | None] = (None, None, None)
     with suppress(Problem):  # the database may be away
         held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
+    documents, used, conversations = held
     return TenantUse(
         name,
         [(one, service.metrics.use_of(name, one.name)) for one in keys],
-        *held,
+        documents,
+        used,
+        conversations,
         service.quota.left(name),
         service.queue.waiting_of(name),
     )
