@@ -569,8 +569,9 @@ class BlendConfig:
         256,
         whole(),
         """
-        Chunk tokens that a prompt must have: with fewer it is answered by plain prefill. Lower it where prefill is
-        slow, as with a large model on a CPU; raise it where short prompts are quick anyway.
+        Chunk tokens that a prompt must have: with fewer it is answered by plain prefill. So is a prompt of which too
+        little is stored, unless this is 0: then each prompt with a chunk is blended, also where that takes longer.
+        Lower it where prefill is slow, as with a large model on a CPU; raise it where short prompts are quick anyway.
         """,
         identity="answer",
     )

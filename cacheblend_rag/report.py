@@ -203,8 +203,8 @@ class BlendReport:
     plain : bool
         Whether plain prefill answered.
     plain_reason : str
-        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``, or ``"blending was found
-        poor on this model"``. Else empty.
+        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``,
+        ``"verify='held' lets full prefill answer"``, or ``"blending was found poor on this model"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float

@@ -29,7 +29,6 @@ from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.langchain.messages import THOUGHT
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import question_turns
-from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
@@ -107,7 +106,6 @@ class FolderRAG:
         )
         chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
         model = ChatCacheBlend if chats else CacheBlendLLM
-        check_reasoning(self.engine.tokenizer, options.reasoning)
         thinking = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
         self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **thinking)
         self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))

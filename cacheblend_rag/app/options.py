@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ from cacheblend_rag.errors import ConfigError
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
 _DEVICE = re.compile(r"(auto|cpu|cuda|mps|xpu|hpu|xla)(:\d+)?")
-# How alike a name must be to a starter's to be taken for a slip of the pen.
-_ALIKE = 0.7
 _FOLDER, _MODEL = path("the name of a folder"), path("a folder of a saved model, a file, a hub id or a starter's name")
 _ADDRESS = "the address of a store that machines share"
 
@@ -225,21 +222,7 @@ def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
 
 def _check_model(field: str, given: str | os.PathLike[str], kind: str) -> None:
     """Refuse what is certainly no model: a path where nothing is, or a starter's name misspelt."""
-    from cacheblend_rag.models.starters import starter_named, starters_of
+    from cacheblend_rag.models.model_names import why_no_model
 
-    name, starters = os.fspath(given), starters_of(kind)
-    path = Path(name).expanduser()
-    kinds = "a folder of a saved model" + (", a GGUF file" if kind == "language model" else "")
-    other = f"name {kinds}, a hub id or the starter model {' or '.join(map(repr, starters))}"
-    if not name.strip():
-        raise ConfigError(field, name, other)
-    if starter_named(given, kind):
-        return
-    if path.exists():
-        if path.is_dir() and not any((path / one).is_file() for one in ("config.json", "modules.json")):
-            raise ConfigError(field, name, f"the folder holds no config.json; {other}")
-        return
-    if path.is_absolute() or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
-        raise ConfigError(field, name, f"there is no such file or folder; {other}")
-    if "/" not in name and (near := get_close_matches(name.lower(), starters, n=1, cutoff=_ALIKE)):
-        raise ConfigError(field, name, f"there is no such folder; did you mean the starter model {near[0]!r}?")
+    if fault := why_no_model(given, kind):
+        raise ConfigError(field, os.fspath(given), fault)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache
 
+from cacheblend_rag.calibration.progress import Progress
 from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, TriedRule
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
@@ -130,7 +130,8 @@ def adapt(
     corpus : sequence of str
         All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
     progress : bool, optional
-        Show a progress bar; by default if standard error is a terminal.
+        Say what will be done, how long that may take, and how far it is. By default a bar shows the last on a terminal,
+        and elsewhere a line every half a minute. False says nothing.
 
     Raises
     ------
@@ -152,9 +153,11 @@ def adapt(
         remedy = f"use more than {options.held_back}, which are held back, of ordinary length"
         raise ConfigError("prompts", len(prompts), remedy)
     end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
-    hidden = None if progress is None else not progress
-    total = options.steps + 2 * 3 * len(held_back)
-    with tqdm(total=total, desc="adapting", unit=" prompts", disable=hidden) as bar:
+    about = (
+        f"{len(prompts)} prompts: {len(taught)} are learned from in {options.steps} steps, {len(held_back)} held back"
+    )
+    passes = options.steps + 2 * 3 * len(held_back)
+    with Progress("adapting", about, passes, exact=True, shown=progress) as bar:
         chunks, count = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)], engine.config.contexts
         training = ContextTraining(adapter, tokenizer, options, end_ids)
         losses = []

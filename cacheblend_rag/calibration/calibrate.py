@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -10,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.calibration.profiler import keep_profile
+from cacheblend_rag.calibration.progress import Progress
 from cacheblend_rag.calibration.prompts import Corpus
-from cacheblend_rag.calibration.search import Finding, Search, TrialSets
+from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import ComputeKV, FullAnswers, TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
 from cacheblend_rag.engine.decode import end_ids_of
@@ -85,7 +85,8 @@ def calibrate(
         Keeps what was tried, rule by rule: a search that was killed goes on where it was, and one with another
         tolerance tries only what is new.
     progress : bool, optional
-        Show a progress bar; by default if standard error is a terminal.
+        Say what will be done, how long that may take, and how far it is. By default a bar shows the last on a terminal,
+        and elsewhere a line every half a minute. False says nothing.
 
     Returns
     -------
@@ -104,15 +105,16 @@ def calibrate(
     if len(prompts) < 6:
         raise ConfigError("prompts", len(prompts), "use at least 6")
     searched, checks = _divide(prompts, options.check_share)
-    hidden = None if progress is None else not progress
     segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
     with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
         end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
         full = FullAnswers(engine.adapter, options.answer_tokens, end_ids)
         computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
+        about = f"{len(prompts)} prompts: {len(searched)} are searched on, {len(checks)} only check the result"
+        passes = _expected_passes(len(searched), len(checks), options.most, len(computes))
+        bar = stack.enter_context(Progress("calibrating", about, passes, exact=False, shown=progress))
 
         def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
             name = f"{condition}, {part}"
@@ -151,6 +153,14 @@ def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[
     if engine.learned is not None:
         found["learned"] = Corpus(engine.adapter, tokenizer, chunks, count, engine.learned).compute
     return found
+
+
+def _expected_passes(searched: int, checks: int, most: int, conditions: int) -> int:
+    """Passes over prompts of a search that gives no rule up early, and keeps the first that it checks."""
+    tried = min(most, searched)
+    halvings = sum(math.ceil(math.log2(len(ratios) + 1)) for _, ratios in KINDS.values())
+    prepared = conditions * searched + checks
+    return prepared + (conditions + halvings) * tried + min(2 * most, checks)
 
 
 def _divide(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:

@@ -26,6 +26,9 @@ def engine_of_tenant(engine: BlendEngine, salt: str, ahead: StoredAhead | None) 
     Its verifications are counted alone, so that no other tenant's corrections raise its recompute ratio, and the texts
     that it remembers are its own. It ends with the engine.
 
+    It can be let go of, and made again when the tenant asks again. Prompts of the tenant that lie in memory stay: all
+    views share them, by salt. So does a ratio that corrections have raised. Token ids of texts are made anew.
+
     Parameters
     ----------
     engine : BlendEngine
@@ -34,6 +37,7 @@ def engine_of_tenant(engine: BlendEngine, salt: str, ahead: StoredAhead | None) 
     ahead : StoredAhead or None
         KV that is read beside its own.
     """
-    pipeline = engine.chunks.pipeline.of_tenant(salt, ahead)
+    minimum = engine.verifications.minimum_of(salt)
+    pipeline = engine.chunks.pipeline.of_tenant(salt, ahead, minimum)
     verifications = engine.verifications.of_tenant(pipeline)
     return engine._changed(pipeline=pipeline, verifications=verifications)

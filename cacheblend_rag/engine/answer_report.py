@@ -10,6 +10,7 @@ from cacheblend_rag.engine.pipeline import Blend
 from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
 from cacheblend_rag.report import BlendReport, DocumentUse, FoundText, Seconds, Verification
 
+PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
 _BEGINS = 80
 
@@ -36,13 +37,12 @@ def report_of(
     lookup, layers = blend.lookup, len(blend.computed)
     whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
     plain = blend.choice is None
-    hits = lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
+    hits = _hits(blend)
     tiers = tuple(lookup.records[one.key].tier if one.key in lookup.records else "" for one in lookup.chunks)
     tiers = tiers or tuple("memory" if hit else "" for hit in hits)
     resumed = len(whole.chunks) - len(split.chunks)  # chunks of a kept prompt that this one goes on from
     if kept is not None:
         tiers = (kept.record.tier,) * resumed + tiers
-    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
     return BlendReport(
         input_ids=whole.input_ids,
         prefix_tokens=len(whole.prefix),
@@ -59,7 +59,7 @@ def report_of(
         left_out=lookup.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= blend.resumed
         or (lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix))),
-        reused_tokens=blend.resumed or reused + len(split.prefix) * lookup.prefix_hit,
+        reused_tokens=_reused_tokens(blend, hits),
         resumed_tokens=blend.resumed if kept is None else kept.tokens,
         recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,
         computed_tokens=tuple(map(len, blend.computed)),
@@ -84,6 +84,26 @@ def report_of(
         ),
         verification=verification or Verification(),
     )
+
+
+def why_exact(blend: Blend) -> str:
+    """Why an answer is full prefill's without a check."""
+    reused = _reused_tokens(blend, _hits(blend))
+    where = "of its beginning" if blend.choice is None else "of it"
+    exact = f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
+    return exact if reused else PREFILLED
+
+
+def _hits(blend: Blend) -> tuple[bool, ...]:
+    """Whether the KV of each chunk was reused, of those behind a kept prompt."""
+    split = blend.lookup.split
+    return blend.lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
+
+
+def _reused_tokens(blend: Blend, hits: Sequence[bool]) -> int:
+    split = blend.lookup.split
+    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
+    return blend.resumed or reused + len(split.prefix) * blend.lookup.prefix_hit
 
 
 def report_of_images(

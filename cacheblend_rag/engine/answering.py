@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.answer_report import report_of, report_of_images
+from cacheblend_rag.engine.answer_report import PREFILLED, report_of, report_of_images, why_exact
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants
@@ -126,7 +126,7 @@ class Answering:
             self._keep(dropped.left(keep_answered(pipeline, kept, later)))
             if answer.verification.done:
                 self._keep(dropped.left(keep_variants(pipeline, blend.lookup, cache)))
-            if blend.choice is not None:
+            if blend.choice is not None or blend.lookup.unread is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
@@ -265,14 +265,16 @@ class Answering:
             return options
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
-    def _unchecked(self, decoded: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None) -> Verification:
+    def _unchecked(
+        self, decoded: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None, reason: str = PREFILLED
+    ) -> Verification:
         """The verification of an answer that needs no check: none is asked for, it was cut, or full prefill gave it."""
         if self._verifies(options) == "off":
             return Verification()
         if _cancelled_by(sink)():
             return Verification("given up", reason="the answer was cut short")
         kept_tokens, position = len(decoded.token_ids), len(decoded.text)
-        return Verification("verified", kept_tokens, position, reason="the prompt was prefilled in full")
+        return Verification("verified", kept_tokens, position, reason=reason)
 
     def _verify(
         self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
@@ -280,7 +282,7 @@ class Answering:
         """The answer that full prefill gives, if it is to be verified now."""
         mode, turns, cancelled = self._verifies(options), self.turns, _cancelled_by(sink)
         if mode == "off" or blend.exact or cancelled():
-            return CheckedAnswer(draft, self._unchecked(draft, options, sink), blend.cache)
+            return CheckedAnswer(draft, self._unchecked(draft, options, sink, why_exact(blend)), blend.cache)
         if mode == "idle":
             return CheckedAnswer(draft, self._verify_later(blend, draft, options), blend.cache)
         checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)

@@ -91,9 +91,16 @@ def name_of(pipeline: Pipeline) -> str:
 
 
 class BlendingTrial:
-    """Tries blending once for each model and its options, in the background of the scheduler."""
+    """Tries blending once for each model and its options, in the background of the scheduler.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    owner : weak reference
+        To what closes the trial. That stays in memory while blending is tried.
+    """
+
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        self.owner = owner
         self.result: TrialResult | None = None
         """The latest result, or the one that was kept with the store; None before."""
         self._lock = threading.Lock()
@@ -216,10 +223,10 @@ def _wait_for_quiet(trial: weakref.ref[BlendingTrial], wake: threading.Event) ->
     left: float | None = 0.0
     while left is not None:
         wake.wait(left)
-        if (one := trial()) is None:
+        if (one := trial()) is None or (owner := one.owner()) is None:
             return
         left = one.step()
-        del one
+        del one, owner
 
 
 # One trial --------------------------------------------------------------------------------------
@@ -378,7 +385,8 @@ class _Trial:
 
     def blended(self, one: _Answered, least: float = 0.0) -> tuple[Moved, float]:
         """How far blending moves an answer, and at which recompute ratio, which is no lower than the least one."""
-        pipeline = self._pipeline
+        # Whether it takes long does not count here.
+        pipeline = self._pipeline.with_config(dataclasses.replace(self._pipeline.config, min_tokens=0))
         with self._held(), pipeline.look_up(pipeline.split(one.prompt, _ANSWER_TOKENS)) as lookup:
             loading = pipeline.load(lookup, self._ends)
             if loading is None:

@@ -18,6 +18,7 @@ from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
+from cacheblend_rag.prompt.forms import form_sharer, squeeze, written_forms
 from cacheblend_rag.prompt.quoted_chats import Said
 from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, with_repeated
 from cacheblend_rag.report import WarmReport
@@ -165,10 +166,15 @@ class Chunks:
             If some could not be erased, or not be looked for.
         """
         segments, store = self.pipeline.segments, self.pipeline.store
-        ids = [forms[0].token_ids for forms in self._forms(list_of_texts(chunks), "")]
+        texts = list_of_texts(chunks)
+        ids = [forms[0].token_ids for forms in self._forms(texts, "")]
         if ids:
-            shares = sharer(ids)
-            for key in [key for key, info in store.infos("") if shares(info.token_ids + info.behind)]:
+            shares, shares_form = sharer(ids), form_sharer(texts)
+
+            def goes(key: str, held: tuple[int, ...]) -> bool:
+                return shares(held) or (key.startswith(FOUND) and shares_form(segments.tokenizer.text_of(held)))
+
+            for key in [key for key, info in store.infos("") if goes(key, info.token_ids + info.behind)]:
                 store.delete(key)
         segments.tokenizer.forget()
 
@@ -193,14 +199,17 @@ class Chunks:
         segments = self.pipeline.segments
         segments.model.look()
         texts = list_of_texts(chunks)
-        segments.repeated.forget(segments.config.salt, texts)
+        written = (form for text in texts for one in (text, squeeze(text)) for form in written_forms(one))
+        segments.repeated.forget(segments.config.salt, dict.fromkeys(written))
         self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, texts)
         self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = self._ids(texts, forms)
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
-        goes = _goes_with(segments, ids)
+        shares_form = form_sharer(texts)
+        self.pipeline.prompts.drop(segments.config.salt, lambda _, ids: shares_form(segments.tokenizer.text_of(ids)))
+        goes = _goes_with(segments, texts, ids)
 
         def goes_too(key: str, job: Job) -> bool:
             return job.info is not None and (key.split(OTHER_FORM)[0] in keys or goes(key, job.info()))
@@ -241,12 +250,17 @@ class Chunks:
             with _note_errors(failed):
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = self._ids(texts, forms)
-        goes = _goes_with(segments, ids)
+        goes = _goes_with(segments, texts, ids)
         # Text that was found, and prompts that were kept whole, hold them themselves.
-        begins = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt))
+        begins, written = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt)), set[str]()
         for begin in begins if ids else ():  # one that cannot be looked for hides no other
             with _note_errors(failed):
-                keys.update(key for key, info in store.infos(begin) if goes(key, info))
+                for key, info in store.infos(begin):
+                    if goes(key, info):
+                        keys.add(key)
+                        written.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
+        if dependent:  # in these words it must be seen twice again, too, however a client has wrapped them
+            segments.repeated.forget(segments.config.salt, written)
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys
@@ -286,16 +300,21 @@ class Chunks:
         return segment
 
 
-def _goes_with(segments: Segments, ids: Sequence[tuple[int, ...]]) -> Callable[[str, RecordInfo], bool]:
-    """Says of a record, apart from those of the chunks with these ids, whether it holds one or stood behind one."""
-    salt, begins, shares = segments.config.salt, finder(ids), sharer(ids)
+def _goes_with(
+    segments: Segments, texts: Sequence[str], ids: Sequence[tuple[int, ...]]
+) -> Callable[[str, RecordInfo], bool]:
+    """Says of a record, apart from those of these chunks, whether it holds one or stood behind one."""
+    salt, begins, shares, shares_form = segments.config.salt, finder(ids), sharer(ids), form_sharer(texts)
     sessions, variants = keys_begin(salt), tuple(chunks_keys(salt, chunk) for chunk in ids)
 
     def goes(key: str, info: RecordInfo) -> bool:
         if key.startswith(KEY_PREFIX):
-            return key.startswith(sessions) and any(holds(info, chunk) for chunk in ids)
-        if key.startswith(FOUND) and shares(info.token_ids + info.behind):  # text of which it holds a part is enough
-            return segments.owns(key, info)
+            inside = key.startswith(sessions) and any(holds(info, chunk) for chunk in ids)
+            return inside or (key.startswith(sessions) and shares_form(segments.tokenizer.text_of(info.token_ids)))
+        if key.startswith(FOUND):  # text of which it holds a part is enough, as a client may have written it
+            held = info.token_ids + info.behind
+            if shares(held) or shares_form(segments.tokenizer.text_of(held)):
+                return segments.owns(key, info)
         inside = info.kind == "prefix" and any(holds(info, chunk) for chunk in ids)
         return (inside or key.startswith(variants) or begins(info.behind)) and segments.owns(key, info)
 

@@ -27,7 +27,7 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
     model.look()  # adapters may have been switched meanwhile
     exact = None if blend.exact else lookup.exact_tokens
     pipeline.recent_prompts.keep(lookup.ticket, split, answer_ids, blend.cache, exact)
-    if blend.choice is not None:
+    if blend.choice is not None or lookup.unread is not None:
         return {**blend.jobs, **keep_session(pipeline, split, answer_ids, blend.cache)}
     if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
         owner, times = owner_of(pipeline), lookup.times_forgotten
@@ -55,7 +55,7 @@ def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
     has too few chunk tokens: then text in it that repeats is stored, as it may stand beside more of it next time.
     """
     config, fit, split = pipeline.config, lookup.fit, lookup.fit.split
-    if not lookup.plain or config.write_back == "off":
+    if not lookup.plain or lookup.unread is not None or config.write_back == "off":
         return {}
     few = has_few_chunks(split, config.min_tokens)
     if lookup.kept is None if not few else not _is_stored(pipeline, lookup):
@@ -101,6 +101,7 @@ def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str
     It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds what
     was said in one conversation, unless that goes on from it.
     """
+    lookup = lookup.unread or lookup  # as it could have been blended
     config, kept, split = pipeline.config, lookup.kept, lookup.fit.split
     whole = kept is None or kept.tokens >= len(split.prefix)
     known = lookup.prefix is None or (lookup.prefix_hit and whole)

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import BlendConfig, check_config, check_mapping, check_names, check_whole
+from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_mapping, check_names, check_whole
 from cacheblend_rag.engine.answer_form import answer_form
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
@@ -30,6 +30,7 @@ from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
+from cacheblend_rag.prompt.thoughts import check_reasoning
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
@@ -98,7 +99,8 @@ class LLMBase(DecodeFields):
     Raises
     ------
     ConfigError
-        If there is neither an engine nor a model to make one of, a field is not known, or a value cannot be used.
+        If there is neither an engine nor a model to make one of, a field is not known, or a value cannot be used, such
+        as ``reasoning`` of a model that marks no thoughts.
 
     Notes
     -----
@@ -165,8 +167,7 @@ class LLMBase(DecodeFields):
         DecodeOptions(**self._arguments(None, {}))
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        if self.engine is None:
-            self.engine = self._make_engine()
+        self.engine = _engine_for(self.reasoning, self.engine, self._make_engine)
         self.blend = self.engine.config.asdict()
         if not self.model_name:
             path = getattr(self.engine.model.config, "_name_or_path", "")
@@ -497,6 +498,18 @@ def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
     """The use of documents, and of text that repeats, as plain values."""
     documents = [dict[str, Any](one.asdict()) for one in report.documents]
     return {"documents": documents, "found": [one.asdict() for one in report.found]}
+
+
+def _engine_for(reasoning: Reasoning, given: BlendEngine | None, make: Callable[[], BlendEngine]) -> BlendEngine:
+    """The engine that was given, or else one that is made; it can think, if it shall."""
+    engine = make() if given is None else given
+    try:
+        check_reasoning(engine.tokenizer, reasoning)
+    except ConfigError:
+        if given is None:
+            engine.close()
+        raise
+    return engine
 
 
 # Fields of loading that `model_kwargs` may hold, too.

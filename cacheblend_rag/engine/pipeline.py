@@ -17,14 +17,14 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
-from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.ratio_policy import WORTH, MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import FOUND, Segment, Segments, StoredAhead
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
 from cacheblend_rag.engine.stored_checkpoints import StoredCheckpoints
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
-from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
@@ -72,6 +72,8 @@ class Lookup:
         Why the prompt is prefilled in full, where that is not for its length.
     times_forgotten : int
         How often chunks of its tenant had been forgotten when it came; see `Checkpoints.keep`.
+    unread : Lookup or None
+        The same prompt as it could have been blended, where that would have taken longer. What it lacks is stored.
     """
 
     fit: FittedPrompt
@@ -86,6 +88,7 @@ class Lookup:
     seconds: float = 0.0
     why: str = ""
     times_forgotten: int = 0
+    unread: Lookup | None = None
 
     def __enter__(self) -> Lookup:
         return self
@@ -280,12 +283,12 @@ class Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
         return self._again(config, self.segments.learned)
 
-    def of_tenant(self, salt: str, ahead: StoredAhead | None) -> Pipeline:
-        """The same model and store for a tenant, with a minimum ratio and remembered texts of its own."""
+    def of_tenant(self, salt: str, ahead: StoredAhead | None, minimum: MinimumRatio) -> Pipeline:
+        """The same model and store for a tenant, with its minimum ratio and remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
         own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer, ahead=ahead))
-        return own._again(config, self.segments.learned, MinimumRatio())
+        return own._again(config, self.segments.learned, minimum)
 
     def with_learned(self, learned: LearnedContext | None) -> Pipeline:
         """The same with another learned context."""
@@ -330,15 +333,18 @@ class Pipeline:
     # Look up -------------------------------------------------------------------------------
 
     def look_up(self, fit: FittedPrompt, plain: bool = False) -> Lookup:
-        """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be."""
+        """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be (``plain``)."""
         started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
         if not self.segments.model.adapter.reusable(len(split.input_ids)):
             return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
         why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
-        plain = plain or bool(why) or has_few_chunks(split, few)
-        begun = recent.find(ticket, split, exact=plain)
+        short = has_few_chunks(split, few)
+        if plain and not short:
+            why = "verify='held' lets full prefill answer"
+        plain = plain or bool(why) or short
+        begun = recent.find_exact(ticket, split) if plain else recent.find(ticket, split, exact=False)
         if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)
         else:
@@ -422,6 +428,8 @@ class Pipeline:
             return None
         started = time.perf_counter()
         choice, lookup = self._choose(lookup)
+        if not _pays(self, lookup, choice):
+            return None
         return self._loading(lookup, choice, ReadClock(), cancelled, shared, started)
 
     def _choose(self, lookup: Lookup) -> tuple[RatioChoice, Lookup]:
@@ -437,7 +445,8 @@ class Pipeline:
             device = record.tier if record.tier in elsewhere else ""
             chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         reused = sum(record.info.tokens for record in lookup.records.values())
-        choice = self.policy.choose(chunks, tokens, max(0, tokens - reused), self.store.traits.tier)
+        computed, left_out = max(0, tokens - reused), sum(map(len, _plan(self, lookup).missing))
+        choice = self.policy.choose(chunks, tokens, computed, self.store.traits.tier, max(0, computed - left_out))
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             lookup = lookup.without(keys[number])
         return choice, lookup
@@ -485,12 +494,12 @@ class Pipeline:
         A record that fails on the way counts as never stored: the pass begins again without it.
         """
         if loading is None:
-            return self._prefilled(lookup, pauses)
+            return self._prefilled(lookup if lookup.plain else _unread(self, lookup), pauses)
         adapter, each_layer, lost = self.segments.model.blended, pauses.each_layer if pauses else None, 0
         while True:
             try:
                 with contextlib.closing(loading), self.segments.model.products():
-                    fusion = fuse(adapter, _plan(loading.lookup), loading, loading.choice.rule, each_layer)
+                    fusion = fuse(adapter, _plan(self, loading.lookup), loading, loading.choice.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
@@ -517,7 +526,7 @@ class Pipeline:
             lost=lost,
             exact=loading.lookup.exact_tokens == len(loading.lookup.split.input_ids),
             ready_at=time.perf_counter(),
-            jobs=self._write_back(loading.lookup, fusion),
+            jobs=self._write_back(loading.lookup, fusion.layers),
         )
 
     def _prefilled(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
@@ -534,7 +543,10 @@ class Pipeline:
         seconds, work = Seconds(fuse=ready_at - started), 1.0
         if first:
             work = work_share(model.blended.shape, len(ids), RowsDone(rows))
-        return Blend(lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at)
+        jobs = {} if lookup.unread is None else self._write_back(lookup.unread, _whole_layers(model, result.cache))
+        return Blend(
+            lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at, jobs=jobs
+        )
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
@@ -548,15 +560,15 @@ class Pipeline:
 
     # Write back ----------------------------------------------------------------------------
 
-    def _write_back(self, lookup: Lookup, fusion: Fusion) -> dict[str, Job]:
-        """Jobs that compute and store each missing segment."""
+    def _write_back(self, lookup: Lookup, layers: tuple[LayerKV, ...]) -> dict[str, Job]:
+        """Jobs that compute and store each missing segment, from the KV of the prompt or without it."""
         if not self.policy.rule.reads_store or self.config.write_back == "off":
             return {}
         segments, jobs = self.segments, dict[str, Job]()
         prefix = lookup.prefix
-        if prefix is not None and not lookup.prefix_hit:
+        if prefix is not None and not lookup.prefix_hit and layers:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
-            kv = _first_rows(fusion.layers, len(prefix.token_ids))
+            kv = _first_rows(layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(
                 lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
@@ -727,14 +739,34 @@ def _plainly(fit: FittedPrompt, begun: RecentPrompt | None) -> Lookup:
     return Lookup(fit, begun.split, True, prefix, records={begun.key: begun.record}, kept=begun)
 
 
-def _plan(lookup: Lookup) -> FusionPlan:
+def _pays(pipeline: Pipeline, lookup: Lookup, choice: RatioChoice) -> bool:
+    """Whether a prompt is ready sooner if its chunks are read. Without ``min_tokens`` nobody asks."""
+    if not (pipeline.config.min_tokens and pipeline.policy.rule.reads_store):
+        return True
+    begun = pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split)
+    first, plan = 0 if begun is None else begun.tokens, _plan(pipeline, lookup)
+    if sum(map(len, (*plan.exact, *plan.reused))) <= first:
+        return False
+    return pipeline.policy.expected_work(choice, plan, pipeline.segments.model.blended.shape, first) <= WORTH
+
+
+def _unread(pipeline: Pipeline, lookup: Lookup) -> Lookup:
+    """A prompt that could have been blended, to be prefilled from what it begins with."""
+    plain = _plainly(lookup.fit, pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split))
+    why = "too little of it is stored to be worth reading"
+    return dataclasses.replace(plain, ticket=lookup.ticket, seconds=lookup.seconds, why=why, unread=lookup)
+
+
+def _plan(pipeline: Pipeline, lookup: Lookup) -> FusionPlan:
     """Sort the stored segments into exact and reused ones."""
     split, exact, reused = lookup.split, list[range](), list[range]()
-    unrotated: list[Span] = []
+    unrotated, missing = list[Span](), list[range]()
     if lookup.prefix_hit:
         exact.append(_range(split.prefix))
     for span, segment, hit in zip(split.chunks, lookup.chunks, lookup.hits, strict=True):
         if not hit:
+            # A GPU's kernels have no mask that hides them.
+            missing += [_range(span)] if pipeline.segments.model.adapter.device.type == "cpu" else []
             continue
         unrotated.append(span)
         behind = lookup.records[segment.key].info.context_ids
@@ -742,11 +774,18 @@ def _plan(lookup: Lookup) -> FusionPlan:
         (exact if in_place else reused).append(_range(span))
     rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
     question = _range(split.suffix) if len(split.suffix) else None
-    return FusionPlan(split.input_ids, exact, reused, rotate, question)
+    return FusionPlan(split.input_ids, exact, reused, rotate, question, missing)
 
 
 def _range(span: Span) -> range:
     return range(span.start, span.stop)
+
+
+def _whole_layers(model: ModelInUse, cache: Any) -> tuple[LayerKV, ...]:
+    """KV of a prefill; none if a layer has forgotten its first rows."""
+    layers = tuple(model.blended.layers_of(cache.layers))
+    tokens = cache.get_seq_length()
+    return layers if all(layer.keys.shape[2] >= tokens for layer in layers) else ()
 
 
 def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:

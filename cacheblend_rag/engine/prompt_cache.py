@@ -306,10 +306,16 @@ class RecentPrompts:
         chosen = self.config.prompt_cache
         return _auto_limit(self.adapter.device) if isinstance(chosen, str) else chosen
 
-    def find(self, ticket: Ticket | None, split: TokenizedPrompt, exact: bool) -> RecentPrompt | None:
-        """The kept prompt that most can be gone on from; see `PromptCache.find`."""
-        ids = split.input_ids
-        found = None if ticket is None else self.cache.find(ticket.kind, ids, split.chunks, exact)
+    def find_exact(self, ticket: Ticket | None, split: TokenizedPrompt) -> RecentPrompt | None:
+        """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read."""
+        return self.find(ticket, split, True, ())
+
+    def find(
+        self, ticket: Ticket | None, split: TokenizedPrompt, exact: bool, chunks: Sequence[Span] | None = None
+    ) -> RecentPrompt | None:
+        """The kept prompt that most can be gone on from; see `PromptCache.find`. By default no chunk is cut in two."""
+        ids, chunks = split.input_ids, split.chunks if chunks is None else chunks
+        found = None if ticket is None else self.cache.find(ticket.kind, ids, chunks, exact)
         if found is None:
             return None
         kept, tokens = found

@@ -12,8 +12,11 @@ from typing import Any
 
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.fusor import FusionPlan
+from cacheblend_rag.fusor.blend import SINK
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
+from cacheblend_rag.fusor.work import expected_share
 from cacheblend_rag.loading import (
     BlendSettings,
     ChunkKV,
@@ -22,10 +25,17 @@ from cacheblend_rag.loading import (
     MachineProfile,
     RatioBounds,
 )
+from cacheblend_rag.models.shape import ModelShape
 from cacheblend_rag.report import ExpectedTimes
 from cacheblend_rag.store.base import KVStore
 
 _log = logging.getLogger(__name__)
+WORTH = 0.75
+"""Expected work, as a share of a full prefill's, up to which a prompt is blended.
+
+A row takes longer than one of a prefill: rows are scattered, attention is a greater part of them, KV is read, and the
+question's attention is looked at in its plain form.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,9 @@ class RatioPolicy:
             return bounds
         return RatioBounds(self._ratio, max(bounds.highest, self._ratio), bounds.step)
 
-    def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str) -> RatioChoice:
+    def choose(
+        self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str, scored: int | None = None
+    ) -> RatioChoice:
         """Choose for a request.
 
         Parameters
@@ -144,6 +156,8 @@ class RatioPolicy:
             Tokens that are computed whatever is chosen.
         tier : str
             The device that the chunks are stored on.
+        scored : int, optional
+            Those of them that a scoring pass computes, too; by default all.
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):
@@ -155,13 +169,38 @@ class RatioPolicy:
             device=tier,
             ratio=None if self.free else self._ratio,
             bounds=self._bounds,
-            fixed_share=self._fixed_share(tokens, computed),
+            fixed_share=self._fixed_share(tokens, computed, computed if scored is None else scored),
             reads=self._layers,
             read_before=self._scored_share,
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
         return self._raised(RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
+
+    def expected_work(self, choice: RatioChoice, plan: FusionPlan, shape: ModelShape, begun: int) -> float:
+        """Work that a blended pass will do, as a share of the full prefill in whose place it stands.
+
+        With few reused tokens it may be more than that: a scoring pass runs other rows through most layers once more.
+
+        Parameters
+        ----------
+        choice : RatioChoice
+        plan : FusionPlan
+            The rows that are read.
+        shape : ModelShape
+        begun : int
+            First tokens that a full prefill need not compute.
+        """
+        tokens = len(plan.input_ids)
+        reused = [at for span in plan.reused for at in span]
+        read = {*reused, *(at for span in plan.exact for at in span)}
+        computed = [at for at in range(tokens) if at not in read or at == tokens - 1]
+        fixed = keep_at_least(choice.rule, 1.0) is choice.rule  # a rule without a share recomputes nothing
+        kept = 0.0 if fixed else choice.ratio + self.head_share() * (1 - choice.ratio)
+        left_out = {at for span in plan.missing for at in span if at >= SINK}
+        scored = [at for at in computed if at not in left_out] if reused else []
+        share = _scored_share(choice.rule, self._layers)
+        return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
 
     @property
     def prefills_all(self) -> bool:
@@ -179,16 +218,15 @@ class RatioPolicy:
         ratio = max(choice.ratio, least)
         return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
-    def _fixed_share(self, tokens: int, computed: int) -> float:
+    def _fixed_share(self, tokens: int, computed: int, scored: int) -> float:
         """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""
-        whole = min(1.0, computed / tokens * (1 + self._scored_share))
+        whole = min(1.0, (computed + scored * self._scored_share) / tokens)
         return whole + (1 - whole) * self.head_share()
 
     @property
     def _scored_share(self) -> float:
         """Share of the layers that the rule's scoring pass reads before the first layer is fused."""
-        scored = self.rule.score_layers
-        return (scored[-1] + 1) / self._layers if scored else 0.0
+        return _scored_share(self.rule, self._layers)
 
     def head_share(self) -> float:
         """Work of the layers up to the last check beyond the rule's last share."""
@@ -215,6 +253,12 @@ class RatioPolicy:
         """Tell the controller how long reading really took."""
         if self.controller is not None and choice.plan is not None:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
+
+
+def _scored_share(rule: SelectionRule, layers: int) -> float:
+    """Share of the layers that a rule's scoring pass goes through."""
+    scored = rule.score_layers
+    return (scored[-1] + 1) / layers if scored else 0.0
 
 
 def _calibrated(

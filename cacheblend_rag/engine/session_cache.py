@@ -170,10 +170,10 @@ def holds_ids(ids: tuple[int, ...], chunk_ids: Sequence[int]) -> bool:
 
 
 def resume(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
-    """The same ids, the first of them one long prefix."""
+    """The same ids, the first of them one long prefix. A chunk that this cuts in two is no part of it."""
     return dataclasses.replace(
         split,
         prefix=Span(0, tokens),
-        located=tuple(chunk for chunk in split.located if chunk.span.start >= tokens),
+        located=tuple(one for one in split.located if one.span.start >= tokens or one.span.stop > tokens),
         suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
     )

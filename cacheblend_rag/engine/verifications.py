@@ -15,6 +15,7 @@ import logging
 import random
 import threading
 import uuid
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -86,7 +87,7 @@ class Verifications:
     """
 
     def __init__(self, pipeline: Pipeline | None = None) -> None:
-        self.trial = BlendingTrial()
+        self.trial = BlendingTrial(owner=weakref.ref(self))
         """Tries blending on a model that nothing is known of."""
         self._minimum = MinimumRatio() if pipeline is None else pipeline.policy.minimum
         if pipeline is not None:
@@ -99,7 +100,8 @@ class Verifications:
         self._waiting: deque[_Waiting] = deque()
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
-        self._tenants: list[Verifications] = []
+        self._tenants = weakref.WeakValueDictionary[str, Verifications]()
+        self._minima: dict[str, MinimumRatio] = {}  # of all tenants, by salt
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
@@ -256,21 +258,37 @@ class Verifications:
         with self.storing:
             pass
 
-    def of_tenant(self, pipeline: Pipeline) -> Verifications:
-        """Those of one tenant: counted alone, with a bound and a trial of its own. They are closed with these."""
-        made = Verifications(pipeline)
+    def minimum_of(self, salt: str) -> MinimumRatio:
+        """The minimum ratio of a tenant. It stays raised whatever becomes of the tenant's engine."""
         with self._lock:
-            self._tenants.append(made)
-        return made
+            return self._minima.setdefault(salt, MinimumRatio())
+
+    def of_tenant(self, pipeline: Pipeline) -> Verifications:
+        """Those of one tenant: counted alone, with a bound and a trial of its own. They are closed with these.
+
+        As long as an engine of the tenant is used, or an answer of its waits to be checked, they are the same for every
+        engine of the tenant: what gives up a check finds it.
+        """
+        with self._lock:
+            made = self._tenants.get(pipeline.config.salt)
+            if made is None:
+                made = self._tenants[pipeline.config.salt] = Verifications(pipeline)
+            return made
 
     @property
     def all(self) -> list[Verifications]:
-        """These, and those of tenants."""
-        return [self, *self._tenants]
+        """These, and those of tenants that are used."""
+        return [self, *self._tenants.values()]
+
+    @property
+    def highest_minimum(self) -> float:
+        """The highest ratio to which verifications of any tenant, or of none, have raised that of its prompts."""
+        with self._lock:
+            return max(one.value for one in (self._minimum, *self._minima.values()))
 
     def wait(self) -> None:
         """Wait until no answer waits any more, of tenants either."""
-        for one in self._tenants:
+        for one in list(self._tenants.values()):
             one.wait()
         if threading.current_thread() is not self._thread:
             for future in list(self._results.values()):
@@ -278,8 +296,9 @@ class Verifications:
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token; a warning says how many."""
-        before = sum([one._stop() for one in self.all])
-        if given_up := sum(one._join() for one in self.all) - before:
+        every = self.all
+        before = sum([one._stop() for one in every])
+        if given_up := sum(one._join() for one in every) - before:
             _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
 
     def _stop(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +16,9 @@ from cacheblend_rag.models.adapter import TOGETHER, ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import rotate_in_place
+
+SINK = 4
+"""First positions, which each row sees in a scoring pass: what attends to nothing attends to them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class FusionPlan:
         Positions from the first to the last whose stored keys still need their rotation.
     question : range or None
         Positions of the question, at the end; by default those behind the last stored chunk.
+    missing : sequence of range
+        Positions that a scoring pass leaves out, of those that are computed: chunks that are not stored. CPU only.
 
     All other positions are computed on every layer. So is the last one, because its logits are needed.
     """
@@ -43,6 +49,7 @@ class FusionPlan:
     reused: Sequence[range]
     unrotated: range
     question: range | None = None
+    missing: Sequence[range] = ()
 
 
 @dataclass(frozen=True)
@@ -161,14 +168,19 @@ class _Pass:
         behind = max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
         first = self._plan.question.start if self._plan.question else behind
         watched = max(1, int(always[first:].sum()))
+        left_out = torch.zeros(self._tokens, dtype=torch.bool)
+        for span in self._plan.missing:
+            left_out[max(SINK, span.start) : min(span.stop, first)] = True
+        hidden = left_out if left_out.any() else None
         scores = question_attention(
             self._adapter,
             self._ids,
-            self._always,
+            self._always if hidden is None else (always & ~hidden).nonzero()[:, 0],
             watched,
-            self._kv,
+            partial(self._kv, left_out=hidden),
             self._rotaries,
             self._rule.score_layers,
+            hidden,
         )
         self.scored = scores.scored
         return scores.attention
@@ -192,13 +204,16 @@ class _Pass:
         attention = None if self._attention is None else self._attention[positions]
         return StartView(positions, self._offsets[positions], self.reused_tokens, attention)
 
-    def _kv(self, layer: int) -> LayerKV:
+    def _kv(self, layer: int, left_out: torch.Tensor | None = None) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
         if self._each_layer is not None:
             self._each_layer()
         while len(self._rotated) <= layer:
             kv = next(self._layers)
             self._rotate(len(self._rotated), kv)
+            if left_out is not None:  # a mask does not hide what is not finite
+                kv.keys[:, :, left_out] = 0
+                kv.values[:, :, left_out] = 0
             self._rotated.append(kv)
         return self._rotated[layer]
 

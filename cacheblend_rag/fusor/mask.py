@@ -9,15 +9,25 @@ from cacheblend_rag.models.attention.rows import RowMask, as_positions
 
 
 def kept_mask(
-    adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False
+    adapter: ModelAdapter,
+    rows: torch.Tensor,
+    tokens: int,
+    window: int | None,
+    trailing: bool = False,
+    left_out: torch.Tensor | None = None,
 ) -> RowMask | None:
     """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`.
 
-    With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again.
+    With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again. Positions that are
+    ``left_out``, ``[positions]`` bool on a CPU, are seen by none.
     """
     if adapter.takes_positions:
         return as_positions(rows, tokens, window, trailing)
-    return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
+    mask = row_mask(rows, tokens, window)
+    if left_out is not None:
+        seen = torch.arange(tokens)[None] <= rows[:, None] if mask is None else mask[0, 0]
+        mask = (seen & ~left_out[:tokens])[None, None]
+    return adapter.kernel_mask(mask, rows, tokens, window)
 
 
 def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:

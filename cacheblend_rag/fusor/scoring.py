@@ -38,18 +38,23 @@ def question_attention(
     layer_kv: Callable[[int], LayerKV],
     rotaries: Rotaries,
     score_layers: Sequence[int],
+    left_out: torch.Tensor | None = None,
 ) -> Scores:
     """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
-    mean = adapter.sum_attention(
-        ids,
-        rows,
-        range(len(rows) - watched, len(rows)),
-        layer_kv,
-        rotaries.at(rows).to(adapter.dtype),
-        score_layers,
+    mean = (
+        None
+        if left_out is not None
+        else adapter.sum_attention(
+            ids,
+            rows,
+            range(len(rows) - watched, len(rows)),
+            layer_kv,
+            rotaries.at(rows).to(adapter.dtype),
+            score_layers,
+        )
     )
     if mean is None:  # the plain twin
-        found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
+        found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers, left_out)
         mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
     return Scores(mean, (rows,) * (score_layers[-1] + 1))
 
@@ -62,6 +67,7 @@ def attention_rows(
     layer_kv: Callable[[int], LayerKV],
     rotaries: Rotaries,
     layers: Sequence[int],
+    left_out: torch.Tensor | None = None,
 ) -> dict[int, torch.Tensor]:
     """Attention of the last of some rows over given KV, on some layers.
 
@@ -81,6 +87,8 @@ def attention_rows(
         Of all positions.
     layers : sequence of int
         Layers that are looked at, rising; nothing beyond the last is computed.
+    left_out : Tensor or None, [tokens], bool
+        Positions that no row sees, on a CPU; their KV must be finite.
 
     Returns
     -------
@@ -101,7 +109,7 @@ def attention_rows(
             kv = LayerKV(kv.keys[:, :, :tokens], kv.values[:, :, :tokens])
         like = part.start, window  # parts that begin alike run in the same form of attention
         if like not in masks:
-            masks[like] = kept_mask(adapter, some, kv.keys.shape[2], window)
+            masks[like] = kept_mask(adapter, some, kv.keys.shape[2], window, left_out=left_out)
         return adapter.run_layer(layer, hidden[part], kv, some, at_rows.at(part), masks[like])
 
     for layer in range(layers[-1] + 1):

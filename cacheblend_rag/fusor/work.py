@@ -98,6 +98,50 @@ def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> f
     return sum(full) + added * full[-1] + shape.head
 
 
+def expected_share(
+    shape: ModelShape,
+    tokens: int,
+    computed: Sequence[int],
+    reused: Sequence[int],
+    scored: Sequence[int],
+    *,
+    share: float = 0.0,
+    kept: float = 0.0,
+    begun: int = 0,
+) -> float:
+    """Work that a blended pass will do, as a share of the prefill in whose place it stands: the twin of `work_share`.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        The model.
+    tokens : int
+        Positions of the prompt.
+    computed : sequence of int
+        Positions that are computed whatever the rule keeps.
+    reused : sequence of int
+        Positions on which it decides.
+    scored : sequence of int
+        Positions that a scoring pass computes.
+    share : float
+        Share of the layers that it goes through.
+    kept : float
+        Share of the reused rows that is recomputed, over all layers.
+    begun : int
+        First positions that the prefill need not compute.
+    """
+    always, some, looked = (_RowCounts(rows) for rows in (computed, reused, scored))
+    last, prefilled = shape.layers[-1], _RowCounts(range(begun, tokens))
+    spared = _spared_work(last, always, 1) + kept * _spared_work(last, some, 0)
+    work = _through(shape, always) + share * _through(shape, looked) + kept * _through(shape, some) - spared
+    return (work + shape.head) / (_through(shape, prefilled) + shape.head)
+
+
+def _through(shape: ModelShape, rows: _RowCounts) -> float:
+    """Multiply-adds of some rows on all layers."""
+    return sum(_work(layer, rows) for layer in shape.layers)
+
+
 class _RowCounts:
     """How many rows there are and how many keys they see, counted once for all layers that share them."""
 

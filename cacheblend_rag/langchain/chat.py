@@ -437,9 +437,9 @@ class _Conversation:
     opening: str
     early: bool = True
 
-    def splitter(self, early: bool = True, most: int | None = None) -> AnswerSplitter:
+    def splitter(self, most: int | None = None) -> AnswerSplitter:
         """Splits the answer into text and calls, as it is written; see `AnswerSplitter`."""
-        return AnswerSplitter(self.tools, self.opening, early and self.early, most)
+        return AnswerSplitter(self.tools, self.opening, self.early, most)
 
     def chunk(self, split: AnswerSplitter, piece: str) -> ChatGenerationChunk | None:
         """The chunk of a stream for a piece of an answer, or of its thought; None if nothing may be handed out."""

@@ -107,12 +107,15 @@ def holds_chat_template(file: str | os.PathLike[str]) -> bool:
     Raises
     ------
     ModelLoadError
-        If it is no GGUF file.
+        If it is no GGUF file, or a damaged one.
     """
     path = Path(file).expanduser()
     _check_start(path)
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(b"tokenizer.chat_template", 0, _MOST_SETTINGS) >= 0
+        if content.find(b"tokenizer.chat_template", 0, _MOST_SETTINGS) >= 0:
+            return True
+    _header(path)  # a file that is cut off says nothing
+    return False
 
 
 def gguf_config(file: str | os.PathLike[str]) -> Any:
@@ -272,6 +275,8 @@ def _check_start(path: Path) -> None:
             start = file.read(4)
     except OSError as error:
         raise ModelLoadError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
+    if not start:
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is empty; fetch it anew")
     if start != b"GGUF":
         raise ModelLoadError(
             f"{str(path)!r} is not a GGUF file; name a GGUF file, a folder written by save_pretrained, or a hub id"
@@ -312,7 +317,8 @@ def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -
     if architecture not in ARCHITECTURES or ARCHITECTURES[architecture] not in FAMILIES or experts:
         raise UnsupportedModelError(
             f"the GGUF file {str(path)!r} is of the architecture {architecture!r}{' with experts' if experts else ''}, "
-            f"which is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"which is not supported; supported are {', '.join(ARCHITECTURES)}; of another, name the folder or hub id "
+            "of the original weights (safetensors)"
         )
 
 

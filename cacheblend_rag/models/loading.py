@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
 from transformers.utils import cached_file, find_adapter_config_file
@@ -22,11 +23,13 @@ from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_runs, why_plain
 from cacheblend_rag.models.gguf import holds_chat_template, is_gguf, opened_gguf
+from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
+from cacheblend_rag.models.model_names import name_remedy, why_no_model
 from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
-from cacheblend_rag.models.starters import starter_folder, starter_named, starters_of
+from cacheblend_rag.models.starters import starter_folder, starter_named
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
@@ -44,7 +47,6 @@ _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfold
 _QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
 # Values of device_map that leave the choice to transformers, and places that are no device of computing.
 _PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential", "disk", "meta")
-_TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -231,31 +233,57 @@ def load_model(
     check_choice("dtype", dtype, DTYPES)
     _check_device_map(model_kwargs.get("device_map"))
     target = _device(device)
-    if (base := _base_of(model)) is not None:
-        under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
-        return _with_adapter(under, os.fspath(model))
-    with _located(model, keep_converted) as (name, stays):
-        loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
+    with _found(model, model_kwargs):
+        if (base := _base_of(model)) is not None:
+            under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
+            return _with_adapter(under, _expanded(model))
+        with _located(model, keep_converted) as (name, stays):
+            loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
     processor = cache(partial(_load_processor, name, model_kwargs))
     return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None, processor)
 
 
 def has_chat_template(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any]) -> bool | None:
     """Whether a model has a chat template, by its small files alone; None where they do not say it."""
-    name = os.fspath(model)
-    if starter_named(model, "language model") is not None:
-        return True
-    if is_gguf(model):
-        return holds_chat_template(model)
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        of = partial(cached_file, name, **quiet, **_where(dict(model_kwargs)))
-        if of("chat_template.jinja") or of("chat_template.json"):
+    with _found(model, model_kwargs):
+        if starter_named(model, "language model") is not None:
             return True
-        settings = of("tokenizer_config.json")
-        return None if settings is None else bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError, TypeError):  # loading it says more
-        return None
+        if is_gguf(model):
+            return holds_chat_template(model)
+        try:
+            of = partial(cached_file, _expanded(model), **quiet, **_where(dict(model_kwargs)))
+            if of("chat_template.jinja") or of("chat_template.json"):
+                return True
+            settings = of("tokenizer_config.json")
+            read = {} if settings is None else json.loads(Path(settings).read_text("utf-8"))
+            return None if settings is None else bool(read.get("chat_template"))
+        except (OSError, ValueError, AttributeError, TypeError):  # loading it says more
+            return None
+
+
+@contextmanager
+def _found(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any], weights: bool = True) -> Iterator[None]:
+    """Within this, a model is loaded that there may be; a hub that does not answer is asked once.
+
+    Raises
+    ------
+    ModelLoadError
+        If there certainly is none.
+    """
+    elsewhere = any(name in model_kwargs for name in ("subfolder", "gguf_file", "config", "variant"))
+    if fault := why_no_model(model, weights=weights, elsewhere=elsewhere):
+        raise ModelLoadError(f"model {os.fspath(model)!r} could not be loaded: {fault}")
+    if starter_named(model, "language model") is not None:
+        yield
+        return
+    with hub_asked_once(model, model_kwargs):
+        yield
+
+
+def _expanded(model: str | os.PathLike[str]) -> str:
+    """A model's name with the user's home in place of ``~``."""
+    return os.path.expanduser(os.fspath(model))
 
 
 def _base_of(model: str | os.PathLike[str]) -> str | None:
@@ -268,7 +296,7 @@ def _base_of(model: str | os.PathLike[str]) -> str | None:
     ModelLoadError
         If the adapter does not say it.
     """
-    name = os.fspath(model)
+    name = _expanded(model)
     if os.path.isfile(name) or starter_named(model, "language model") is not None:  # neither asks a hub for anything
         return None
     try:
@@ -317,11 +345,15 @@ def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
     try:
         return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        why = " ".join(str(error).split())  # transformers writes several lines
         raise ModelLoadError(
-            f"the processor of model {name!r}, which reads its images, could not be loaded: {why}; install what it "
-            "needs, and save it beside the model by processor.save_pretrained"
+            f"the processor of model {name!r}, which reads its images, could not be loaded: {_one_line(error)}; "
+            "install what it needs, and save it beside the model by processor.save_pretrained"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    """The words of transformers, which writes several lines."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _template_of_processor(name: str) -> str | None:
@@ -349,7 +381,9 @@ def _load(
         before = None if model_kwargs or method else files_identity(name, dtype)
         with _refused(method):
             loaded = _weights(config, name, target, dtype, method, model_kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        where = _where(model_kwargs)
+        where.pop("subfolder", None)  # of the weights; tokenizers lie beside it
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
         if config.model_type in _CONTAINERS and not tokenizer.chat_template:
             tokenizer.chat_template = _template_of_processor(name)
     except (ConfigError, UnsupportedModelError):
@@ -359,27 +393,16 @@ def _load(
             raise
         remedy = f"leave it out; transformers' from_pretrained does not take it for this model ({error})"
         raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
+    except SafetensorError as error:
+        again = "fetch or save them anew; a file that git has fetched needs git-lfs"
+        raise ModelLoadError(
+            f"model {said!r} could not be loaded: its weights are damaged or cut off ({error}); {again}"
+        ) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
-        starters = starters_of("language model")
-        remedy = tag_remedy(said) or (
-            "name a folder written by save_pretrained, a GGUF file, an id that is in the local cache or can be "
-            f"downloaded, or a starter model ({', '.join(starters)})"
-        )
-        raise ModelLoadError(f"model {said!r} could not be loaded: {error}; {remedy}") from error
+        raise ModelLoadError(f"model {said!r} could not be loaded: {_one_line(error)}; {name_remedy()}") from error
     # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
-
-
-def tag_remedy(said: str | os.PathLike[str]) -> str:
-    """The names to use in place of a tag of Ollama's library, such as ``"llama3.2:3b"``; empty of any other name."""
-    if _TAG.fullmatch(os.fspath(said)) is None:
-        return ""
-    return (
-        "a tag of Ollama's library is no name here: name the model's id on the hub, such as "
-        f"'meta-llama/Llama-3.2-3B-Instruct', or the GGUF file that `ollama show --modelfile {os.fspath(said)}` "
-        "names behind FROM"
-    )
 
 
 def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:
@@ -454,7 +477,7 @@ def _located(model: str | os.PathLike[str], keep_converted: bool | None = None) 
         with opened_gguf(model, keep_converted) as folder:
             yield str(folder), keep_converted
     else:
-        yield os.fspath(model), True
+        yield _expanded(model), True
 
 
 @dataclass(frozen=True)
@@ -485,10 +508,11 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
         If the element type is not known.
     """
     check_choice("dtype", dtype, DTYPES)
-    if (base := _base_of(model)) is not None:
-        return load_geometry(base, dtype)
-    with _located(model) as (name, _):
-        return _geometry(os.fspath(model), name, dtype)
+    with _found(model, {}, weights=False):
+        if (base := _base_of(model)) is not None:
+            return load_geometry(base, dtype)
+        with _located(model) as (name, _):
+            return _geometry(os.fspath(model), name, dtype)
 
 
 def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
@@ -508,7 +532,9 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
             dtype=str(_stored_type(config) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"config and tokenizer of model {said!r} could not be loaded: {error}") from error
+        raise ModelLoadError(
+            f"config and tokenizer of model {said!r} could not be loaded: {_one_line(error)}; {name_remedy()}"
+        ) from error
     return geometry, tokenizer
 
 

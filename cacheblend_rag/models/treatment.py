@@ -11,7 +11,9 @@ from transformers import AutoConfig
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import why_plain
 from cacheblend_rag.models.gguf import gguf_config, is_gguf
-from cacheblend_rag.models.loading import auto_class, tag_remedy
+from cacheblend_rag.models.hub import hub_asked_once
+from cacheblend_rag.models.loading import auto_class
+from cacheblend_rag.models.model_names import name_remedy, why_no_model
 
 # Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
 _IN_FULL = ("bamba", "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba")
@@ -65,16 +67,15 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
     ModelLoadError
         If its config cannot be read.
     """
+    name = os.fspath(model)
+    if fault := why_no_model(model, weights=False):
+        raise ModelLoadError(f"model {name!r} cannot be checked: {fault}")
     try:
-        return treatment_of(gguf_config(model) if is_gguf(model) else AutoConfig.from_pretrained(os.fspath(model)))
+        with hub_asked_once(model, {}):
+            own = gguf_config(model) if is_gguf(model) else AutoConfig.from_pretrained(os.path.expanduser(name))
+        return treatment_of(own)
     except UnsupportedModelError as error:
         return Treatment("refused", error.reason or str(error))
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelLoadError(
-            f"the config of model {os.fspath(model)!r} cannot be read: {error}; "
-            + (
-                tag_remedy(model)
-                or "name a folder written by save_pretrained, a GGUF file, or an id that is in the local cache or can "
-                "be downloaded"
-            )
-        ) from error
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ModelLoadError(f"the config of model {name!r} cannot be read: {why}; {name_remedy()}") from error

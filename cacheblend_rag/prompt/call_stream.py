@@ -112,7 +112,7 @@ class AnswerSplitter:
         so that no client can read them.
         """
         pieces = self._grown(found)
-        return pieces + [CallPiece(number, _unreadable_end(self.calls[number].written)) for number in self.unread]
+        return pieces + [CallPiece(number, unreadable_end(self.calls[number].written)) for number in self.unread]
 
     @property
     def unread(self) -> list[int]:
@@ -141,7 +141,7 @@ class AnswerSplitter:
         return pieces
 
 
-def _unreadable_end(written: str) -> str:
+def unreadable_end(written: str) -> str:
     """An end of the beginning of some JSON with which it is none: a bracket that closes what is not open."""
     structure, string, _ = STRING.sub(r"\1", written).partition('"')
     opened = list[str]()

@@ -47,10 +47,10 @@ class Forgotten:
         keys += [_tails(hashed, pieces.stops[:1], length) for length in _LENGTHS if length <= sizes[0]][:1]
         keys += [_heads(hashed, pieces.starts[-1:], length) for length in _LENGTHS if length <= sizes[-1]][:1]
         entered = np.unique(np.concatenate(keys))
-        self._entered += len(entered)
+        slots, known = self._table.enter(entered, np.ones(len(entered), dtype=bool))
+        self._entered += int((~known).sum())
         if self._entered > self._limit:
             return False
-        slots, _ = self._table.enter(entered, np.ones(len(entered), dtype=bool))
         self._table.young.values["times"][slots] += 1
         return True
 

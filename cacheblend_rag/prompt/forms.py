@@ -11,12 +11,14 @@ import json
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 CUT_LEAST = 64
 """Characters besides white space that must be left of a document that was cut off; fewer could be a quotation."""
 
+# Characters besides white space that two texts which hold the same must have in common; twice as many always show.
+_SHARED = 48
 # Places of a form in the prompt that are looked at.
 _PLACES = 8
 # A form is looked for by so many of its first and of its last characters, and compared only where these stand.
@@ -102,6 +104,13 @@ class SqueezedText:
 
 def solid_forms(text: str) -> dict[str, str]:
     """The forms in which a text may be written, without white space, and what each is called."""
+    solid_text: dict[str, str] = {}
+    for form, name in _forms(text).items():
+        solid_text.setdefault(solid(form), name)
+    return solid_text
+
+
+def _forms(text: str) -> dict[str, str]:
     forms = {text: ""}
     if not text.isascii():
         for kind in _NORMAL_FORMS:
@@ -109,10 +118,38 @@ def solid_forms(text: str) -> dict[str, str]:
     for form, normal in [*forms.items()]:
         for name, write in _ESCAPES:
             forms.setdefault(write(form), f"{normal}, {name}" if normal else name)
-    solid_text: dict[str, str] = {}
-    for form, name in forms.items():
-        solid_text.setdefault(solid(form), name)
-    return solid_text
+    return forms
+
+
+def written_forms(text: str) -> list[str]:
+    """The forms in which messages may hold a text, which is the first: those of `solid_forms`, and JSON within JSON."""
+    forms = _forms(text)
+    for form, name in [*forms.items()]:
+        if not name or name.endswith("json-escaped"):
+            for twice, write in _ESCAPES:
+                if twice == "json-escaped":
+                    forms.setdefault(write(form), twice)
+    return [*forms]
+
+
+def form_sharer(texts: Iterable[str]) -> Callable[[str], bool]:
+    """Says of a text whether it holds one of some texts, or has a long stretch in common with one, in whatever form.
+
+    White space does not count. Some 96 characters in common are always found, and never fewer than 48. A shorter text
+    must be there whole.
+    """
+    parts, short = set[str](), set[str]()
+    for form in {solid(form) for text in texts for form in written_forms(text)} - {""}:
+        parts.update(form[at : at + _SHARED] for at in range(0, len(form) - _SHARED + 1, _SHARED))
+        if len(form) < 2 * _SHARED:
+            short.add(form)
+
+    def shares(text: str) -> bool:
+        whole = solid(text)
+        stretches = (whole[at : at + _SHARED] for at in range(len(whole) - _SHARED + 1))
+        return any(one in parts for one in stretches) or any(one in whole for one in short)
+
+    return shares
 
 
 def may_hold(text: SqueezedText, document: str) -> bool:

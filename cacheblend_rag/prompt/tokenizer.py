@@ -210,6 +210,10 @@ class PromptTokenizer:
         """Ids of a text by itself, without what opens a text."""
         return self._encode(text).ids
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text that ids are read as; characters of which some bytes are missing are replaced at its ends."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenise a prompt.
 

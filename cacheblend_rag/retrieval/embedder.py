@@ -25,6 +25,8 @@ from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.config import check_names
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
+from cacheblend_rag.models.hub import hub_asked_once
+from cacheblend_rag.models.model_names import why_no_model
 from cacheblend_rag.models.starters import starter_folder, starter_named
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
@@ -349,12 +351,18 @@ def _check_others(others: Mapping[str, Any]) -> None:
 def _load(model: str | os.PathLike[str], loading: Mapping[str, Any]) -> SentenceTransformer:
     name = os.fspath(model)
     try:
+        if fault := why_no_model(model, "embedder"):
+            raise ModelLoadError(f"the embedding model {name!r} cannot be loaded: {fault}")
         starter = starter_named(model, "embedder")
         path = Path(name).expanduser() if starter is None else starter_folder(starter)
+        cache = loading.get("cache_folder") or os.environ.get("SENTENCE_TRANSFORMERS_HOME")
+        with hub_asked_once(str(path) if path.exists() else name, {**loading, "cache_dir": cache}, "embedder"):
+            return _loaded(name, path, loading)
     except ModelLoadError as error:
         raise EmbedderError(str(error)) from error
-    if not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise EmbedderError(f"the embedding model {name} does not exist; name the folder of a saved model")
+
+
+def _loaded(name: str, path: Path, loading: Mapping[str, Any]) -> SentenceTransformer:
     from sentence_transformers import SentenceTransformer
 
     try:

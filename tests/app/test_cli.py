@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,27 @@ def test_warm_chunks_hit_and_files_are_followed(
     assert "3 chunks of 3 files indexed (1 embedded now)" in second.err
     assert "(2 hits, 1 misses; " in second.out
     assert "3 there already" in second.err
+
+
+def test_terminal_of_a_command_shows_no_lines_of_other_packages(model_path: Path, docs: Path, tmp_path: Path) -> None:
+    """Bars are drawn on terminals alone; torch, torchao and bitsandbytes warn of themselves when they are imported."""
+    known = ["--docs", str(docs), "--model", str(model_path), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
+    command = ["ask", "Which leaf fell?", *known, "--data-dir", str(tmp_path / "data"), "--max-new-tokens", "2"]
+    shown, terminal = pty.openpty()
+    started = [sys.executable, "-m", "cacheblend_rag", *command]
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    lines = bytearray()
+    with suppress(OSError):  # how a terminal ends
+        while some := os.read(shown, 4096):
+            lines += some
+    os.close(shown)
+    process.communicate()
+    said = lines.decode()
+    assert process.returncode == 0, said
+    assert "4 chunks of 4 files indexed" in said
+    for other in ("Loading weights", "_pytree", "torchao", "Failed to load", "bitsandbytes"):
+        assert other not in said
 
 
 def test_comparison_shows_every_method(

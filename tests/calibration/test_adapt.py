@@ -321,7 +321,9 @@ def test_the_command_adapts_and_engines_use_it(
         (docs / f"{seed}.txt").write_text("\n\n".join(tiny.text(60, 10 * seed + part) for part in range(4)))
     arguments = ["--model", str(folder), "--docs", str(docs), "--data-dir", str(tmp_path / "data"), "--steps", "6"]
     assert main(["adapt", *arguments]) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert "adapting on 22 prompts: 6 are learned from in 6 steps, 16 held back\nadapting: the first pass took" in told
+    assert "in all, for 102 passes\n" in told
     assert "on 16 prompts that were held back" in said
     with BlendEngine.from_pretrained(folder, store=tmp_path / "data" / "kv") as engine:
         assert (engine.condition == "learned") == ("kept in" in said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -474,7 +475,12 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     small = ["--prompts", "6", "--chunks", "3", "--answer-tokens", "3", "--device", "cpu"]
     kept_in = tmp_path / "searched"
     assert main([*given, *small, "--tolerance", "5", "--out", str(kept_in)]) == 0
-    assert "chosen: chunks behind" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "chosen: chunks behind" in told.out
+    about, first, *_ = [line for line in told.err.splitlines() if line.startswith("calibrating")]
+    assert about == "calibrating on 6 prompts: 2 are searched on, 4 only check the result"
+    assert re.fullmatch(r"calibrating: the first pass took .* s: roughly .* in all, for about \d+ passes", first)
+    assert "Loading weights" not in told.err
     assert (kept_in / "results.jsonl").exists()
     assert main([*given, *small, "--tolerance", "5"]) == 0
     said = capsys.readouterr().out

@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection import (
     RULES,
@@ -243,6 +244,33 @@ def test_scoring_reads_no_undefined_rows_before_the_question() -> None:
             scores.append(question_attention(adapter, ids, rows, 10, kv.__getitem__, rotaries, (1, 2)).attention)
     assert scores[1].isfinite().all()
     torch.testing.assert_close(*scores)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
+def test_scoring_pass_leaves_out_chunks_that_are_not_stored(family: str) -> None:
+    """The attention to other chunks is the same, whatever stands in these, and however little of them is defined."""
+    model, missing, seen = tiny.model(family), range(12, 30), list[torch.Tensor]()
+
+    class Watch(FixedRule):
+        score_layers = (1, 3)
+
+        def begin(self, view: StartView) -> torch.Tensor:
+            assert view.attention is not None
+            seen.append(view.attention)
+            return view.positions.new_empty(0)
+
+    adapter, question = ModelAdapter(model), range(40, 50)
+    for first, undefined in ((5, 0.0), (90, float("nan"))):
+        ids = [*range(5, 17), *range(first, first + len(missing)), *range(40, 60)]
+        kv = random_kv(model, len(ids))
+        for layer in kv:
+            layer.keys[:, :, :30] = layer.values[:, :, :30] = undefined
+        plan = FusionPlan(ids, [], [range(30, 40)], range(0), question, [missing])
+        done = fuse(adapter, plan, kv, Watch()).done
+        assert done.scored[0].tolist() == [*range(12), *question]
+        assert len(done.computed[0]) == 40
+    assert seen[0].isfinite().all()
+    torch.testing.assert_close(*seen)
 
 
 def test_query_takes_what_the_question_attends_to_most() -> None:

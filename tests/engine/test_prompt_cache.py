@@ -332,7 +332,10 @@ def test_check_begins_with_exact_kv_and_leaves_its_own(monkeypatch: pytest.Monke
         assert_layers_close(kept.cache.layers, tiny.cache_of(plain).layers, model)
         again = engine.generate(opening, max_new_tokens=40, verify="always")
         assert again.token_ids == checked.token_ids
-        assert again.verification.reason == "the prompt was prefilled in full"
+        reused = again.report.reused_tokens
+        assert reused == again.report.resumed_tokens == again.report.prompt_tokens - 1
+        said = f"exact KV of {reused} tokens of its beginning was reused, and the rest of the prompt was prefilled"
+        assert (again.verification.status, again.verification.reason) == ("verified", said)
         assert again.report.computed_tokens == (1,) * 4
 
 
@@ -349,7 +352,7 @@ def test_idle_check_leaves_exact_kv_of_the_answer_that_it_gives() -> None:
         assert kept.token_ids[kept.prompt_tokens :] != tuple(answer.token_ids[:-1])
         again = engine.generate(PROMPT, max_new_tokens=40)
         assert again.text == answer.text[: found.position] + found.after
-        assert again.verification.reason == "the prompt was prefilled in full"
+        assert again.verification.reason.startswith(f"exact KV of {again.report.reused_tokens} tokens of ")
 
 
 def test_idle_check_of_a_forgotten_chunk_puts_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:

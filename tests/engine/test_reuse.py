@@ -214,8 +214,10 @@ def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
         assert fused.report.plain
         assert fused.report.chunk_tokens == tokens
         assert store.kept == {}
-        assert not engine.with_config(min_tokens=tokens).fuse(PROMPT).report.plain
+        enough = engine.with_config(min_tokens=tokens)
+        enough.fuse(PROMPT)
         assert len(store.kept) == 4
+        assert not enough.fuse(PROMPT).report.plain
 
 
 def test_text_is_split_like_the_prompt_it_spells_if_the_option_says_so() -> None:

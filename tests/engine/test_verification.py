@@ -140,6 +140,21 @@ def test_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.MonkeyP
             assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
 
 
+def test_held_answer_says_why_nothing_was_reused_and_what_of_its_beginning_was() -> None:
+    with engine_of(prompt_cache="auto") as engine:
+        engine.warm(CHUNKS)
+        held = engine.generate(PROMPT, max_new_tokens=3, verify="held")
+        assert (held.report.plain, held.report.plain_reason) == (True, "verify='held' lets full prefill answer")
+        assert held.verification.reason == "the prompt was prefilled in full"
+        again = engine.generate(PROMPT, max_new_tokens=3, verify="held")
+        assert again.token_ids == held.token_ids
+        reused = again.report.resumed_tokens
+        assert reused == again.report.reused_tokens > 0
+        assert again.verification.reason.startswith(f"exact KV of {reused} tokens of its beginning was reused")
+        short = engine.generate("What fell?", max_new_tokens=3, verify="held").report
+        assert (short.plain, short.plain_reason) == (True, ""), "it had been prefilled anyway"
+
+
 def test_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
     """The prefix is exact where it stands, but a folder holds it in eight bits."""
     with engine_of(store=tmp_path) as engine:

@@ -15,7 +15,7 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, HuggingFaceEmbeddings
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.embedding import HuggingFaceEmbedding
-from cacheblend_rag.models.loading import tag_remedy
+from cacheblend_rag.models.model_names import tag_remedy
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.integrations.retrieval.conftest import static_model
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import json
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,7 +126,7 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
     reports: list[BlendReport],
 ) -> None:
     engine = tiny_engine(find_repeated=True, min_tokens=150)
-    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [G, B, A])):
+    for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [B, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     assert [one.plain for one in reports] == [True, True, True, False]
     assert [[use.hit for use in one.found] for one in reports[1:3]] == [[False], [False]]
@@ -134,6 +137,15 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
         for number, texts in enumerate(([A, B, C], [D, A])):
             engine.generate(stuffed(texts, number), max_new_tokens=2)
         assert not found_keys(engine)
+
+
+def test_prompt_of_which_little_was_found_is_prefilled(reports: list[BlendReport]) -> None:
+    engine, others = tiny_engine(find_repeated=True, min_tokens=1), map(passage, range(7, 11))
+    for number, texts in enumerate(([A, B, C], [D, A, E], [F, *others, A])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    assert [one.plain for one in reports] == [True] * 3
+    assert [one.plain_reason != "" for one in reports] == [False, True, True]
+    assert [[use.hit for use in one.found] for one in reports] == [[], [False], [False]], "A was stored"
 
 
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
@@ -199,6 +211,38 @@ def test_erasing_a_text_erases_what_holds_it_and_what_is_part_of_it(text: str, r
     assert not any(holds_some(*one) for one in engine.store.infos(""))
     engine.generate(stuffed([G, A, C], 4), max_new_tokens=2)
     assert not any(holds_some(*one) for one in engine.store.infos("")), "it must be seen twice again"
+
+
+QUOTED = "\n".join(f'Er sagte "{tiny.text(5, 900 + at)}" – nämlich\t{tiny.text(4, 950 + at)}.' for at in range(9))
+FORMS: dict[str, Callable[[str], str]] = {
+    "JSON": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "JSON in ASCII": lambda text: json.dumps(text)[1:-1],
+    "JSON in JSON": lambda text: json.dumps(json.dumps(text)[1:-1])[1:-1],
+    "one line": lambda text: " ".join(text.split()),
+    "wrapped": lambda text: "\n> ".join(textwrap.wrap(text, 30)).replace("> ", "  "),
+    "HTML": html.escape,
+    "as it is": str,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_erasing_a_text_erases_the_forms_in_which_messages_held_it(form: str, reports: list[BlendReport]) -> None:
+    engine = tiny_engine(find_repeated=True, prompt_cache="auto")
+    written = FORMS[form](QUOTED)
+    for number, texts in enumerate(([A, written, C], [D, E, written])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+
+    def holding() -> list[str]:
+        texts = [engine.tokenizer.decode(info.token_ids + info.behind) for _, info in engine.store.infos("")]
+        texts += [engine.tokenizer.decode(one.token_ids) for one in engine.prompts._kept]
+        return [one for one in texts if tiny.text(5, 904) in one.replace("\n", "").replace("  ", " ")]
+
+    assert holding()
+    engine.forget([QUOTED])
+    assert not holding()
+    engine.generate(stuffed([G, written, F], 2), max_new_tokens=2)
+    assert reports[-1].found == (), "it must be seen twice again"
+    assert not [key for key, _ in engine.store.infos("")]
 
 
 def test_waiting_records_of_an_erased_text_are_not_stored() -> None:

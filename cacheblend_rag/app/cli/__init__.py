@@ -14,6 +14,7 @@ from cacheblend_rag.app.cli.calibrate import add_adapt, add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
 from cacheblend_rag.app.cli.keys import add_keys
 from cacheblend_rag.app.cli.models import add_models
+from cacheblend_rag.app.cli.other_packages import others_muted
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
 from cacheblend_rag.errors import CacheBlendError
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        status: int = parsed.run(parsed)
+        with others_muted():
+            status: int = parsed.run(parsed)
         return status
     except CacheBlendError as error:
         print(f"cacheblend-rag: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.loading_bars import bars_hidden
 from cacheblend_rag.retrieval.documents import by_suffix
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     from cacheblend_rag.app.folder_rag import FolderRAG
 
-    with screen.mute_logs(), FolderRAG(options) as rag:
+    with screen.mute_logs(), bars_hidden(), FolderRAG(options) as rag:
         yield screen, rag
 
 
@@ -146,7 +147,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
         screen.warn(
             f"{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved."
         )
-    how = "plain prefill" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
+    resumed = f" behind {info['resumed_tokens']} kept tokens" if info["resumed_tokens"] else ""
+    how = f"plain prefill{resumed}" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
     screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")
 

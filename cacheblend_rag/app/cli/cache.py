@@ -6,8 +6,9 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, data_folder, rag_options
@@ -76,8 +77,10 @@ def _stats(parsed: argparse.Namespace) -> int:
 
 
 def _list(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.engine.segments import FOUND
+
     with _store(parsed) as store:
-        documents = _documents(parsed)
+        documents, salts = _documents(parsed), _salts(data_folder(parsed))
         found: dict[str, list[tuple[DiskEntry, RecordInfo | None]]] = {}
         for entry, info in _infos(store):
             found.setdefault(_model_name(info), []).append((entry, info))
@@ -86,9 +89,43 @@ def _list(parsed: argparse.Namespace) -> int:
             for entry, info in records:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_at))
                 what = f"{info.kind:<6} {info.tokens:>6} tokens" if info else "cannot be read"
-                source = documents.get(info.token_ids, "") if info else ""
-                print(f"  {entry.key[:12]}  {what:<20} {_megabytes(entry.bytes):>12}  used {used}  {source}".rstrip())
+                source = _found_by(entry.key, info, salts) or documents.get(info.token_ids, "") if info else ""
+                key = entry.key.removeprefix(FOUND)[:12]
+                print(f"  {key}  {what:<20} {_megabytes(entry.bytes):>12}  used {used}  {source}".rstrip())
     return 0
+
+
+def _found_by(key: str, info: RecordInfo, salts: Mapping[str, str]) -> str:
+    """Whose text that was found in messages a record is of; empty of any other. Its words are stored nowhere."""
+    from cacheblend_rag.engine.segments import FOUND
+    from cacheblend_rag.store.stored_kv import record_key
+
+    if not key.startswith(FOUND):
+        return ""
+    for name, salt in salts.items():
+        own = record_key(
+            fingerprint=info.fingerprint,
+            salt=salt,
+            kind=info.kind,
+            context_ids=info.context_ids,
+            token_ids=info.token_ids,
+            contexts=info.contexts,
+            learned=info.learned,
+        )
+        if key.endswith(own):
+            return f"found text of {name}"
+    return "found text of a tenant that is not known here"
+
+
+def _salts(folder: Path) -> dict[str, str]:
+    """The salt of each tenant that has a folder of its own, and of those who need no key, by name."""
+    from cacheblend_rag.config import BlendConfig
+
+    found = {"everyone without a key": BlendConfig().salt}
+    for path in sorted((folder / "tenants").glob("*/salt")):
+        with suppress(OSError, ValueError):  # of a tenant whose folder only the server may read
+            found[f"tenant {path.parent.name}"] = path.read_text(encoding="ascii").strip()
+    return found
 
 
 def _documents(parsed: argparse.Namespace) -> dict[tuple[int, ...], str]:

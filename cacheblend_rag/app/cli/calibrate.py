@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
+from cacheblend_rag.models.loading_bars import bars_hidden
 
 if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt
@@ -32,13 +33,16 @@ def _adapt(parsed: argparse.Namespace) -> int:
 
     options = AdaptOptions(steps=parsed.steps)
     prompts, corpus = read_prompts(parsed, options.steps + options.held_back)
-    with BlendEngine.from_pretrained(
-        parsed.model or DEFAULT_MODEL,
-        config=BlendConfig(condition="context"),
-        store=data_folder(parsed) / "kv",
-        device=parsed.device,
-        dtype=parsed.dtype,
-    ) as engine:
+    with (
+        bars_hidden(),
+        BlendEngine.from_pretrained(
+            parsed.model or DEFAULT_MODEL,
+            config=BlendConfig(condition="context"),
+            store=data_folder(parsed) / "kv",
+            device=parsed.device,
+            dtype=parsed.dtype,
+        ) as engine,
+    ):
         adapted = adapt(engine, frame_prompts(prompts, engine.tokenizer), options, corpus=corpus)
         print(adapt_report(adapted))
         if not adapted.nearer:
@@ -82,13 +86,16 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
     prompts, corpus = read_prompts(parsed, parsed.prompts)
-    with BlendEngine.from_pretrained(
-        parsed.model or DEFAULT_MODEL,
-        config=BlendConfig(recompute_ratio=0.15),
-        store=data_folder(parsed) / "kv",
-        device=parsed.device,
-        dtype=parsed.dtype,
-    ) as engine:
+    with (
+        bars_hidden(),
+        BlendEngine.from_pretrained(
+            parsed.model or DEFAULT_MODEL,
+            config=BlendConfig(recompute_ratio=0.15),
+            store=data_folder(parsed) / "kv",
+            device=parsed.device,
+            dtype=parsed.dtype,
+        ) as engine,
+    ):
         prompts = frame_prompts(prompts, engine.tokenizer)
         folder = Path(parsed.out) if parsed.out else None
         settings, found = calibrate(engine, prompts, options, corpus=corpus, folder=folder)

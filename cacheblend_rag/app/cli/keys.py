@@ -1,4 +1,4 @@
-"""``cacheblend-rag keys``: make, list and revoke API keys of the server."""
+"""``cacheblend-rag keys``: make, list and revoke API keys of the server, and see what is used with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options
+from cacheblend_rag.app.cli.use import add_use
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ConfigError
 
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 
 def add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its own commands."""
-    keys = commands.add_parser("keys", help="make, list and revoke API keys of the server")
+    keys = commands.add_parser("keys", help="make, list and revoke API keys of the server, and see their use")
     kinds = keys.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = kinds.add_parser("add", help="make a key and show it, once")
     add.add_argument("name", metavar="NAME", help="of the key, such as who uses it")
     whose = add.add_mutually_exclusive_group()
     whose.add_argument("--tenant", metavar="T", help="whose documents it opens (default: the key's name)")
-    whose.add_argument("--metrics", action="store_true", help="it only reads /metrics, of all tenants")
+    whose.add_argument("--metrics", action="store_true", help="it reads counts of all tenants, and nothing else")
     listing = kinds.add_parser("list", help="names, tenants and when they were made; keys themselves are not kept")
+    add_use(kinds)
     revoke = kinds.add_parser("revoke", help="let a key open nothing any more")
     revoke.add_argument("name", metavar="NAME", help="of the key")
     kept = "with the last key of a tenant its conversations are erased; keep them"

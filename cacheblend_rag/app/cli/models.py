@@ -71,6 +71,7 @@ def _get(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.errors import CacheBlendError
+    from cacheblend_rag.models.model_names import why_no_model
     from cacheblend_rag.models.starters import STARTERS
     from cacheblend_rag.models.treatment import expected_treatment
 
@@ -85,6 +86,8 @@ def _check(parsed: argparse.Namespace) -> int:
             unread += 1
             continue
         print(f"{name}: {found}")
+        if starter is None and (fault := why_no_model(name)):  # a config without weights, which says enough for this
+            print(f"{name}: {fault}", file=sys.stderr)
         refused += str(found).startswith("refused")
     return 2 if unread else int(refused > 0)
 

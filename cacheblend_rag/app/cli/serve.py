@@ -15,6 +15,7 @@ from cacheblend_rag.app.cli.configuration import (
 )
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.models.loading_bars import bars_hidden
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,4 +61,5 @@ def _serve(parsed: argparse.Namespace) -> int:
             from cacheblend_rag.app.server.app import serve
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "fastapi", "app") from error
-        return serve(settings)  # some values can only be judged beside the model
+        with bars_hidden():
+            return serve(settings)  # some values can only be judged beside the model

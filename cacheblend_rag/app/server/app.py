@@ -31,6 +31,8 @@ from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
 from cacheblend_rag.app.server.api.saved import router as saved_router
+from cacheblend_rag.app.server.api.shares import router as shares_router
+from cacheblend_rag.app.server.api.tenants import router as tenants_router
 from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
@@ -272,6 +274,8 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     app.include_router(rag_router)
     app.include_router(kept_router)
     app.include_router(saved_router)
+    app.include_router(shares_router)
+    app.include_router(tenants_router)
     app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)

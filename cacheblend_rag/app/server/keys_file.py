@@ -191,6 +191,11 @@ class KeysFile:
         """All tenants that have a key."""
         return list(dict.fromkeys(one.tenant for one in self._keys.values() if one.tenant is not None))
 
+    def entries(self) -> list[KeyEntry]:
+        """All keys that there are now."""
+        self._look()
+        return list(self._keys.values())
+
     def find(self, key: str) -> KeyEntry | None:
         """The entry of a key."""
         self._look()

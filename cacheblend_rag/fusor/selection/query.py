@@ -15,8 +15,8 @@ from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartV
 class SelectQuery(FixedRule):
     """Recompute the tokens the question attends to most, on every layer.
 
-    A scoring pass runs the always-computed rows over the reused KV, up to the last scoring layer. The report counts
-    its work.
+    A scoring pass runs the always-computed rows over the reused KV, up to the last scoring layer. On a CPU it leaves
+    out chunks that are not stored. The report counts its work.
 
     Parameters
     ----------

@@ -13,37 +13,48 @@ that are not reused it is said why:
 
 - ``beginning``: in all earlier prompts the passage stood behind the same text, so that it counted once.
 - ``message``: one message alone held it so far, which the client sent again.
-- ``few``: a span that was found before, in a prompt with less than ``min_tokens`` in chunks.
+- ``few``: a span that was found before, in a prompt that has less than ``min_tokens`` in chunks, or of which too little
+  is stored to be worth reading.
 - ``border``: in other spans before, or in none.
 
-Times are those of ``--model``: two servers, one of which finds nothing, get the last ``--timed`` prompts in turn. The
-machine may have other work, so ratios are those of a prompt's two first tokens, one after the other.
+Times are those of ``--model``, of one process, which answers each of the last ``--timed`` prompts in two ways in turn:
+with repeated text found, and without. The machine may have other work, so ratios are those of a prompt's two first
+tokens, one after the other, in time and in processor time. Prompts before the timed ones are looked through, and of
+what repeats in them, KV is stored where a timed prompt has it. They are not answered.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.calibration.datasets import EvalCase, load_cases
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL
+from cacheblend_rag.engine.pipeline import Lookup, chunks_of
 from cacheblend_rag.engine.segments import FOUND
+from cacheblend_rag.engine.write_back import run_all
 from cacheblend_rag.models.loading import load_geometry
+from cacheblend_rag.prompt.repeated import said_in
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import build_index
 from cacheblend_rag.retrieval.splitting import SplitSettings
@@ -56,8 +67,9 @@ from docs.benchmarks.scripts.served import served
 
 __all__ = ["Replay", "main", "replay"]
 
-_PASSAGES = 4
 _TURNS = 5
+# Share of a prompt's tokens that are read, from which on it counts as one that hits.
+_HALF = 0.5
 _THIRD = 2  # sights before
 
 
@@ -159,7 +171,7 @@ def _cause(sights: Sequence[tuple[str, str]], few: bool) -> str:
     return "message" if len(messages) == 1 else "border"
 
 
-def conversations(cases: Sequence[EvalCase], count: int, seed: int, folder: Path) -> list[Turn]:
+def conversations(cases: Sequence[EvalCase], count: int, seed: int, folder: Path, passages: int = 4) -> list[Turn]:
     """So many questions with what is retrieved for each, in conversations about one article each."""
     documents = folder / "documents"
     documents.mkdir()
@@ -176,19 +188,20 @@ def conversations(cases: Sequence[EvalCase], count: int, seed: int, folder: Path
         chosen = drawn.sample(by_title[drawn.choice(sorted(by_title))], _TURNS)
         before = list[tuple[str, str]]()
         for case in chosen[: count - len(turns)]:
-            found = index.store.similarity_search(case.question, k=_PASSAGES)
-            passages = tuple(Passage(str(one.metadata["source"]), one.page_content) for one in found)
-            turns.append(Turn(case.question, passages, tuple(before)))
+            found = index.store.similarity_search(case.question, k=passages)
+            read = tuple(Passage(str(one.metadata["source"]), one.page_content) for one in found)
+            turns.append(Turn(case.question, read, tuple(before)))
             before.append((case.question, case.answers[0]))
     return turns
 
 
 def _tiny_model(folder: Path, tokenizer: Any) -> Path:
+    """A narrow model whose attention and scoring pass have about the shares of the work that the starter's have."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        intermediate_size=2048,
+        num_hidden_layers=16,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=8192,
@@ -254,26 +267,153 @@ def _no_documents(folder: Path) -> Path:
     return made
 
 
-def measure_times(turns: Sequence[Turn], names: Sequence[str], model: str, timed: int, folder: Path) -> dict[str, Any]:
-    """First tokens of the last prompts of some clients, with repeated text found and without, in turn."""
-    keys, results = _keys(len(names)), dict[str, Any]()
-    arguments = ["--model", model, "--docs", str(_no_documents(folder))]
-    with ExitStack() as stack:
-        on = stack.enter_context(served(_made(folder / "on"), keys, arguments))
-        off = stack.enter_context(served(_made(folder / "off"), keys, [*arguments, "--find-repeated", "off"]))
-        for name, key in zip(names, keys.values(), strict=True):
-            client = CLIENTS[name]
-            ways = {"found": _asking(on, key), "full prefill": _asking(off, key)}
-            for turn in turns[:-timed]:
-                ways["found"](client.messages(turn))
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for number, turn in enumerate(turns[-timed:]):
-                for way in sorted(ways, reverse=bool(number % 2)):
-                    made = ways[way](client.messages(turn))["cacheblend"][0]
-                    seconds[way].append(made["ttft_s"])
-            results[name] = seconds
-            print(f"{name}: {seconds}", file=sys.stderr)
-    return results
+@dataclass(frozen=True)
+class Timed:
+    """A prompt's two first tokens.
+
+    Attributes
+    ----------
+    prompt_tokens : int
+    passage_tokens : int
+        Of its passages.
+    found_tokens, stored_tokens, read_tokens : int
+        In spans that an earlier prompt had; of these, those that were stored; of these, those that were read.
+    begun_tokens : int
+        At its beginning, that both ways read from memory: those of the full prefill.
+    seconds, processor_seconds : dict of str to float
+        To the first token, by way; looking for repeated text is part of it.
+    """
+
+    prompt_tokens: int
+    passage_tokens: int
+    found_tokens: int
+    stored_tokens: int
+    read_tokens: int
+    begun_tokens: int
+    seconds: dict[str, float]
+    processor_seconds: dict[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of all tokens that the full prefill computes, those that were read in its place."""
+        return self.read_tokens / max(1, self.prompt_tokens - self.begun_tokens)
+
+
+_WAYS = ("found", "full prefill")
+
+
+class Chat:
+    """Answers a client's messages within this process.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Looks for text that repeats, or not; stores nothing.
+    """
+
+    def __init__(self, engine: BlendEngine) -> None:
+        self.engine, self.pipeline = engine, engine.chunks.pipeline
+
+    def prompt(self, messages: Messages) -> Prompt:
+        """The prompt as a server would make it; it counts as seen."""
+        text = self.engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.engine.chunks.with_repeated(Prompt(suffix=text), said_in(text, messages))
+
+    def _chunks(self, prompt: Prompt) -> tuple[Lookup, dict[str, str]]:
+        """All chunks of a prompt, none of them read, and the text of each by its key."""
+        fit = self.pipeline.split(prompt)
+        chunks = chunks_of(self.pipeline.segments, fit, fit.split)
+        texts = {one.key: located.text for one, located in zip(chunks, fit.split.located, strict=True)}
+        return Lookup(fit, fit.split, chunks=chunks), texts
+
+    def store(self, prompt: Prompt, wanted: set[str]) -> None:
+        """Store chunks of a prompt, as far as they are wanted."""
+        lookup, texts = self._chunks(prompt)
+        run_all({key: job for key, job in self.pipeline.chunk_jobs(lookup).items() if texts[key] in wanted})
+
+    def stored(self, prompt: Prompt) -> int:
+        """Tokens of a prompt's chunks that are stored."""
+        lookup, _ = self._chunks(prompt)
+        pairs = zip(lookup.split.chunks, lookup.chunks, strict=True)
+        return sum(len(span) for span, one in pairs if self.engine.store.contains(one.key))
+
+    def first_token(self, messages: Messages) -> tuple[Prompt, BlendReport, float, float]:
+        """The prompt, the report, and the time and the processor time of its first token."""
+        began, spent = time.perf_counter(), time.process_time()
+        prompt = self.prompt(messages)
+        report = self.engine.generate(prompt, max_new_tokens=1).report
+        return prompt, report, time.perf_counter() - began, time.process_time() - spent
+
+
+def measure_times(engine: BlendEngine, client: Client, turns: Sequence[Turn], timed: int, name: str) -> list[Timed]:
+    """First tokens of the last prompts of a client, with repeated text found and without, in turn.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Of which each way is a tenant.
+    client : Client
+    turns : sequence of Turn
+    timed : int
+    name : str
+        Of the client.
+    """
+    chats = {way: Chat(engine.with_config(salt=f"{name} {way}", find_repeated=way == "found")) for way in _WAYS}
+    wanted, here = _wanted(Chat(engine.with_config(salt=name)), client, turns, timed), chats["found"]
+    for turn in turns[:-timed]:
+        here.store(here.prompt(client.messages(turn)), wanted)
+    result = list[Timed]()
+    for number, turn in enumerate(turns[-timed:]):
+        messages, made = client.messages(turn), dict[str, tuple[Prompt, BlendReport, float, float]]()
+        for way in sorted(_WAYS, reverse=bool(number % 2)):
+            made[way] = chats[way].first_token(messages)
+        prompt, report, *_ = made["found"]
+        text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if list(report.input_ids) != engine.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            raise SystemExit("the engine reads other tokens than the chat template gives")
+        passages = [client.written(one.text) for one in dict.fromkeys(turn.passages)]
+        result.append(
+            Timed(
+                report.prompt_tokens,
+                sum(len(engine.tokenizer(one, add_special_tokens=False)["input_ids"]) for one in passages),
+                sum(one.tokens for one in report.found),
+                here.stored(prompt),
+                sum(one.tokens for one in report.found if one.hit),
+                made["full prefill"][1].resumed_tokens,
+                {way: made[way][2] for way in _WAYS},
+                {way: made[way][3] for way in _WAYS},
+            )
+        )
+        here.store(prompt, wanted)
+        print(f"{name}: {result[-1]}", file=sys.stderr)
+    return result
+
+
+def _wanted(chat: Chat, client: Client, turns: Sequence[Turn], timed: int) -> set[str]:
+    """The chunks that timed prompts will have: no other is read, so no other is stored."""
+    prompts = [chat.prompt(client.messages(turn)) for turn in turns]
+    return {one.text for prompt in prompts[-timed:] for one in chat.pipeline.split(prompt).split.located}
+
+
+def summary_of(timed: Sequence[Timed]) -> dict[str, Any]:
+    """Medians of the ratios of prompts that hit, and of the others, to full prefill."""
+    parts = {
+        "half or more read": [one for one in timed if one.share >= _HALF],
+        "less read": [one for one in timed if one.share < _HALF],
+    }
+    return {name: _ratios(of) for name, of in parts.items() if of}
+
+
+def _ratios(of: Sequence[Timed]) -> dict[str, Any]:
+    def ratio(seconds: dict[str, float]) -> float:
+        return seconds["found"] / seconds["full prefill"]
+
+    return {
+        "prompts": len(of),
+        "ratio": statistics.median(ratio(one.seconds) for one in of),
+        "processor_ratio": statistics.median(ratio(one.processor_seconds) for one in of),
+        "worst_processor_ratio": max(ratio(one.processor_seconds) for one in of),
+    }
 
 
 def _made(folder: Path) -> Path:
@@ -282,25 +422,27 @@ def _made(folder: Path) -> Path:
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """Shares, causes of loss and times by client."""
+    """Shares and causes of loss by client."""
     rows, causes = [], ("beginning", "message", "few", "border")
     for name, one in found["clients"].items():
         of = max(1, one["passage_tokens"])
         row = [name, f"{one['passage_tokens']:,}", f"{one['share']:.3f}"]
         row += [f"{one['lost'].get(cause, 0) / of:.3f}" for cause in causes]
-        row += [str(one["spans"]), str(one["wrong_spans"])]
-        if times := found.get("seconds", {}).get(name):
-            row += [f"{statistics.median(times[way]):.2f} s" for way in ("found", "full prefill")]
-            row.append(f"{statistics.median(map(_ratio, times['found'], times['full prefill'])):.2f}")
-        elif "seconds" in found:
-            row += ["", "", ""]
-        rows.append(row)
-    head = ["client", "passage tokens", "share", *causes, "spans that hit", "wrong"]
-    return table([*head, "first token", "full prefill", "ratio"] if "seconds" in found else head, rows)
+        rows.append([*row, str(one["spans"]), str(one["wrong_spans"])])
+    return table(["client", "passage tokens", "share", *causes, "spans that hit", "wrong"], rows)
 
 
-def _ratio(found: float, full: float) -> float:
-    return found / full
+def table_of_times(found: dict[str, Any]) -> str:
+    """Ratios of first tokens by client and by what was read."""
+    rows = [
+        [name, part, str(one["prompts"]), *(f"{one[kind]:.2f}" for kind in _KINDS)]
+        for name, parts in found["times"].items()
+        for part, one in parts["summary"].items()
+    ]
+    return table(["client", "of its tokens", "prompts", "time", "processor time", "at most"], rows)
+
+
+_KINDS = ("ratio", "processor_ratio", "worst_processor_ratio")
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -308,18 +450,31 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["CACHEBLEND_RAG_WRITE_BACK"] = "inline"
     with tempfile.TemporaryDirectory() as name:
         folder, cases = Path(name), load_cases(options.data)
-        seeds = range(options.seed, options.seed + options.draws)
-        draws = [conversations(cases, options.questions, seed, _made(folder / f"draw-{seed}")) for seed in seeds]
+        seeds = range(options.seed, options.seed + (options.draws if not options.shares else 1))
+        draws = [
+            conversations(cases, options.questions, seed, _made(folder / f"draw-{seed}"), options.passages)
+            for seed in seeds
+        ]
         found: dict[str, Any] = {"questions": options.questions, "seeds": [*seeds], "date": f"{date.today()}"}
         if options.shares:
-            found["clients"] = json.loads(Path(options.shares).read_text(encoding="utf-8"))["clients"]
+            found = json.loads(Path(options.shares).read_text(encoding="utf-8"))
         else:
             found["clients"] = measure_shares(draws, _made(folder / "tiny"))
         if options.timed:
-            few = draws[0][: options.before + options.timed]
-            found |= {"model": Path(options.model).name, "before": options.before}
-            found["seconds"] = measure_times(few, options.timed_clients, options.model, options.timed, folder)
+            found |= {"model": Path(options.model).name, "before": options.before, "passages": options.passages}
+            found["times"] = _times(options, draws[0][: options.before + options.timed], folder)
     return found
+
+
+def _times(options: argparse.Namespace, turns: Sequence[Turn], folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(options.threads)
+    config = BlendConfig(find_repeated=True, write_back="off", try_blending=False, check_model=False)
+    result = dict[str, Any]()
+    with BlendEngine.from_pretrained(options.model, config=config, store=_made(folder / "kv")) as engine:
+        for name in options.timed_clients:
+            timed = measure_times(engine, CLIENTS[name], turns, options.timed, name)
+            result[name] = {"prompts": [dataclasses.asdict(one) for one in timed], "summary": summary_of(timed)}
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,6 +490,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose first tokens are timed")
     parser.add_argument("--before", type=int, default=20, help="prompts before those that are timed")
     parser.add_argument("--timed", type=int, default=5, help="prompts that are timed; 0 for none")
+    parser.add_argument("--passages", type=int, default=4, help="passages of a prompt")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="while first tokens are timed")
     parser.add_argument("--timed-clients", nargs="+", choices=CLIENTS, default=[*CLIENTS], metavar="NAME")
     parser.add_argument("--out", metavar="FILE")
     options = parser.parse_args(argv)
@@ -344,6 +501,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.out:
             write_json(options.out, found)
         print(table_of(found))
+        if "times" in found:
+            print(table_of_times(found))
 
     return reported(parser, run)
 

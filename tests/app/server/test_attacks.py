@@ -216,6 +216,9 @@ def test_bodies_have_a_limit_declared_or_not(ada: httpx.Client) -> None:
         ("GET", "/metrics"),
         ("GET", "/v1/models"),
         ("POST", "/v1/chat/completions"),
+        ("GET", "/api/tenants"),
+        ("GET", "/api/shares"),
+        ("GET", "/api/shared/x"),
     ],
 )
 def test_without_the_key_nothing_is_told(guarded: Running, authorization: str | None, method: str, path: str) -> None:

@@ -197,21 +197,23 @@ def test_the_events_of_a_text(chatty: Running, asked: dict[str, Any], monkeypatc
 
 
 def test_the_events_of_calls(chatty: Running, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    says(monkeypatch, chatty, "Let me see. " + CALL + CALL)
+    says(monkeypatch, chatty, f"Let me see.\n{CALL}\n{CALL}")
     events = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190})
     text, first, second = events[-1]["response"]["output"]
     assert text["content"][0]["text"] == "Let me see."
     for index, item in ((1, first), (2, second)):
         own = [one for one in events if one.get("output_index") == index]
+        pieces = own[1:-2]
         assert [one["type"].removeprefix("response.") for one in own] == [
             "output_item.added",
-            "function_call_arguments.delta",
+            *["function_call_arguments.delta"] * len(pieces),
             "function_call_arguments.done",
             "output_item.done",
         ]
+        assert len(pieces) > 2, "as the model writes them"
         assert own[0]["item"] == {**item, "arguments": "", "status": "in_progress"}
-        assert own[1]["delta"] == own[2]["arguments"] == item["arguments"] == '{"leaf": "red"}'
-        assert own[3]["item"] == item
+        assert "".join(one["delta"] for one in pieces) == own[-2]["arguments"] == item["arguments"] == '{"leaf": "red"}'
+        assert own[-1]["item"] == item
         assert (item["name"], item["status"]) == ("look_up", "completed")
     assert len({first["call_id"], second["call_id"], first["id"], second["id"]}) == 4
     one = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190, "parallel_tool_calls": False})
@@ -222,6 +224,52 @@ def test_the_events_of_calls(chatty: Running, asked: dict[str, Any], monkeypatch
     cut = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 30})
     assert cut[-1]["type"] == "response.incomplete"
     assert cut[-1]["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_calls_come_while_the_model_writes_them(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, f"Let me see.\n{CALL}\nSo it is.\n{CALL}")
+    options = {**asked, "tools": [TOOL], "max_output_tokens": 230}
+    seen, snapshots = list[str](), list[str]()
+    with client.responses.stream(**options) as stream:
+        for one in stream:
+            seen.append(one.type.removeprefix("response."))
+            if one.type == "response.function_call_arguments.delta":
+                snapshots.append(one.snapshot)
+        final = stream.get_final_response()
+    assert [one.type for one in final.output] == ["message", "function_call", "message", "function_call"]
+    assert final.output_text == client.responses.create(**options).output_text
+    assert final.output_text.split() == ["Let", "me", "see.", "So", "it", "is."]
+    added = [at for at, kind in enumerate(seen) if kind == "output_item.added"]
+    done = [at for at, kind in enumerate(seen) if kind == "output_item.done"]
+    assert all(end < begin for end, begin in zip(done, added[1:], strict=False)), "one item ends where the next begins"
+    assert [one for one in snapshots if one.endswith("}")] == ['{"leaf": "red"}'] * 2
+    assert len(snapshots) > 6
+    turns = [{"role": "user", "content": "Which leaf fell?"}, *final.output]
+    turns += [
+        {"type": "function_call_output", "call_id": one.call_id, "output": "red"}
+        for one in final.output
+        if one.type == "function_call"
+    ]
+    assert client.responses.create(model=asked["model"], input=turns, tools=[TOOL], max_output_tokens=3).output
+
+
+def test_call_that_is_never_whole_cannot_be_read(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, CALL)
+    events = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 50})
+    (call,) = events[-1]["response"]["output"]
+    assert events[-1]["type"] == "response.incomplete"
+    assert (call["name"], call["status"]) == ("look_up", "incomplete")
+    deltas = [one["delta"] for one in events if one["type"].endswith("arguments.delta")]
+    assert "".join(deltas) == call["arguments"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["arguments"])
+    always = {**asked, "tools": [TOOL], "max_output_tokens": 90, "verify": "always"}
+    whole = [one["delta"] for one in streamed(chatty.url, always) if one["type"].endswith("arguments.delta")]
+    assert whole == ['{"leaf": "red"}'], "it may be corrected until it has ended"
 
 
 def test_turns_with_calls_go_on_from_what_came_back(

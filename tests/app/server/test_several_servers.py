@@ -520,6 +520,29 @@ def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any], postgr
     assert b.get("/api/conversations").json() == []
 
 
+def test_shared_conversation_is_read_and_ended_at_another_server(
+    keeping: tuple[Any, Any], postgres: PostgresServer
+) -> None:
+    a, b = keeping
+    mine = new_collection(a)
+    upload(a, mine, {"a.txt": passage(991)})
+    ids = [a.post("/api/conversations", json={"collections": [mine]}).json()["id"] for _ in range(2)]
+    told = talk(a, ids[0], mine, "one")
+    talk(a, ids[1], "archive", "two")
+    quoting, other = (a.post(f"/api/conversations/{id}/shares").json()["id"] for id in ids)
+    (turn,) = b.get(f"/api/shared/{quoting}").json()["all_turns"]
+    assert (turn["answer"], turn["sources"][0]["text"]) == (told["answer"], told["sources"][0]["text"])
+    assert {one["id"] for one in b.get("/api/shares").json()} == {quoting, other}
+    assert b.delete(f"/api/collections/{mine}/documents/{ids_of(b, mine)['a.txt']}").status_code == 204
+    assert [one.get(f"/api/shared/{quoting}").status_code for one in (a, b)] == [404, 404]
+    line = passage(0).split("\n")[1].encode()  # of the served folder: copies alone have it in the database
+    assert postgres.holds(line)
+    assert b.delete(f"/api/shares/{other}").status_code == 204
+    assert not postgres.holds(line)
+    assert a.get(f"/api/shared/{other}").status_code == 404
+    assert a.get("/api/shares").json() == []
+
+
 def test_answer_of_a_server_that_is_gone_has_ended(keeping: tuple[Any, Any]) -> None:
     a, b = keeping
     id = a.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]

@@ -266,6 +266,7 @@ def test_nothing_is_kept_if_so_chosen(
 
 
 def test_unknown_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="keep_converted"):
         load_model(tmp_path / "model.gguf", keep_converted="no")  # type: ignore[arg-type]
     monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "maybe")
@@ -323,7 +324,7 @@ def test_files_that_are_no_gguf_or_not_there_are_refused(tmp_path: Path) -> None
     other.write_text("# notes")
     with pytest.raises(ModelLoadError, match=r"notes.txt' is not a GGUF file"):
         load_model(other)
-    with pytest.raises(ModelLoadError, match=r"absent.gguf' does not exist"):
+    with pytest.raises(ModelLoadError, match=r"absent.gguf' could not be loaded: there is no such file"):
         load_model(tmp_path / "absent.gguf")
 
 

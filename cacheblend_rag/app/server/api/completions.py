@@ -281,7 +281,6 @@ class Chat(AnswerRequest):
     """One request for a conversation."""
 
     kind, chunk_kind, mark = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    calls_early = True
 
     def __init__(self, here: Session, body: ChatBody) -> None:
         if body.max_completion_tokens is not None:
@@ -322,7 +321,7 @@ class Chat(AnswerRequest):
         """See `AnswerRequest.choices`."""
         for number in range(self.body.n):
             own, noted = self.own_arguments(number)
-            conversation = self._model.answer(self._request, own, self.left(), self.calls_early)
+            conversation = self._model.answer(self._request, own, self.left())
             yield _ChatChoice(number, slot.holds(conversation.stream), noted, conversation)
 
 

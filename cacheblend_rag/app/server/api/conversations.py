@@ -99,7 +99,7 @@ class ServedChat(ChatCacheBlend):
         except (TypeError, ValueError, KeyError) as error:
             raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
 
-    def answer(self, request: Any, options: DecodeArguments, timeout: float, early: bool = True) -> Conversation:
+    def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
         """One answer to a request.
 
         Parameters
@@ -110,12 +110,10 @@ class ServedChat(ChatCacheBlend):
             Arguments of this answer alone, such as its seed.
         timeout : float
             Seconds it may take.
-        early : bool
-            Whether calls may be handed out before the answer has ended.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
         stream.with_thoughts = True
-        split = request.splitter(early, 1 if self.one_call else None)
+        split = request.splitter(most=1 if self.one_call else None)
         return Conversation(self, request, stream, split)
 
 

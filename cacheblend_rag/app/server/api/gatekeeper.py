@@ -21,8 +21,9 @@ from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, 
 from cacheblend_rag.app.server.settings import ServerSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-# Paths that need a key, where there are keys.
+# Paths that need a key, where there are keys; what a key for metrics reads, and what no other does.
 _GUARDED = ("/api/", "/v1/", "/metrics")
+_OF_METRICS, _OF_METRICS_ALONE = ("/metrics", "/api/tenants"), ("/api/tenants",)
 # Scripts come from the server's own files only, and none may parse HTML: text of documents can never become one.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -163,8 +164,11 @@ class Gatekeeper:
                 caller = scope["caller"] = self._keys.caller_of(headers.get("authorization"))
             except Problem as unknown:
                 return unknown
-            if caller.tenant is None and scope["path"] != "/metrics":
-                return Problem(403, "metrics_only", "this key only reads /metrics")
+            if caller.tenant is None and scope["path"] not in _OF_METRICS:
+                return Problem(403, "metrics_only", f"this key only reads {' and '.join(_OF_METRICS)}")
+            if caller.tenant is not None and self._settings.guarded and scope["path"] in _OF_METRICS_ALONE:
+                message = "this tells of all tenants: a key made with `keys add NAME --metrics` reads it"
+                return Problem(403, "not_for_tenants", message)
             if caller.tenant is not None and (problem := self._requests.refusal(caller.tenant)) is not None:
                 return problem
             if self._under_way[caller.tenant] >= self._settings.limits.at_once:

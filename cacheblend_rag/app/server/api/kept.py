@@ -17,7 +17,7 @@ from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.rag_bodies import Among, AskAmong, AskBody, FoundChunk, WholeAnswer, _Body
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gone
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.services.collection import Collection
 from cacheblend_rag.app.server.services.conversations import KeptAnswer
 from cacheblend_rag.app.server.services.logs import served
@@ -275,17 +275,16 @@ async def going_on(
     answered : callable
         Makes the answer's events; it is given what to do once the passages are known.
     """
-    id, kept = here.under_way.id_for(body.turn), None
+    id, keeping = here.under_way.id_for(body.turn), _Keeping(here, body)
     if body.conversation is not None:
         asked = _asked(body, collection)
         begin = partial(here.conversations.begin, body.conversation, body.turn or id, body.question, asked, id)
-        kept = await here.in_thread(begin)
+        await keeping.begin(begin)
 
     async def noted(sources: Sequence[tuple[str, str]]) -> None:
-        if kept is not None:
-            own = [document for of, document in sources if here.collection(of).writable]
-            before = [one.document_id for turn in body.history for one in turn.sources]
-            await here.in_thread(kept.quote, own, before, asked["follows"])
+        own = [document for of, document in sources if here.collection(of).writable]
+        before = [one.document_id for turn in body.history for one in turn.sources]
+        await keeping.quote(own, before)
 
     async def events() -> AsyncGenerator[Told]:
         yield "answer", {"id": id}
@@ -293,12 +292,8 @@ async def going_on(
             async for one in told:
                 yield one
 
-    async def ended(answer: AnswerUnderWay) -> None:
-        if kept is not None:
-            await asyncio.shield(here.in_thread(kept.finish, answer))
-            _follow_verification(here, kept, answer)
-
-    answer = AnswerUnderWay(id, events(), ended, None if kept else _UNREAD, body.conversation)
+    kept = keeping.kept is not None
+    answer = AnswerUnderWay(id, events(), keeping.end, None if kept else _UNREAD, body.conversation if kept else None)
     here.under_way.add(answer)
     if body.stream:
         await unless_gone(request, answer.begun())
@@ -308,7 +303,58 @@ async def going_on(
     report = answer.data("report")
     if report is None:
         raise Problem(409, "stopped", "the answer was stopped before its end")
-    return WholeAnswer(answer=answer.text(), thought=answer.text("thought"), sources=found, report=report)
+    not_kept = (answer.data("not_kept") or {}).get("message")
+    return WholeAnswer(
+        answer=answer.text(), thought=answer.text("thought"), sources=found, report=report, not_kept=not_kept
+    )
+
+
+class _Keeping:
+    """An answer on its way into its conversation, if it has one. On a full disk it is given and not kept."""
+
+    def __init__(self, here: Session, body: AskBody) -> None:
+        self._here, self._follows = here, [one.turn for one in body.history if one.turn]
+        self.kept: KeptAnswer | None = None
+        self.problem: Problem | None = None
+        """Why it cannot be kept."""
+
+    async def begin(self, begin: Callable[[], KeptAnswer]) -> None:
+        """Write the question down."""
+        try:
+            self.kept = await self._here.in_thread(begin)
+        except Problem as problem:
+            if problem.code != "disk_full":
+                raise
+            self._give_up(problem)
+
+    async def quote(self, documents: Sequence[str], before: Sequence[str]) -> None:
+        """Write down what the answer is made from; an answer of which that is not known is not kept."""
+        if self.kept is not None:
+            try:
+                await self._here.in_thread(self.kept.quote, documents, before, self._follows)
+            except Problem as problem:
+                if problem.code != "disk_full":
+                    raise
+                self._give_up(problem)
+
+    async def end(self, answer: AnswerUnderWay) -> None:
+        """Write the answer down, or tell that it is not kept."""
+        if (kept := self.kept) is not None:
+            try:
+                await asyncio.shield(self._here.in_thread(kept.finish, answer))
+            except Problem as problem:
+                self._give_up(problem)
+            else:
+                _follow_verification(self._here, kept, answer)
+        if self.problem is not None:
+            noted_problem(self.problem)
+            answer.tell(("not_kept", {"code": self.problem.code, "message": self.problem.message}))
+
+    def _give_up(self, problem: Problem) -> None:
+        self.problem = problem
+        if self.kept is not None:
+            self.kept.give_up()
+            self.kept = None
 
 
 def _asked(body: AskBody, collection: Collection) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class AskBody(CompareBody):
     With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
     on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
     nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
+    If it cannot be kept, as on a full disk, it is given all the same, with an event `not_kept` that says why.
     """
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -259,9 +260,13 @@ class FoundChunk(BaseModel):
 
 
 class WholeAnswer(BaseModel):
-    """An answer that was not streamed; ``report`` is that of the event of this name."""
+    """An answer that was not streamed; ``report`` is that of the event of this name.
+
+    ``not_kept`` says why its conversation does not have it, if it was to be kept.
+    """
 
     answer: str
     thought: str
     sources: list[FoundChunk]
     report: dict[str, object]
+    not_kept: str | None = None

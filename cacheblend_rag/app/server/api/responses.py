@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from langchain_core.messages import AIMessage
-from langchain_core.messages.tool import ToolCallChunk
 
 from cacheblend_rag.app.server.api.completions import Chat
 from cacheblend_rag.app.server.api.openai_bodies import (
@@ -38,7 +37,7 @@ from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.logits import logprob_dicts
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.messages import call_chunks
+from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece, unreadable_end
 from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import TokenLogProb
 
@@ -86,7 +85,6 @@ class Response(Chat):
     """
 
     mark = "resp_"
-    calls_early = False  # its message comes before its calls, and may go on behind them
 
     def __init__(self, here: Session, body: ResponsesBody) -> None:
         with _own_fields():
@@ -121,61 +119,26 @@ class Response(Chat):
         """The events of an answer; an error ends them."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
-        choice, thought = next(self.choices(slot)), _Thought()
-        message = _Message(thought)
+        choice = next(self.choices(slot))
+        output = _Output(choice.conversation.split)
         with _own_fields(), self.in_time():
             async for piece, tokens in choice.texts():
-                if not isinstance(piece, str):
-                    continue  # calls come at the end, with the text around them
-                part: _Part = thought if isinstance(piece, Thought) else message
-                for one in part.goes_on(piece, tokens):
+                for one in output.goes_on(piece, tokens):
                     yield one
             answer = await choice.stream.acomplete()
         self.count(answer)
-        if not answer.thought.startswith(thought.text):  # corrected since
-            thought.becomes(answer.thought)
         found = choice.conversation.message()
-        rest = None if found.tool_calls else choice.rest(answer)
-        if not str(found.content).startswith(message.text):  # corrected since
-            message.becomes(str(found.content), choice.all_of(answer))
-            rest = None
-        for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
+        left = None if found.tool_calls else choice.rest(answer)
+        if output.corrected(answer.thought, str(found.content), choice.all_of(answer)):
+            left = None
+        for one in output.ends(str(found.content), left, choice.conversation.rest()[1]):
             yield one
-
-    def _end(
-        self, message: _Message, found: AIMessage, tokens: Sequence[TokenLogProb] | None, cut: bool
-    ) -> Iterator[dict[str, Any]]:
-        """The last events of a whole answer: text held back for calls, the calls, the response.
-
-        Parameters
-        ----------
-        message : _Message
-            Its text as far as it was handed out.
-        found : AIMessage
-            The whole answer.
-        tokens : sequence of TokenLogProb or None
-            Log-probabilities not handed out before.
-        cut : bool
-            Whether it ended at the most tokens that it may have; its last item is incomplete then.
-        """
-        calls, rest = call_chunks(found), str(found.content)[len(message.text) :]
-        status, output = "incomplete" if cut else "completed", list[dict[str, Any]]()
-        if rest or not calls:
-            yield from message.goes_on(rest, tokens)
-        thought = message.behind
-        if thought.begun:
-            if not thought.ended:
-                yield from thought.ends("completed")
-            output.append(thought.item("completed"))
-        if message.begun:
-            yield from message.ends("completed" if calls else status)
-            output.append(message.item("completed" if calls else status))
-        for number, call in enumerate(calls, 1):
-            item = _call_item(call, status if number == len(calls) else "completed")
-            yield from _call_events(item, len(output))
-            output.append(item)
+        cut = answer.report.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
-        whole = self._response(status, output=output, usage=_usage(found), **self.made(), **more)
+        for one in output.closed(status):
+            yield one
+        whole = self._response(status, output=output.items(), usage=_usage(found), **self.made(), **more)
         yield {"type": f"response.{status}", "response": whole}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -206,33 +169,125 @@ class Response(Chat):
         yield {"type": "response.failed", "response": self._response("failed", error=failure)}
 
 
+class _Output:
+    """The items of a response, each of which ends where the next begins.
+
+    Parameters
+    ----------
+    split : AnswerSplitter
+        Knows which calls are whole.
+    """
+
+    def __init__(self, split: AnswerSplitter) -> None:
+        self._split, self._parts = split, list[_Part]()
+
+    def goes_on(
+        self, piece: str | list[CallPiece], tokens: Sequence[TokenLogProb] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Events of one more piece of text, thought or calls."""
+        if isinstance(piece, str):
+            yield from self._in(_Thought if isinstance(piece, Thought) else _Message)
+            yield from self._parts[-1].goes_on(piece, tokens)
+            return
+        for one in piece:
+            if one.name is not None:
+                yield from self._begun(_Call(one.name, one.call_id, one.index))
+            last = self._parts[-1]
+            if isinstance(last, _Call) and last.number == one.index:  # one that was left behind is ended already
+                yield from last.goes_on(one.arguments, None)
+
+    def corrected(self, thought: str, content: str, tokens: Sequence[TokenLogProb] | None) -> bool:
+        """Take note of an answer that is another one in the end; whether its text is, or its end alone is left."""
+        for part in self._parts:
+            if isinstance(part, _Thought) and not thought.startswith(part.text):
+                part.text = thought
+        texts = [part for part in self._parts if isinstance(part, _Message)]
+        if content.startswith("".join(part.text for part in texts)):
+            return False
+        for part in texts[1:]:
+            part.becomes("", None)
+        texts[0].becomes(content, tokens)
+        return True
+
+    def ends(
+        self, content: str, tokens: Sequence[TokenLogProb] | None, calls: list[CallPiece]
+    ) -> Iterator[dict[str, Any]]:
+        """Events of the text and the calls of a whole answer that were not handed out before.
+
+        Parameters
+        ----------
+        content : str
+            The whole text.
+        tokens : sequence of TokenLogProb or None
+            Log-probabilities not handed out before.
+        calls : list of CallPiece
+        """
+        handed_out = "".join(part.text for part in self._parts if isinstance(part, _Message))
+        rest = content[len(handed_out) :]
+        if rest or not (self._split.calls or calls):
+            yield from self._in(_Message)
+            yield from self._parts[-1].goes_on(rest, tokens)
+        yield from self.goes_on(calls)
+
+    def closed(self, status: str) -> Iterator[dict[str, Any]]:
+        """Events of the last item's end."""
+        if self._parts:
+            last = self._parts[-1]
+            whole = isinstance(last, _Call) and self._split.calls[last.number].whole
+            if isinstance(last, _Call):
+                status = "completed" if whole else "incomplete"
+            yield from last.ends("completed" if isinstance(last, _Thought) else status)
+
+    def items(self) -> list[dict[str, Any]]:
+        """All items, in their order."""
+        return [part.item(part.status) for part in self._parts]
+
+    def _in(self, kind: type[_Thought | _Message]) -> Iterator[dict[str, Any]]:
+        """Events until an item of this kind is the last one."""
+        if not self._parts or not isinstance(self._parts[-1], kind):
+            yield from self._begun(kind())
+
+    def _begun(self, part: _Part) -> Iterator[dict[str, Any]]:
+        """Events of the end of the last item, and of the beginning of the next."""
+        if self._parts:
+            last = self._parts[-1]
+            if isinstance(last, _Call) and not self._split.calls[last.number].whole:
+                yield from last.goes_on(unreadable_end(last.text), None)
+                yield from last.ends("incomplete")
+            else:
+                yield from last.ends("completed")
+        part.index = len(self._parts)
+        self._parts.append(part)
+        yield from part.begins()
+
+
 class _Part:
     """An item of a response that has one text, which comes piece by piece."""
 
     mark = delta = ""
 
     def __init__(self) -> None:
-        self.text, self.begun, self.ended, self.index = "", False, False, 0
+        self.text, self.index, self.status = "", 0, "in_progress"
         self._id = _new_id(self.mark)
 
+    def begins(self) -> Iterator[dict[str, Any]]:
+        """Events of the beginning, with the empty item."""
+        empty = self.item(self.status)
+        yield self._added({**empty, "content": []})
+        yield self._event("content_part.added", part=empty["content"][0])
+
     def goes_on(self, piece: str, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
-        """Events of one more piece; the first begins the item."""
-        if not self.begun:
-            empty = self.item("in_progress")
-            added = {"output_index": self.index, "item": {**empty, "content": []}}
-            yield {"type": "response.output_item.added", **added}
-            yield self._event("content_part.added", part=empty["content"][0])
-            self.begun = True
+        """Events of one more piece."""
         if piece or tokens:
             self.text += piece
             yield self._event(f"{self.delta}.delta", delta=str(piece), **self._beside(tokens))
 
     def ends(self, status: str) -> Iterator[dict[str, Any]]:
         """Events of the end, with the whole item."""
-        self.ended, item = True, self.item(status)
+        self.status, item = status, self.item(status)
         yield self._event(f"{self.delta}.done", text=self.text, **self._beside(None))
         yield self._event("content_part.done", part=item["content"][0])
-        yield {"type": "response.output_item.done", "output_index": self.index, "item": item}
+        yield self._done(item)
 
     def item(self, status: str) -> dict[str, Any]:
         """The whole item, as far as it is known."""
@@ -241,6 +296,12 @@ class _Part:
     def _beside(self, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
         """Fields beside a piece of the text, or, for None, beside all of it."""
         return {}
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "response.output_item.added", "output_index": self.index, "item": item}
+
+    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "response.output_item.done", "output_index": self.index, "item": item}
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         where = {"item_id": self._id, "output_index": self.index, "content_index": 0}
@@ -252,10 +313,6 @@ class _Thought(_Part):
 
     mark, delta = "rs", "reasoning_text"
 
-    def becomes(self, text: str) -> None:
-        """Another text from its beginning on; see `_Message.becomes`."""
-        self.text = text
-
     def item(self, status: str) -> dict[str, Any]:
         """See `_Part.item`."""
         content = [{"type": "reasoning_text", "text": self.text}]
@@ -263,26 +320,13 @@ class _Thought(_Part):
 
 
 class _Message(_Part):
-    """The message of a response, which stands before its calls.
-
-    Parameters
-    ----------
-    behind : _Thought
-        It ends where the message begins.
-    """
+    """A message of a response: its text up to the first call, or behind one."""
 
     mark, delta = "msg", "output_text"
 
-    def __init__(self, behind: _Thought) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.behind, self._logprobs = behind, list[dict[str, Any]]()
-
-    def goes_on(self, piece: str, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
-        """See `_Part.goes_on`."""
-        if self.behind.begun and not self.behind.ended:
-            yield from self.behind.ends("completed")
-        self.index = int(self.behind.begun)
-        yield from super().goes_on(piece, tokens)
+        self._logprobs = list[dict[str, Any]]()
 
     def becomes(self, text: str, tokens: Sequence[TokenLogProb] | None) -> None:
         """Another text from its beginning on: what was handed out cannot be taken back, but its end has this one."""
@@ -294,31 +338,47 @@ class _Message(_Part):
         return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _beside(self, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
-        if self.ended:
+        if self.status != "in_progress":
             return {"logprobs": self._logprobs}
         logprobs = logprob_dicts(tokens or ())
         self._logprobs += logprobs
         return {"logprobs": logprobs}
 
 
-def _call_item(call: ToolCallChunk, status: str) -> dict[str, Any]:
-    return {
-        "id": _new_id("fc"),
-        "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": call["name"] or "",
-        "arguments": call["args"] or "",
-    }
+class _Call(_Part):
+    """A call of a response, whose text is its arguments.
 
+    Parameters
+    ----------
+    name : str
+    call_id : str or None
+    number : int
+        Which of the answer's calls it is.
+    """
 
-def _call_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
-    begun, arguments = {**item, "status": "in_progress", "arguments": ""}, item["arguments"]
-    kind, where = "response.function_call_arguments", {"item_id": item["id"], "output_index": index}
-    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
-    yield {"type": f"{kind}.delta", **where, "delta": arguments}
-    yield {"type": f"{kind}.done", **where, "name": item["name"], "arguments": arguments}
-    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    mark, delta = "fc", "function_call_arguments"
+
+    def __init__(self, name: str, call_id: str | None, number: int) -> None:
+        super().__init__()
+        self.number, self._name, self._call_id = number, name, call_id
+
+    def begins(self) -> Iterator[dict[str, Any]]:
+        """See `_Part.begins`."""
+        yield self._added(self.item(self.status))
+
+    def ends(self, status: str) -> Iterator[dict[str, Any]]:
+        """See `_Part.ends`."""
+        self.status = status
+        yield self._event(f"{self.delta}.done", name=self._name, arguments=self.text)
+        yield self._done(self.item(status))
+
+    def item(self, status: str) -> dict[str, Any]:
+        """See `_Part.item`."""
+        own = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
+        return {"id": self._id, "type": "function_call", "status": status, **own}
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "item_id": self._id, "output_index": self.index, **more}
 
 
 def _usage(message: AIMessage) -> dict[str, Any] | None:
@@ -384,7 +444,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:
-    """The items as messages; calls belong to the assistant's message before them."""
+    """The items as messages; calls belong to the assistant's message before them, and so does its text behind them."""
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
     thought: str | None = None  # of the message or the call behind it
@@ -395,7 +455,10 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
             continue
         if isinstance(item, MessageItem):
             own = thought if item.role == "assistant" else None
-            messages.append(ChatMessage(role=item.role, content=_content(item.content), reasoning_content=own))
+            if item.role == "assistant" and messages and messages[-1].tool_calls:
+                messages[-1].content = [*_parts(messages[-1].content), *_parts(_content(item.content))]
+            else:
+                messages.append(ChatMessage(role=item.role, content=_content(item.content), reasoning_content=own))
         elif isinstance(item, CallItem):
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessage(role="assistant", reasoning_content=thought))
@@ -405,6 +468,10 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
             messages.append(ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id))
         thought = None
     return messages
+
+
+def _parts(content: str | list[TextPart | ImagePart] | None) -> list[TextPart | ImagePart]:
+    return [TextPart(type="text", text=content)] if isinstance(content, str) else content or []
 
 
 def _content(given: str | list[TextItem]) -> str | list[TextPart | ImagePart]:

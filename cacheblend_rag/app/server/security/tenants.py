@@ -47,6 +47,13 @@ class _Buckets:
                 self._levels[tenant] = left - amount, self._clock()
             return int(left), 0
 
+    def left(self, tenant: str) -> int | None:
+        """The amount that a tenant has left now; None if it may have as much as it likes."""
+        if self.size is None:
+            return None
+        with self._lock:
+            return int(self._left(tenant, self.size))
+
     def give_back(self, tenant: str, amount: int) -> None:
         """Return an amount that was taken and not used."""
         if self.size is not None:
@@ -166,6 +173,15 @@ class Caller:
     tenant: str | None
 
 
+@dataclass(frozen=True)
+class NamedKey:
+    """A key without its secret: its name, whose it is, and when it was made (UTC) if a file has it."""
+
+    name: str
+    tenant: str
+    created: str | None = None
+
+
 class Keys:
     """Tells who sent a request by its key.
 
@@ -188,6 +204,12 @@ class Keys:
         if not self._guarded:
             return (self.LOCAL,)
         return tuple(dict.fromkeys([*self._keys, *(self._file.tenants if self._file else ())]))
+
+    def named(self) -> list[NamedKey]:
+        """All keys of tenants that there are now; without keys none."""
+        entries = self._file.entries() if self._file else []
+        of_file = [NamedKey(one.name, one.tenant, one.created) for one in entries if one.tenant is not None]
+        return [*(NamedKey(name, name) for name in self._keys), *of_file]
 
     def caller_of(self, authorization: str | None) -> Caller:
         """The sender of a request, by its ``Authorization`` header.

@@ -8,6 +8,8 @@
 ``verifications``    answers of a tenant that are held against full prefill, and their latest counts
 ``under_way``        answers that go on while nobody reads them
 ``conversations``    conversations that are kept for a tenant
+``shares``           read-only copies of them
+``use``              what each tenant has and uses
 ``library``          what one tenant does with its collections, and its uploads
 ``collection``       a collection that can be searched, and its vectors in memory
 ``several``          collections and documents that are searched together

@@ -13,7 +13,8 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.library import Library
 from cacheblend_rag.app.server.services.under_way import AnswerUnderWay
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.app.server.storage.conversations import ERASED, RUNNING, KeptConversation, KeptTurn
+from cacheblend_rag.app.server.storage.conversations import RUNNING, KeptConversation, KeptTurn
+from cacheblend_rag.app.server.storage.tables import ERASED
 from cacheblend_rag.report import Verification
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Conversations:
     def __init__(self, library: Library, limits: Limits, kept: bool, clock: Callable[[], float] = time.time) -> None:
         self._library, self._limits, self._kept, self._clock = library, limits, kept, clock
         self._store = library.catalogue.kept
+        self._given_up = set[tuple[str, str]]()  # turns whose answer could not be written down
         if kept:
             self._store.end_all()
 
@@ -71,7 +73,7 @@ class Conversations:
             409 if there are too many, 507 if they take too much, or the disk is full.
         """
         self.check_kept()
-        many = self._check_room()
+        many = self.check_room()
         if many >= self._limits.conversations:
             message = f"you have {many:,} conversations, which is the most; delete some, or ask in one of them"
             raise Problem(409, "too_many_conversations", message)
@@ -108,7 +110,7 @@ class Conversations:
 
     def turns(self, id: str) -> list[KeptTurn]:
         """All turns of one."""
-        return [self._as_known(one) for one in self._store.turns(id)]
+        return [self._as_known(id, one) for one in self._store.turns(id)]
 
     def delete(self, ids: Iterable[str] | None) -> list[str]:
         """Delete some, or all; ids of their answers that are under way.
@@ -139,7 +141,7 @@ class Conversations:
             404 if it is gone, 409 if it has a turn of this id or too many, 507 if all take too much.
         """
         known = self.get(conversation)
-        self._check_room()
+        self.check_room()
         if known.turns >= _TURNS:
             raise Problem(409, "too_many_turns", f"a conversation may have {_TURNS:,} questions; begin another")
         for one in asked["follows"]:
@@ -150,7 +152,7 @@ class Conversations:
         now = self._now()
         if not self._store.begin(conversation, turn, question, asked, answer_id, now, now + int(longest * 1000)):
             raise Problem(409, "turn_known", "this conversation has a turn of this id already", field="turn")
-        return KeptAnswer(self._library, conversation, turn)
+        return KeptAnswer(self._library, conversation, turn, lambda: self._given_up.add((conversation, turn)))
 
     def amend(self, conversation: str, turn: str, told: dict[str, Any], rating: int | None) -> None:
         """Add to what came with an answer, or rate it.
@@ -164,7 +166,7 @@ class Conversations:
         if not self._store.amend(conversation, turn, told, rating=rating):
             raise Problem(404, "no_turn", "there is no such answer; it may have been erased, or is under way")
 
-    def _check_room(self) -> int:
+    def check_room(self) -> int:
         """Refuse more where there is no room for it; how many there are.
 
         Raises
@@ -179,9 +181,10 @@ class Conversations:
             raise Problem(507, "conversation_quota", message)
         return many
 
-    def _as_known(self, turn: KeptTurn) -> KeptTurn:
-        """A turn whose server is gone ended without an answer."""
-        over = turn.state == RUNNING and not self._store.runs(turn, self._now())
+    def _as_known(self, conversation: str, turn: KeptTurn) -> KeptTurn:
+        """A turn whose server is gone ended without an answer, and so did one whose answer could not be kept."""
+        given_up = (conversation, turn.id) in self._given_up
+        over = turn.state == RUNNING and (given_up or not self._store.runs(turn, self._now()))
         return replace(turn, state="stopped") if over else turn
 
     def _now(self) -> int:
@@ -189,10 +192,10 @@ class Conversations:
 
 
 class KeptAnswer:
-    """An answer that a conversation is to have."""
+    """An answer that a conversation is to have; `give_up` is called where it cannot have it."""
 
-    def __init__(self, library: Library, conversation: str, turn: str) -> None:
-        self._library, self._store = library, library.catalogue.kept
+    def __init__(self, library: Library, conversation: str, turn: str, give_up: Callable[[], object]) -> None:
+        self._library, self._store, self.give_up = library, library.catalogue.kept, give_up
         self._conversation, self._turn = conversation, turn
 
     def quote(self, documents: Sequence[str], before: Sequence[str], followed: Sequence[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +19,16 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 # Keys that are counted by name; further ones are counted together, under what cannot be a name.
 _MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
+
+
+@dataclass(frozen=True)
+class KeyUse:
+    """Requests and tokens of a key, and when it last asked, in seconds since 1970."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    latest: float | None = None
 
 
 class Metrics:
@@ -109,6 +121,10 @@ class Metrics:
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
 
+    def use_of(self, tenant: str, key: str) -> KeyUse | None:
+        """Use of a key since the server started; None if it is counted together with others."""
+        return self._tenants.use_of(tenant, key)
+
     def verification(self, found: Verification) -> None:
         """Count how an answer was verified, once that is known."""
         if found.status not in ("off", "waiting"):
@@ -179,6 +195,7 @@ class _Tenants:
     def __init__(self, prefix: str, disk: Callable[[str], float]) -> None:
         self.prefix, self._disk = prefix, disk
         self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+        self._latest: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
 
     def count(self, one: ServedRequest) -> None:
@@ -202,6 +219,17 @@ class _Tenants:
             counts = self._counts.setdefault(whose, {})
             for name, more in added.items():
                 counts[name] = counts.get(name, 0) + more
+            self._latest[whose] = time.time()
+
+    def use_of(self, tenant: str, key: str) -> KeyUse | None:
+        """See `Metrics.use_of`."""
+        with self._lock:
+            counts = self._counts.get((tenant, key))
+            if counts is None:
+                return None if _OTHERS in self._counts else KeyUse()
+            requests = sum(many for (of, _), many in counts.items() if of == "requests")
+            prompt, generated = (int(counts.get(("tokens", kind), 0)) for kind in ("prompt", "generated"))
+            return KeyUse(int(requests), prompt, generated, self._latest[tenant, key])
 
     def families(self, only: str | None) -> Iterable[Metric]:
         """The metrics of one tenant or of all."""

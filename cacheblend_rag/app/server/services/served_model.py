@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
@@ -24,7 +25,9 @@ _PLAIN_TEMPLATE = (
     "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
     "{%- endfor -%}AI:"
 )
+# Engines of tenants that are kept, and views of them with what requests have chosen.
 _ENGINES = 128
+_K = TypeVar("_K", bound=Hashable)
 
 
 def check_model(name: str, known: list[str]) -> None:
@@ -37,6 +40,16 @@ def check_model(name: str, known: list[str]) -> None:
     """
     if name not in known:
         raise Problem(404, "model_not_found", "there is no such model; use " + " or ".join(known), field="model")
+
+
+def _kept(known: OrderedDict[_K, BlendEngine], key: _K, make: Callable[[], BlendEngine]) -> BlendEngine:
+    """An engine that is known, or made now; of too many the one goes that was not used for longest."""
+    if key not in known:
+        known[key] = make()
+    known.move_to_end(key)
+    while len(known) > _ENGINES:
+        known.popitem(last=False)
+    return known[key]
 
 
 class ServedModel:
@@ -60,7 +73,8 @@ class ServedModel:
         self.question_prompt = QuestionPrompt(engine.tokenizer, template)
         self.ahead = StoredAhead(engine.config.salt)
         """KV that is read for all tenants."""
-        self._tenants: dict[str, BlendEngine] = {}
+        # Those that were used last; a request holds the one that it uses.
+        self._tenants: OrderedDict[str, BlendEngine] = OrderedDict()
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
 
@@ -68,14 +82,12 @@ class ServedModel:
         """The engine of a tenant; without keys all have the one there is."""
         if salt == self.engine.config.salt:
             return self.engine
-        if salt not in self._tenants:
-            self._tenants[salt] = engine_of_tenant(self.engine, salt, self.ahead)
-        return self._tenants[salt]
+        return _kept(self._tenants, salt, lambda: engine_of_tenant(self.engine, salt, self.ahead))
 
     @property
     def least_ratio(self) -> float:
         """The highest ratio to which verifications of a tenant have raised that of its prompts; 0 if none have."""
-        return max(one.least_ratio for one in self.engine.verifications.all)
+        return self.engine.verifications.highest_minimum
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio; it may store conversations."""
@@ -85,22 +97,18 @@ class ServedModel:
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
             changes["prompt_cache"] = 0  # what is chosen is to be seen, not what was remembered
+
+        def made() -> BlendEngine:
+            engine = self._of_tenant(salt).with_config(**changes)
+            if ratio is None:
+                return engine
+            # Shares for single layers would stand above the one that the request names.
+            options = engine.config.selection_options.items()
+            own = {name: value for name, value in options if name != "recompute_ratios"}
+            return engine.with_config(recompute_ratio=ratio, selection_options=own)
+
         with self._making:
-            key = (salt, ratio, rule, sessions)
-            if key not in self._engines:
-                engine = self._of_tenant(salt).with_config(**changes)
-                if ratio is not None:
-                    # Shares for single layers would stand above the one that the request names.
-                    own = {
-                        name: value
-                        for name, value in engine.config.selection_options.items()
-                        if name != "recompute_ratios"
-                    }
-                    engine = engine.with_config(recompute_ratio=ratio, selection_options=own)
-                self._engines[key] = engine
-                if len(self._engines) > _ENGINES:
-                    self._engines.popitem(last=False)
-            return self._engines[key]
+            return _kept(self._engines, (salt, ratio, rule, sessions), made)
 
     @property
     def thinks(self) -> bool:

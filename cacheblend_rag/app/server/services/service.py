@@ -35,6 +35,7 @@ from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.services.several import Part, SeveralCollections, parts_of, search_all
 from cacheblend_rag.app.server.services.shared_kv import SharedKV
+from cacheblend_rag.app.server.services.shares import SharedConversations
 from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
@@ -84,8 +85,7 @@ class Service:
     ) -> None:
         self.ids = ids
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
-        self._stopping = False
-        self._wrapped = wrapped
+        self._stopping, self._wrapped, self.keys = False, wrapped, Keys(settings)
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
@@ -108,7 +108,7 @@ class Service:
         self._shared = frozenset(text for one in fixed for text in one.texts())
         if self.database is not None:
             self.database.register()
-        self.sessions = {name: self._session(name) for name in Keys(settings).tenants}
+        self.sessions = {name: self._session(name) for name in self.keys.tenants}
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
@@ -351,6 +351,7 @@ class Session:
             peers,
         )
         self.conversations = Conversations(self.library, service.limits, service.settings.keeps_conversations)
+        self.shares = SharedConversations(self.library, self.conversations, service.limits)
         self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()

@@ -120,7 +120,7 @@ class AnswerUnderWay:
         try:
             async with aclosing(events):
                 async for one in events:
-                    self._tell(one)
+                    self.tell(one)
             self.state = "done"
         except asyncio.CancelledError:
             self.state = "stopped"
@@ -130,16 +130,17 @@ class AnswerUnderWay:
             await self._ended(self)
         except asyncio.CancelledError:
             self.state = "stopped"
-        except Exception as error:  # such as a full disk
+        except Exception as error:
             self._fail(error)
         self.over = True
-        self._tell(("stopped", {}) if self.state == "stopped" else ("done", {}))
+        self.tell(("stopped", {}) if self.state == "stopped" else ("done", {}))
 
     def _fail(self, error: Exception) -> None:
         self.state, self.error = "failed", noted_problem(error)
-        self._tell(("error", {"code": self.error.code, "message": self.error.message}))
+        self.tell(("error", {"code": self.error.code, "message": self.error.message}))
 
-    def _tell(self, one: Told) -> None:
+    def tell(self, one: Told) -> None:
+        """Tell an event to all who read it, now or later."""
         self.told.append(one)
         news, self._news = self._news, asyncio.Event()
         news.set()

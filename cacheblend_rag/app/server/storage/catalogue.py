@@ -23,6 +23,7 @@ from cacheblend_rag.app.server.storage.conversations import (
     purge_deleted,
 )
 from cacheblend_rag.app.server.storage.prompts import SavedPrompts
+from cacheblend_rag.app.server.storage.shares import Shares
 from cacheblend_rag.app.server.storage.tables import (
     MOST,
     SOME,
@@ -362,7 +363,7 @@ class Catalogue:
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.deletions, self.uploads = backend, Deletions(backend), Uploads(backend)
-        self.kept, self.prompts = KeptConversations(backend), SavedPrompts(backend)
+        self.kept, self.shares, self.prompts = KeptConversations(backend), Shares(backend), SavedPrompts(backend)
 
     def close(self) -> None:
         """Close the file."""
@@ -371,6 +372,10 @@ class Catalogue:
     def bytes_used(self) -> int:
         """Bytes of uploads that wait, and of passages with their vectors."""
         return int(self.backend.read(_BYTES_USED)[0][0])
+
+    def documents_held(self) -> int:
+        """How many documents all collections have."""
+        return int(self.backend.read(select(func.count()).where(documents.c.gone == 0))[0][0])
 
     # Collections ---------------------------------------------------------------------------------
 

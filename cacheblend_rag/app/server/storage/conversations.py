@@ -13,16 +13,19 @@ from typing import Any
 
 from sqlalchemy import Connection, case, delete, func, insert, literal, select, update
 
+from cacheblend_rag.app.server.storage.shares import end_shares_of, end_shares_without_conversation
 from cacheblend_rag.app.server.storage.tables import (
+    ERASED,
     Backend,
     conversations,
     documents,
     in_parts,
     quotes,
+    shares,
     turns,
 )
 
-RUNNING, ERASED = "running", "erased"
+RUNNING = "running"
 
 
 @dataclass(frozen=True)
@@ -171,10 +174,11 @@ class KeptConversations:
         return {id for id, text in found.items() if all(word in text for word in words)}
 
     def counts(self) -> tuple[int, int]:
-        """How many there are, and bytes of all turns."""
+        """How many there are, and bytes of all turns and of copies that are shared."""
         many = select(func.count()).where(_HERE).scalar_subquery()
-        ((found, used),) = self._backend.read(select(many, func.coalesce(func.sum(turns.c.bytes), 0)))
-        return int(found), int(used)
+        said, copied = (select(func.coalesce(func.sum(one.c.bytes), 0)).scalar_subquery() for one in (turns, shares))
+        ((found, in_turns, in_shares),) = self._backend.read(select(many, said, copied))
+        return int(found), int(in_turns) + int(in_shares)
 
     def create(self, id: str, about: dict[str, Any], now: int) -> None:
         """Begin one."""
@@ -308,7 +312,8 @@ class KeptConversations:
 
 
 def erase_answers(db: Connection, document: str) -> None:
-    """Overwrite within a change all answers that were made from a document."""
+    """Overwrite within a change all answers that were made from a document, and copies that quote it."""
+    end_shares_of(db, document)
     made = select(quotes.c.turn).where(quotes.c.document == document)
     size = func.length(turns.c.question) + func.length(turns.c.asked)
     erased = {"state": ERASED, "answer": "", "told": "{}", "rating": 0, "bytes": size}
@@ -326,6 +331,7 @@ def purge_deleted(backend: Backend, most: int) -> None:
     gone = select(conversations.c.id).where(conversations.c.gone == 1)
     some = select(turns.c.number).where(turns.c.conversation.in_(gone)).limit(most)
     with backend.changing() as db:
+        end_shares_without_conversation(db)
         numbers = [row.number for row in db.execute(some)]
         for part in in_parts(numbers):
             db.execute(delete(quotes).where(quotes.c.turn.in_(part)))

@@ -17,6 +17,9 @@ _T = TypeVar("_T")
 VERSION = 1
 """Of the tables; a program of another version does not use them."""
 
+ERASED = "erased"
+"""State of a turn whose answer was made from a document that is deleted."""
+
 MOST = 2**62
 """More than there ever are."""
 
@@ -151,6 +154,25 @@ quotes = sa.Table(
     "quotes",
     later,
     sa.Column("turn", sa.BigInteger, primary_key=True),
+    _text("document", primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+# Read-only copies of conversations, and which documents each quotes.
+shares = sa.Table(
+    "shares",
+    later,
+    _text("id", primary_key=True),
+    _text("conversation", index=True),
+    _whole("created"),  # milliseconds
+    _whole("turns"),
+    _whole("bytes"),
+    _text("title"),
+    _text("content"),  # JSON
+)
+share_quotes = sa.Table(
+    "share_quotes",
+    later,
+    _text("share", primary_key=True),
     _text("document", primary_key=True, index=True),
     sqlite_with_rowid=False,
 )

@@ -21,6 +21,12 @@ export function setKey(value) {
   sessionStorage.setItem(KEY, value);
 }
 
+/** Forget the key, and begin anew. */
+export function leaveKey() {
+  sessionStorage.removeItem(KEY);
+  location.reload();
+}
+
 function headers(body) {
   const set = { Accept: "application/json, text/event-stream" };
   if (body !== undefined) set["Content-Type"] = "application/json";

@@ -71,7 +71,7 @@ export async function ask(question, { earlier = null, tokens = state.tokens, ane
   if (running || !state.collection) return;
   running = new AbortController();
   const { collection, ratio, rule, instructions } = state;
-  const { one, refused } = await conversationToAskIn(collection);
+  const { one, unkept } = await conversationToAskIn(collection);
   const { turns } = one;
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
   turn.temperature = state.temperature;
@@ -80,13 +80,13 @@ export async function ask(question, { earlier = null, tokens = state.tokens, ane
   turn.reasoning = model()?.thinks ? state.reasoning : null;
   turn.passages = state.passages ?? state.server.settings.passages;
   Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
-  Object.assign(turn, { resumes: true, ...(one.kept && { kept: one.id }) });
+  Object.assign(turn, { resumes: true, ...(one.kept && { kept: one.id }), ...(unkept && { unkept }) });
   turns.push(turn);
   one.count = turns.length;
   one.opening ??= question;
   state.selected = turn.id;
   changed("conversation", { latest: turn });
-  await (reading = attend(turn, (signal) => asked(turn, signal, refused)));
+  await (reading = attend(turn, (signal) => asked(turn, signal)));
   if (turn.code === "history_erased" && !anew) {
     await renewKept(); // a document was deleted elsewhere: what was made from it is not followed
     await ask(question, { earlier, tokens, anew: true });
@@ -104,21 +104,21 @@ export function longerAnswer(turn) {
   return now < limits.answer_tokens ? Math.min(4 * now, limits.answer_tokens) : null;
 }
 
-/** The conversation for a question: the open one, or a new one, which the server keeps if it keeps any. */
+/** The conversation for a question: the open one, or a new one, which the server keeps if it keeps any and has room. */
 async function conversationToAskIn(collection) {
   const open = conversation();
-  if (open?.collection === collection) return { one: open, refused: null };
+  if (open?.collection === collection) return { one: open };
+  if (!keeping()) return { one: conversationFor(collection) };
   try {
-    return { one: keeping() ? await beginKept(collection) : conversationFor(collection), refused: null };
+    return { one: await beginKept(collection) };
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    return { one: conversationFor(collection), refused: error }; // the browser keeps it
+    return { one: conversationFor(collection), unkept: error.message }; // the browser has it
   }
 }
 
 /** Events of an answer to a turn's question. */
-async function* asked(turn, signal, refused = null) {
-  if (refused) throw refused;
+async function* asked(turn, signal) {
   const verify = verifyOf(state);
   const body = { ...request(turn), stream: true, show_prompt: true, ...(verify && { verify }), turn: turn.id };
   if (turn.kept) body.conversation = turn.kept;
@@ -211,6 +211,9 @@ function take(turn, event, data) {
     turn.report = data;
     if (data.verification) takeVerification(turn, data.verification);
     addPoint(data);
+  } else if (event === "not_kept") {
+    turn.unkept = data.message;
+    delete turn.kept; // the server knows nothing of it that could be followed or rated
   } else if (event === "error") throw new ApiError(data.message, { code: data.code });
   else if (event === "done") turn.status = "done";
   else if (event === "stopped" && turn.status !== "erased") turn.status = "stopped";

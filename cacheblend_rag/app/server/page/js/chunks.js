@@ -54,7 +54,8 @@ export function chunksView(turn) {
   const { prefix, chunks, suffix, between = 0 } = report.tokens;
   const reused = report.reused / (prefix + chunks + between + suffix || 1);
   const items = report.chunks.map((chunk, at) => chunkView(chunk, at, sources[at], known ? (by.get(at) ?? 0) : null));
-  const why = report.plain_reason || "nothing was worth reusing";
+  const begun = report.reused ? `behind ${count(report.reused, "token")} that were kept of an earlier prompt` : "nothing was worth reusing";
+  const why = report.plain_reason || begun;
   const plain = report.plain ? el("p", { class: "hint", text: `Answered by plain prefill: ${why}.` }) : null;
   return [
     plain,

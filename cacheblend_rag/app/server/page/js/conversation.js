@@ -75,7 +75,9 @@ function finish(words, turn, shown) {
 }
 
 /** What is to be said of an answer that has ended, if anything. */
-function remark(turn) {
+const remark = (turn) => [remarkOn(turn), turn.unkept && `Not kept: ${turn.unkept}.`].filter(Boolean).join(" ");
+
+function remarkOn(turn) {
   const { answer, report } = turn;
   if (!answer.trim()) return "The model gave an empty answer.";
   if (report?.stopped_by === "repetition") return "Ended: the answer only repeated itself.";

@@ -31,17 +31,19 @@ export function say(text) {
   $("said").textContent = text;
 }
 
+const DELETING = { yes: "Delete", no: "Keep", busy: "Deleting, once no answer is under way…", props: { class: "danger" } };
+
 /** Ask once more before doing what cannot be undone: the button gives way to a question in its place. */
-export function confirmInPlace(trigger, question, action) {
+export function confirmInPlace(trigger, question, action, { yes, no, busy, props } = DELETING) {
   const back = () => {
     box.replaceWith(trigger);
     trigger.focus();
   };
-  const sure = button("Delete", () => {
-    box.replaceChildren(el("span", { class: "hint busy", role: "status", text: "Deleting, once no answer is under way…" }));
+  const sure = button(yes, () => {
+    box.replaceChildren(el("span", { class: "hint busy", role: "status", text: busy }));
     action(back);
-  }, { class: "danger" });
-  const box = el("span", { class: "sure", role: "group", "aria-label": question }, el("span", { text: question }), sure, button("Keep", back));
+  }, props);
+  const box = el("span", { class: "sure", role: "group", "aria-label": question }, el("span", { text: question }), sure, button(no, back));
   box.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     event.preventDefault(); // the dialog around it stays open

@@ -7,6 +7,7 @@ import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
 import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
 import { saveRated } from "./rating.js";
+import { listShares, shareButton, sharesView } from "./sharing.js";
 import { changed, forget, KEY, state, unread } from "./store.js";
 
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
@@ -73,7 +74,7 @@ function itemView(one) {
     "aria-label": `${one.pinned ? "Unpin" : "Pin"} conversation: ${titleOf(one)}`,
   });
   const rename = button("Rename", () => renameIn(row, one), { class: "quiet", "aria-label": `Rename conversation: ${titleOf(one)}` });
-  const row = el("li", { class: one.pinned ? "pinned" : null }, open, el("span", { class: "deeds" }, pin, rename, save, remove));
+  const row = el("li", { class: one.pinned ? "pinned" : null }, open, el("span", { class: "deeds" }, pin, rename, save, one.kept && shareButton(one, titleOf(one), attempt, render), remove));
   return row;
 }
 
@@ -141,6 +142,7 @@ function render() {
     search,
     list,
     told,
+    sharesView(attempt, render) ?? "",
     rated,
     el("div", { class: "row" }, el("p", { class: "hint", text: placeOf(found) }), all),
   );
@@ -161,11 +163,14 @@ function placeOf(found) {
   return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
+/** Whether something is being searched for, renamed or decided in the dialog: it is not drawn anew then. */
+const isBusy = () => Boolean($("history").querySelector("input")?.value || $("history").querySelector(".sure, form.pair"));
+
 export function startHistory() {
   $("open-history").addEventListener("click", () => {
     render();
     $("history").showModal();
-    if (keeping()) attempt(() => listKept()).then((done) => done && $("history").open && !$("history").querySelector("input")?.value && render());
+    if (keeping()) attempt(async () => (await listKept(), await listShares())).then((done) => done && $("history").open && !isBusy() && render());
   });
   $("new-conversation").addEventListener("click", () => show(null));
 }

@@ -71,6 +71,7 @@ export async function turnKept(turn) {
 export async function deleteKept(id = null) {
   await call("DELETE", id === null ? "api/conversations" : path(id));
   state.conversations = state.conversations.filter((one) => !one.kept || (id !== null && one.id !== id));
+  state.shares = state.shares.filter((one) => id !== null && one.conversation !== id);
   if (!conversation()) Object.assign(state, { conversation: null, selected: null });
   changed("conversation");
 }

@@ -13,7 +13,9 @@ import { chooseModel, refreshServer } from "./server.js";
 import { startPrompts } from "./prompts.js";
 import { startSettings } from "./settings.js";
 import { changed, conversation, model, on, restore, state, turns, unreadAtFirst } from "./store.js";
+import { openShared, startSharing } from "./sharing.js";
 import { startSources } from "./sources.js";
+import { openTenants, startTenants } from "./tenants.js";
 import { startTheme } from "./theme.js";
 import { startVerifying } from "./verifying.js";
 
@@ -38,8 +40,10 @@ async function load() {
     if (keeping()) await openKept();
     changed("conversation", { latest: turns().at(-1) });
     document.body.dataset.ready = "true";
+    openShared();
     resume(unreadAtFirst());
   } catch (error) {
+    if (error.code === "metrics_only") return openTenants();
     const box = el("div", { class: "empty", role: "alert" }, el("h2", { text: "The server does not answer" }));
     box.append(el("p", { text: error.message }), button("Try again", load, { class: "main" }));
     $("turns").replaceChildren(box);
@@ -66,6 +70,8 @@ startHistory();
 startSources();
 startPrompts();
 startVerifying();
+startSharing();
+startTenants();
 on("server", showModel);
 $("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));
 load();

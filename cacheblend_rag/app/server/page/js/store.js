@@ -21,6 +21,7 @@ export const state = {
   passages: null, // for each answer
   tokens: null, // of the longest answer
   temperature: null, // null: 0, the likeliest words
+  shares: [], // {id, conversation, title, created, turns} as the server has them
   prompts: [], // {id, title, text} that were saved here; where conversations are kept, the server has them
   instructions: null, // what the model is told before the passages
   verify: null, // whether answers are checked; null: yes
@@ -120,7 +121,7 @@ function kept(promptsKept) {
     .map((turn) => turn.id);
   const slim = (turn) =>
     turn.report && !latest.includes(turn.id) ? { ...turn, report: { ...turn.report, prompt: [] } } : turn;
-  const { server, conversations, ...rest } = state;
+  const { server, conversations, shares, ...rest } = state;
   const here = conversations.filter((one) => !one.kept); // the server has the others, and no browser shall
   return { ...rest, conversations: here.map((one) => ({ ...one, turns: one.turns.map(slim) })) };
 }
@@ -190,7 +191,7 @@ export function forgetTexts(id) {
 
 /** Nobody may read what is kept before the server has accepted a key. */
 export function forgetAll() {
-  for (const name of ["conversations", "conversation", "selected", "instructions", "from", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  for (const name of ["conversations", "shares", "conversation", "selected", "instructions", "from", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
   try {
     sessionStorage.removeItem(NAME);
     localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
@@ -230,7 +231,7 @@ function fits(name, value) {
 
 export function restore() {
   for (const [name, value] of Object.entries({ ...read(localStorage), ...read(place()) })) {
-    if (name in state && name !== "server" && fits(name, value)) state[name] = value;
+    if (name in state && name !== "server" && name !== "shares" && fits(name, value)) state[name] = value;
   }
   state.conversations = sound(state.conversations);
   for (const name of ["points", "jobs", "prompts"]) state[name] = state[name].filter(isObject);

@@ -1,0 +1,62 @@
+"""Use of each tenant, for those who run the server: names, counts and times, and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.security.tenants import Keys, NamedKey
+from cacheblend_rag.app.server.services.metrics import KeyUse
+from cacheblend_rag.app.server.services.service import Service
+
+
+@dataclass(frozen=True)
+class TenantUse:
+    """One tenant.
+
+    Parameters
+    ----------
+    name : str
+    keys : list of (NamedKey, KeyUse or None)
+        Its keys with what they have used since the server started; None where that is counted together with others.
+    documents, bytes, conversations : int or None
+        Counts of what lies on the disk; None while its database is away.
+    tokens_left : int or None
+        Of what it may use in a minute; None without a limit.
+    waiting : int
+        Requests that wait for the model now.
+    """
+
+    name: str
+    keys: list[tuple[NamedKey, KeyUse | None]]
+    documents: int | None
+    bytes: int | None
+    conversations: int | None
+    tokens_left: int | None
+    waiting: int
+
+
+def use_of_all(service: Service) -> list[TenantUse]:
+    """Every tenant that has a key, and those whose keys went while the server ran, by name."""
+    keys = service.keys.named() or [NamedKey(Keys.LOCAL, Keys.LOCAL)] * (not service.settings.guarded)
+    names = {one.tenant for one in keys} | set(service.sessions)
+    return [_use_of(service, name, [one for one in keys if one.tenant == name]) for name in sorted(names)]
+
+
+def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
+    catalogue = service.joined(name).library.catalogue
+    held: Sequence[int | None] = (None, None, None)
+    with suppress(Problem):  # the database may be away
+        held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
+    documents, used, conversations = held
+    return TenantUse(
+        name,
+        [(one, service.metrics.use_of(name, one.name)) for one in keys],
+        documents,
+        used,
+        conversations,
+        service.quota.left(name),
+        service.queue.waiting_of(name),
+    )

@@ -1,0 +1,107 @@
+"""Names that no model can be loaded by, told from how they are written and from the folder that they name.
+
+Nothing is loaded or fetched for it, and no hub is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from cacheblend_rag.models.starters import starter_named, starters_of
+
+# How alike a name must be to a starter's to be taken for a slip of the pen.
+_ALIKE = 0.7
+_TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
+_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
+# Files that say how a folder is loaded: a model, an adapter, an embedder.
+_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
+
+
+def why_no_model(
+    model: str | os.PathLike[str], kind: str = "language model", *, weights: bool = True, elsewhere: bool = False
+) -> str | None:
+    """The fault of a name by which certainly no model is found, with its remedy; None if only loading can tell.
+
+    Parameters
+    ----------
+    model : str or path
+    kind : {"language model", "embedder"}
+        The kind of model that is wanted.
+    weights : bool
+        Whether a folder without weights is a fault.
+    elsewhere : bool
+        Whether the caller says by other arguments where in the folder the files are.
+
+    Raises
+    ------
+    ModelLoadError
+        If it is a starter of the other kind.
+    """
+    name, starters = os.fspath(model), starters_of(kind)
+    path = Path(name).expanduser()
+    remedy = name_remedy(kind)
+    if not name.strip():
+        return remedy
+    if starter_named(model, kind) is not None or path.is_file():
+        return None
+    if path.is_dir():
+        return None if elsewhere else _fault_of_folder(path, kind, weights, remedy)
+    if tag := tag_remedy(name):
+        return tag
+    if found := _URL.fullmatch(name):
+        return f"an address is no name of a model; use {found[1]!r}"
+    if path.is_absolute() or name.startswith((".", "~")) or name.lower().endswith(".gguf") or name.count("/") > 1:
+        return f"there is no such file or folder{_beside(path)}; {remedy}"
+    if "/" not in name and (near := _near(name.lower(), starters)):
+        return f"there is no such folder; did you mean the starter model {' or '.join(map(repr, near))}?"
+    return None
+
+
+def name_remedy(kind: str = "language model") -> str:
+    """Everything that a model of a kind may be named by, as a phrase."""
+    kinds = "a folder of a saved model" + (", a GGUF file" if kind == "language model" else "")
+    return f"name {kinds}, a hub id or the starter model {' or '.join(map(repr, starters_of(kind)))}"
+
+
+def tag_remedy(said: str | os.PathLike[str]) -> str:
+    """The names to use in place of a tag of Ollama's library, such as ``"llama3.2:3b"``; empty of any other name."""
+    if _TAG.fullmatch(os.fspath(said)) is None:
+        return ""
+    return (
+        "a tag of Ollama's library is no name here: name the model's id on the hub, such as "
+        f"'meta-llama/Llama-3.2-3B-Instruct', or the GGUF file that `ollama show --modelfile {os.fspath(said)}` "
+        "names behind FROM"
+    )
+
+
+def _near(name: str, starters: list[str]) -> list[str]:
+    """The starters that may be meant: those that begin so, or the one that is written most alike."""
+    begun = [one for one in starters if len(name) > 1 and one.startswith(name)]
+    return begun or get_close_matches(name, starters, n=1, cutoff=_ALIKE)
+
+
+def _fault_of_folder(folder: Path, kind: str, weights: bool, remedy: str) -> str | None:
+    """The fault of a folder that holds no saved model."""
+    names = sorted(one.name for one in folder.iterdir())
+    if not names:
+        return f"the folder is empty; {remedy}"
+    if not set(_CONFIGS).intersection(names):
+        gguf = [one for one in names if one.lower().endswith(".gguf")] if kind == "language model" else []
+        instead = f"name the file in it: {str(folder / gguf[0])!r}" if gguf else remedy
+        return f"the folder holds no config.json; {instead}"
+    if weights and kind == "language model" and not any(one.lower().endswith(_WEIGHTS) for one in names):
+        fetch = "fetch the model whole, or save it by save_pretrained"
+        return f"the folder holds no weights, such as model.safetensors; {fetch}; or {remedy}"
+    return None
+
+
+def _beside(path: Path) -> str:
+    """Words on its place: the folder that is missing, or a name that is much like it."""
+    if not path.parent.is_dir():
+        return f", and no folder {str(path.parent)!r}"
+    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1)
+    return f", but there is {near[0]!r}" if near else ""

@@ -1,0 +1,111 @@
+"""Engines of many tenants: those that were not used for long are let go of, and nothing of a tenant is lost by it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.app.server.services import served_model
+from cacheblend_rag.app.server.services.served_model import ServedModel
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.report import Verification
+from tests import tiny
+from tests.waiting import until
+
+PROMPT = Prompt("Read this.", [tiny.text(80, 1), tiny.text(80, 2)], "Which leaf?")
+
+
+@pytest.fixture
+def served() -> Iterator[ServedModel]:
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.3, variants=0, write_back="inline")
+    engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=config)
+    with engine:
+        yield ServedModel("tiny", engine, Limits(), starter=False)
+
+
+def engine_of(served: ServedModel, tenant: int, **more: Any) -> BlendEngine:
+    return served.engine_for(f"salt-{tenant}", None, None, **more)
+
+
+def use_others(served: ServedModel, count: int = 300) -> None:
+    for tenant in range(1_000, 1_000 + count):
+        engine_of(served, tenant)
+    gc.collect()
+
+
+def test_engines_of_three_hundred_tenants_are_released(served: ServedModel) -> None:
+    engines, verifications = [], []
+    for tenant in range(300):
+        for sessions in (False, True):
+            engine = engine_of(served, tenant, sessions=sessions)
+            engines.append(weakref.ref(engine))
+            verifications.append(weakref.ref(engine.verifications))
+        if not tenant % 100:
+            engine.generate(PROMPT, max_new_tokens=2)
+    del engine
+    gc.collect()
+    alive = [one for one in engines if one() is not None]
+    assert 0 < len(alive) <= served_model._ENGINES
+    assert len({one() for one in verifications} - {None}) <= served_model._ENGINES
+    assert len(served.engine.verifications.all) <= served_model._ENGINES + 1
+    assert engines[-1]() is not None, "the latest stays"
+
+
+def test_engine_that_was_used_last_stays(served: ServedModel) -> None:
+    first = engine_of(served, 0)
+    for tenant in range(1, 300):
+        engine_of(served, tenant)
+        assert engine_of(served, 0) is first
+
+
+def test_kept_prompts_and_raised_ratios_outlive_the_engine(served: ServedModel) -> None:
+    engine = engine_of(served, 0)
+    engine.generate(PROMPT, max_new_tokens=2)
+    for _ in range(8):
+        minimum = engine.chunks.pipeline.policy.minimum
+        engine.verifications.note(Verification("corrected"), 0.3, minimum, engine.config)
+    raised, gone = engine.verifications.least_ratio, weakref.ref(engine)
+    assert raised > 0.3
+    del engine, minimum
+    use_others(served)
+    assert gone() is None
+    again = engine_of(served, 0)
+    assert again.verifications.least_ratio == served.least_ratio == raised
+    report = again.generate(PROMPT, max_new_tokens=2).report
+    assert report.resumed_tokens > 0, "the prompt lies in memory for all views, by salt"
+    other = engine_of(served, 1)
+    assert other.verifications.least_ratio == 0
+    assert other.generate(PROMPT, max_new_tokens=2).report.resumed_tokens == 0
+
+
+def test_engine_in_use_goes_on_and_its_checks_are_given_up_with_a_text(served: ServedModel) -> None:
+    engine = engine_of(served, 0)
+    stream = engine.stream(PROMPT, max_new_tokens=6)
+    first = next(stream)
+    gate, begun = threading.Event(), threading.Event()
+
+    def check(given_up: Any) -> Verification:
+        begun.set()
+        assert gate.wait(60)
+        return Verification("given up", reason="text was forgotten") if given_up() else Verification("verified")
+
+    waiting = engine.verifications.submit(check, "salt-0", PROMPT.chunks)
+    assert begun.wait(60)
+    del engine
+    use_others(served)
+    again = engine_of(served, 0)
+    assert first + "".join(stream) == again.generate(PROMPT, max_new_tokens=6).text
+    forgetting = threading.Thread(target=lambda: again.chunks.drop_waiting(PROMPT.chunks[:1]))
+    forgetting.start()
+    until(lambda: again.verifications._unwanted)
+    gate.set()
+    forgetting.join(60)
+    found = again.verifications.result(waiting.id, wait=60)
+    assert found is not None
+    assert found.status == "given up"

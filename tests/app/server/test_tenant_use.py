@@ -1,0 +1,212 @@
+"""What each tenant has and uses, as a key for metrics sees it: names and counts, and no text."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.keys_file import change_keys, new_key
+from cacheblend_rag.app.server.services import metrics
+from cacheblend_rag.app.server.settings import Limits
+from tests.app.server.common import (
+    BASE,
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
+from tests.app.server.test_kept_conversations import Gate, ask, begin
+from tests.app.server.test_kept_conversations import gate as gate
+from tests.waiting import until
+
+EVE = {"eve": "eve-0123456789abcdef"}
+TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    made = {name: new_key(name, tenant) for name, tenant in (("ada", "ada"), ("ada-2", "ada"), ("ops", None))}
+    change_keys(tmp_path / "keys.json", lambda _: [entry for entry, _ in made.values()])
+    return {name: key for name, (_, key) in made.items()}
+
+
+@pytest.fixture
+def server(model: Path, docs: Path, tmp_path: Path, keys: dict[str, str]) -> Iterator[Running]:
+    limits = Limits(tokens_per_minute=50_000, disk_bytes=7_000_000)
+    with running(settings_for(model, docs, tmp_path, keys=EVE, limits=limits, concurrent=1)) as made:
+        yield made
+
+
+@pytest.fixture
+def ops(server: Running, keys: dict[str, str]) -> Iterator[httpx.Client]:
+    with client_of(server, keys["ops"]) as made:
+        yield made
+
+
+def rows(client: Any) -> dict[str, dict[str, Any]]:
+    answer = client.get("/api/tenants")
+    assert answer.status_code == 200, answer.text
+    return {one["tenant"]: one for one in answer.json()}
+
+
+def use(server: Running, key: str) -> dict[str, Any]:
+    """Upload a document, ask about it, and keep that; the answer."""
+    with client_of(server, key) as client:
+        id = new_collection(client, "Secret plans")
+        upload(client, id, {"hidden-name.txt": passage(700)})
+        settle(server.service)
+        told: dict[str, Any] = ask(client, begin(client, id), "Which pineapple?", collection=id)
+    return told
+
+
+def test_row_says_what_a_tenant_has_and_used(server: Running, ops: httpx.Client, keys: dict[str, str]) -> None:
+    before = rows(ops)
+    assert list(before) == ["ada", "eve"]
+    assert [before["ada"][name] for name in ("documents", "requests", "conversations", "last_asked")] == [0, 0, 0, None]
+    use(server, keys["ada"])
+    with client_of(server, keys["ada-2"]) as other:
+        other.get("/v1/models")
+    answer = ops.get("/api/tenants")
+    ada, eve = answer.json()
+    assert [one["name"] for one in ada["keys"]] == ["ada", "ada-2"]
+    for one in ada["keys"]:
+        assert re.fullmatch(TIME, one["created"])
+        assert re.fullmatch(TIME, one["last_used"])
+    assert re.fullmatch(TIME, ada["last_asked"])
+    assert (ada["documents"], ada["conversations"], ada["limit_bytes"], ada["waiting"]) == (1, 1, 7_000_000, 0)
+    assert len(passage(700)) < ada["bytes"] < 100_000
+    assert ada["requests"] == 6
+    assert ada["prompt_tokens"] > 0
+    assert ada["answer_tokens"] > 0
+    assert ada["tokens_per_minute"] == 50_000
+    assert 40_000 < ada["tokens_left"] <= 50_000
+    assert (eve["keys"], eve["requests"], eve["tokens_left"]) == (
+        [{"name": "eve", "created": None, "last_used": None}],
+        0,
+        50_000,
+    )
+    for word in ("hidden-name", "Secret plans", "pineapple", keys["ada"], EVE["eve"], "ops"):
+        assert word not in answer.text
+
+
+def test_waiting_requests_are_counted_by_tenant(
+    server: Running, ops: httpx.Client, keys: dict[str, str], gate: Gate
+) -> None:
+    async def all_of_them() -> dict[str, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {keys['ada']}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+            body = {"question": "Which leaf?", "stream": False}
+            asked = [asyncio.create_task(client.post("/api/collections/archive/ask", json=body)) for _ in range(3)]
+            await asyncio.to_thread(until, lambda: server.service.queue.waiting == 2)
+            server.service.quota.take("ada", 40_000)
+            found = await asyncio.to_thread(rows, ops)
+            gate.open.set()
+            await asyncio.gather(*asked)
+        return found
+
+    found = asyncio.run(all_of_them())
+    assert (found["ada"]["waiting"], found["eve"]["waiting"]) == (2, 0)
+    assert found["ada"]["tokens_left"] < 50_000
+
+
+def test_keys_of_tenants_read_none_of_it(server: Running, ops: httpx.Client, keys: dict[str, str]) -> None:
+    for key, status, code in (
+        (keys["ada"], 403, "not_for_tenants"),
+        (EVE["eve"], 403, "not_for_tenants"),
+        ("", 401, "unauthorized"),
+    ):
+        with client_of(server, key) as client:
+            answer = client.get("/api/tenants")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            assert "ada" not in answer.text
+    assert ops.get("/api/state").status_code == 403
+    assert ops.get("/api/tenants/").status_code == 403
+
+
+def test_without_keys_the_one_tenant_is_shown(model: Path, docs: Path, tmp_path: Path) -> None:
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        client.post("/api/collections/archive/ask", json={"question": "Which leaf?", "stream": False})
+        (row,) = client.get("/api/tenants").json()
+        assert (row["tenant"], [one["name"] for one in row["keys"]]) == ("local", ["local"])
+        assert row["requests"] >= 1
+        assert (row["tokens_left"], row["tokens_per_minute"]) == (None, None)
+
+
+def test_tenants_come_with_their_keys_and_stay_while_they_have_documents(
+    server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    ben, key = new_key("ben", "ben")
+    change_keys(tmp_path / "keys.json", lambda known: [*known, ben])
+    assert list(rows(ops)) == ["ada", "ben", "eve"]
+    use(server, key)
+    change_keys(tmp_path / "keys.json", lambda known: [one for one in known if one.name != "ben"])
+    found = rows(ops)["ben"]
+    assert (found["keys"], found["documents"]) == ([], 1)
+
+
+def test_counts_of_keys_that_are_counted_together_are_unknown(
+    server: Running, ops: httpx.Client, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_MOST_KEYS", 1)
+    for key in (EVE["eve"], keys["ada"]):
+        with client_of(server, key) as client:
+            client.get("/v1/models")
+    found = rows(ops)
+    assert found["eve"]["requests"] == 1
+    assert found["ada"]["requests"] is None
+
+
+def test_command_shows_it_as_a_table(
+    server: Running, keys: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(server, keys["ada"])
+    monkeypatch.setenv("CACHEBLEND_RAG_METRICS_KEY", keys["ops"])
+    assert main(["keys", "use", "--url", server.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "TENANT"
+    ada = next(line for line in lines if line.startswith("ada"))
+    assert re.search(
+        r"ada\s+1\s+\d+ bytes of 7\.0 MB\s+1\s+\d+\s+[\d,]+\s+\d+\s+[\d,]+ of 50,000\s+0\s+" + TIME, ada
+    ), ada
+    assert any(re.fullmatch(rf"  key ada-2\s+made {TIME}\s+not used since the start", line) for line in lines)
+    assert any(re.fullmatch(rf"  key ada\s+made {TIME}\s+last used {TIME}", line) for line in lines)
+    assert any(re.fullmatch(r"  key eve\s+in the environment\s+not used since the start", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("key", "url", "said"),
+    [
+        ("ada", None, "a key made with `keys add NAME --metrics` reads it"),
+        ("wrong", None, "give an API key"),
+        ("ops", "http://127.0.0.1:1", "no server answers at http://127.0.0.1:1"),
+        ("ops", "ftp://127.0.0.1", "url='ftp://127.0.0.1' is not usable: use http:// or https://"),
+    ],
+)
+def test_command_says_what_it_cannot_show(
+    server: Running,
+    keys: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    url: str | None,
+    said: str,
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_RAG_METRICS_KEY", keys.get(key, "wrong-0123456789abcdef"))
+    assert main(["keys", "use", "--url", url or server.url]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert keys["ada"] not in told

@@ -1,0 +1,263 @@
+"""Names by which no model is found: each is refused at once, with what to name instead, and no hub is asked twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from huggingface_hub import constants, is_offline_mode
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.models.hub import hub_asked_once
+from cacheblend_rag.models.loading import load_geometry, load_model
+from cacheblend_rag.models.model_names import why_no_model
+from cacheblend_rag.models.treatment import expected_treatment
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from tests import gguf_files, tiny
+
+WAYS: dict[str, Callable[[str], Any]] = {
+    "engine": BlendEngine.from_pretrained,
+    "chat": lambda name: ChatCacheBlend(model=name),
+    "llm": lambda name: CacheBlendLLM(model=name),
+    "llama_index": lambda name: LlamaIndexLLM(model=name),
+    "check": expected_treatment,
+    "geometry": load_geometry,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files that are nearly models."""
+    root = tmp_path_factory.mktemp("nearly")
+    (root / "empty").mkdir()
+    (root / "notes").mkdir()
+    (root / "notes" / "notes.txt").write_text("x")
+    (root / "whole").mkdir()
+    for part in (tiny.model("llama"), tiny.tokenizer()):
+        part.save_pretrained(root / "whole")
+    for name in ("bare", "cut"):
+        (root / name).mkdir()
+        for file in (root / "whole").iterdir():
+            (root / name / file.name).write_bytes(file.read_bytes())
+    (root / "bare" / "model.safetensors").unlink()
+    weights = root / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    (root / "gguf").mkdir()
+    whole = gguf_files.write(root / "gguf" / "tiny.gguf", tiny.model("llama")).read_bytes()
+    for name, content in (("zero", b""), ("head", whole[:200]), ("half", whole[:-3000]), ("text", b"version git-lfs")):
+        (root / f"{name}.gguf").write_bytes(content)
+    writer = gguf.GGUFWriter(root / "lfm2.gguf", "lfm2")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return root
+
+
+NAMES = {
+    "smolm2": "no such folder; did you mean the starter model 'smollm2'",
+    "qwen2.5-coder": "did you mean the starter model 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b'",
+    " ": "name a folder of a saved model, a GGUF file, a hub id or the starter model 'smollm2'",
+    "ROOT/emty": "no such file or folder, but there is 'empty'; name a folder",
+    "ROOT/none/model": "no such file or folder, and no folder 'ROOT/none'; name a folder",
+    "./nowhere": "no such file or folder; name a folder",
+    "nowhere.gguf": "no such file or folder; name a folder",
+    "ROOT/empty": "the folder is empty; name a folder",
+    "ROOT/notes": "the folder holds no config.json; name a folder",
+    "ROOT/gguf": "the folder holds no config.json; name the file in it: 'ROOT/gguf/tiny.gguf'",
+    "ROOT/zero.gguf": "is empty; fetch it anew",
+    "ROOT/head.gguf": "is damaged or incomplete: .*; fetch it anew",
+    "ROOT/half.gguf": "is damaged or incomplete: .*; fetch it anew",
+    "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
+    "llama3.2:3b": "a tag of Ollama's library is no name here: name the model's id",
+    "https://huggingface.co/some/model": "an address is no name of a model; use 'some/model'",
+    "nobody/nothing": "not in the local cache, and no hub may be asked .*; check the name and the network",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_name_a_model_says_at_once_why_there_is_none(name: str, way: str, folders: Path) -> None:
+    root = str(folders)
+    with pytest.raises(ModelLoadError, match=NAMES[name].replace("ROOT", root)) as caught:
+        WAYS[way](name.replace("ROOT", root))
+    assert name.replace("ROOT", root) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["engine", "chat", "llm", "llama_index"])
+def test_folder_without_whole_weights_is_refused(way: str, folders: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"bare' could not be loaded: the folder holds no weights, .*; fetch"):
+        WAYS[way](str(folders / "bare"))
+    if way == "chat":  # which looks for a chat template first
+        return
+    with pytest.raises(ModelLoadError, match=r"cut' could not be loaded: its weights are damaged or cut off .*git-lfs"):
+        WAYS[way](str(folders / "cut"))
+
+
+def test_config_alone_says_what_there_will_be_and_that_weights_are_missing(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, _ = load_geometry(folders / "bare")
+    assert shape.layers == tiny.model("llama").config.num_hidden_layers
+    assert expected_treatment(folders / "bare").how == "blended"
+    assert main(["models", "check", str(folders / "bare")]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"{folders / 'bare'}: blended\n"
+    assert "the folder holds no weights, such as model.safetensors" in told.err
+
+
+@pytest.mark.parametrize("way", ["engine", "llm", "llama_index", "geometry"])
+def test_gguf_of_another_architecture_is_refused_with_what_to_load(way: str, folders: Path) -> None:
+    said = r"lfm2.gguf' is of the architecture 'lfm2', .*; of another, name the folder or hub id of the original"
+    with pytest.raises(UnsupportedModelError, match=said):
+        WAYS[way](str(folders / "lfm2.gguf"))
+    assert expected_treatment(folders / "lfm2.gguf").how == "refused"
+
+
+def test_command_line_says_it_in_one_line(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(folders / "empty"), "smolm2", str(folders / "half.gguf"), str(folders / "whole")]
+    assert main(["models", "check", *names]) == 2
+    seen = capsys.readouterr()
+    empty, slip, half = seen.err.splitlines()
+    assert "the folder is empty" in empty
+    assert slip.startswith("smolm2: ")
+    assert "did you mean the starter model 'smollm2'?" in slip
+    assert "fetch it anew" in half
+    assert seen.out == f"{folders / 'whole'}: blended\n"
+    for command in (["ask", "What?"], ["serve"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CACHEBLEND_RAG_DATA_DIR", str(folders / "data"))
+            assert main([*command, "--data-dir", str(folders / "data"), "--model", str(folders / "bare")]) == 2
+        assert "holds no weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mini-lm", "./nowhere", "ROOT/empty", "ROOT/notes", "nobody/nothing"])
+def test_embedders_are_refused_alike(name: str, folders: Path) -> None:
+    with pytest.raises(EmbedderError, match=r"'minilm'") as caught:
+        SentenceTransformerEmbeddings(name.replace("ROOT", str(folders)))
+    assert name.replace("ROOT", str(folders)) in str(caught.value)
+
+
+def test_adapter_and_home_folders_are_models(tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    assert why_no_model(tmp_path) is None
+    monkeypatch.setenv("HOME", str(folders))
+    assert load_model("~/whole", device="cpu").name == "~/whole"
+    assert expected_treatment("~/whole").how == "blended"
+
+
+# Hubs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Paths that a hub was asked for which answers that it is busy; its client would ask again and again."""
+    paths: list[str] = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            if "resolve" in self.path:  # not what the client asks for its own sake
+                paths.append(self.path)
+            self.send_response(503)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _point_at(monkeypatch, server.server_port)
+    yield paths
+    server.shutdown()
+    server.server_close()
+
+
+def _point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    template = f"http://127.0.0.1:{port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    def slept(seconds: float) -> None:
+        raise AssertionError("the hub's client waits to ask again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", slept)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hub_that_does_not_answer_is_asked_once(way: str, asked: list[str]) -> None:
+    said = r"model 'nobody/nothing' could not be loaded: .*answers with status 503; check the name and the network"
+    with pytest.raises(ModelLoadError, match=said):
+        WAYS[way]("nobody/nothing")
+    assert asked == ["/nobody/nothing/resolve/main/config.json"]
+    assert not is_offline_mode()
+
+
+def test_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _point_at(monkeypatch, 9)
+    for load, error in ((BlendEngine.from_pretrained, ModelLoadError), (SentenceTransformerEmbeddings, EmbedderError)):
+        with pytest.raises(error, match=r"the hub http://127.0.0.1:9 cannot be reached \(.*HF_ENDPOINT names a mirror"):
+            load("nobody/nothing")
+
+
+def test_cached_model_is_loaded_without_a_hub(folders: Path, tmp_path: Path, asked: list[str]) -> None:
+    cache = tmp_path / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in (folders / "whole").iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    loaded = load_model("some/model", device="cpu", cache_dir=str(tmp_path))
+    assert loaded.tokenizer("a").input_ids == tiny.tokenizer()("a").input_ids
+    assert len(asked) == 1
+    assert not is_offline_mode()
+    with pytest.raises(ModelLoadError, match="not in the local cache"):
+        load_model("some/other", device="cpu", cache_dir=str(tmp_path))
+
+
+def test_hub_is_asked_again_once_the_last_load_has_ended(asked: list[str], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        snapshot = tmp_path / f"models--some--{name}" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    where = {"cache_dir": str(tmp_path)}
+    with hub_asked_once("some/one", where):
+        assert is_offline_mode()
+        with hub_asked_once("some/two", where):
+            assert is_offline_mode()
+        assert is_offline_mode()
+    assert not is_offline_mode()
+    with pytest.raises(KeyError), hub_asked_once("some/one", where):
+        raise KeyError
+    assert not is_offline_mode()
+
+
+# Thoughts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM])
+def test_model_that_marks_no_thoughts_is_not_told_to_think(kind: Any, folders: Path) -> None:
+    more: dict[str, Any] = {"chat_template_kwargs": {"chat_template": "x"}} if kind is ChatCacheBlend else {}
+    said = r"reasoning=True is not usable: leave it out, or use a model that thinks"
+    with pytest.raises(ConfigError, match=said):
+        kind(model=str(folders / "whole"), device="cpu", reasoning=True, **more)
+    with BlendEngine.from_pretrained(folders / "whole", device="cpu") as engine:
+        with pytest.raises(ConfigError, match=said.replace("True", "'low'")):
+            kind.from_engine(engine, reasoning="low")
+        assert kind.from_engine(engine, reasoning=False).reasoning is False
