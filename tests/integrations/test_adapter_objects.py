@@ -380,7 +380,7 @@ def test_blend_options_may_be_given_one_by_one(kind: Any, saved: Path, engine: B
 @pytest.mark.parametrize("kind", LANGCHAIN)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_response_caches_and_serialised_forms_know_every_option(
-    kind: Any, name: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+    kind: Any, name: str, engine: BlendEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, other = engine.with_config(), engine.with_config()
     usual.config, other.config = BlendConfig(), BlendConfig(**{name: OTHERS[name]})
@@ -394,7 +394,7 @@ def test_response_caches_and_serialised_forms_know_every_option(
         opened.append(config)
         return other
 
-    second.model_id = "tiny"
+    second.model_id = str(saved)
     monkeypatch.setattr(BlendEngine, "from_pretrained", reopen)
     again = loads(dumps(second), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
     assert opened == [other.config]

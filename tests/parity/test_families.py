@@ -320,6 +320,7 @@ def test_config_of_recurrent_models_says_why_they_are_answered_plainly(
 
 def test_encoder_decoders_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
     CONFIG_MAPPING["t5"]().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(UnsupportedModelError, match=r"encoder–decoder.* use a causal language model"):
         BlendEngine.from_pretrained(tmp_path, device="cpu")
 

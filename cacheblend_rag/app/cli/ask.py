@@ -134,7 +134,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     screen.show("")
     _show_verification(screen, report.verification)
     screen.show("Sources:")
-    tiers = {} if report.plain else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
+    unread = report.plain and not report.misses  # what is missing of others is stored now
+    tiers = {} if unread else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
     for number, source in enumerate(answer.sources, 1):
         page = f", page {source.metadata['page']}" if "page" in source.metadata else ""
         title = source.page_content.strip().splitlines()[0].lstrip("# ")
@@ -148,7 +149,7 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
             f"{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved."
         )
     resumed = f" behind {info['resumed_tokens']} kept tokens" if info["resumed_tokens"] else ""
-    how = f"plain prefill{resumed}" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
+    how = f"plain prefill{resumed}" if unread else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
     screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")
 

@@ -292,7 +292,7 @@ async def test_the_embedding_is_the_models() -> None:
     assert np.allclose(made.get_query_embedding(texts[1]), expected[1])
     assert np.allclose(await made.aget_query_embedding(texts[1]), expected[1])
     assert (made.embed_batch_size, made.model_name) == (2, "SentenceTransformer")
-    with pytest.raises(EmbedderError, match="does not exist"):
+    with pytest.raises(EmbedderError, match="no such file or folder"):
         SentenceTransformerEmbedding("./nowhere")
 
 

@@ -120,6 +120,9 @@ async function showList(list, all, searched) {
   if (!found.length) list.append(el("li", { class: "hint", text: "No conversation holds all of these words." }));
 }
 
+// The same one whenever the dialog is drawn anew, as someone may be typing into it.
+const search = el("input", { type: "search", "aria-label": "Search questions and answers", placeholder: "Search questions and answers" });
+
 function render() {
   const found = state.conversations.filter((one) => sizeOf(one)).sort((a, b) => Boolean(b.pinned) - Boolean(a.pinned) || (b.latest ?? b.created) - (a.latest ?? a.created));
   const body = $("history").querySelector(".body");
@@ -134,9 +137,9 @@ function render() {
     });
   }, { class: "quiet" });
   const list = el("ul", { class: "past" });
-  const search = el("input", { type: "search", "aria-label": "Search questions and answers", placeholder: "Search questions and answers" });
-  search.addEventListener("input", () => showList(list, found, search.value));
-  showList(list, found, "");
+  search.oninput = () => showList(list, found, search.value);
+  search.oninput();
+  const typing = document.activeElement === search;
   const rated = el("p", { class: "hint rated" }, "Rated answers, for the evaluation: ", [1, -1].map((rating) => button(rating > 0 ? "Save the good ones" : "Save the bad ones", () => saveAll(rating, told), { class: "link" })));
   body.replaceChildren(
     search,
@@ -146,6 +149,7 @@ function render() {
     rated,
     el("div", { class: "row" }, el("p", { class: "hint", text: placeOf(found) }), all),
   );
+  if (typing) search.focus();
 }
 
 async function saveAll(rating, told) {
@@ -163,11 +167,12 @@ function placeOf(found) {
   return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
-/** Whether something is being searched for, renamed or decided in the dialog: it is not drawn anew then. */
-const isBusy = () => Boolean($("history").querySelector("input")?.value || $("history").querySelector(".sure, form.pair"));
+/** Whether something is being renamed or decided in the dialog: it is not drawn anew then. */
+const isBusy = () => Boolean($("history").querySelector(".sure, form.pair"));
 
 export function startHistory() {
   $("open-history").addEventListener("click", () => {
+    search.value = "";
     render();
     $("history").showModal();
     if (keeping()) attempt(async () => (await listKept(), await listShares())).then((done) => done && $("history").open && !isBusy() && render());
