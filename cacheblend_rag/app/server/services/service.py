@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
@@ -266,7 +268,7 @@ class Service:
     def _disk_bytes(self, tenant: str) -> float:
         try:
             return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
-        except Problem:  # the database is away
+        except (Problem, SQLAlchemyError):  # the database is away, or fails
             return math.nan
 
     def store_stats(self) -> StoreStats | None:
@@ -467,6 +469,15 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
+
+
+def session_if_usable(service: Service, name: str) -> Session | None:
+    """The session of a tenant; None where its folder or database cannot be opened now, which others do not feel."""
+    try:
+        return service.joined(name)
+    except (Problem, OSError, SQLAlchemyError) as error:
+        _log.warning("what a tenant has cannot be opened now (%s)", type(error).__name__)
+        return None
 
 
 def required_tokens(service: Service, requested: int | None, field: str = "max_tokens") -> int | None:
