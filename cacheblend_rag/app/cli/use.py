@@ -72,7 +72,7 @@ def _checked(key: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """What a server says, without characters that steer a terminal."""
+    """Text of a server without characters that steer a terminal."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 

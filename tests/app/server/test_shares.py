@@ -154,8 +154,9 @@ def test_copies_outlive_a_restart_and_take_of_the_room_for_conversations(
         kept = server.service.sessions["ada"].library.catalogue.kept
         before = kept.counts()[1]
         made = share(ada, id)["id"]
-        assert kept.counts()[1] > before + len(passage(0))
-    limits = Limits(conversation_bytes=before + 100, conversations=1)
+        once = kept.counts()[1]
+        assert once > before + len(passage(0))
+    limits = Limits(conversation_bytes=once + 100, conversations=1)
     with keyed(model, docs, tmp_path, limits) as server, client_of(server, KEYS["ada"]) as ada:
         assert status(ada, made) == 200
         refused = ada.post(f"/api/conversations/{id}/shares")
