@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import Keys, NamedKey
 from cacheblend_rag.app.server.services.metrics import KeyUse
 from cacheblend_rag.app.server.services.service import Service, session_if_usable
+from cacheblend_rag.app.server.storage.tables import DatabaseFault
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def use_of_all(service: Service) -> list[TenantUse]:
 def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
     held: Sequence[int | None] = (None, None, None)
     session = session_if_usable(service, name)
-    with suppress(Problem, SQLAlchemyError):  # the database may be away, or fail
+    with suppress(Problem, DatabaseFault):  # the database may be away, or fail
         if session is not None:
             catalogue = session.library.catalogue
             held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
