@@ -42,11 +42,15 @@ def why_no_model(
         If it is a starter of the other kind.
     """
     name, starters = os.fspath(model), starters_of(kind)
-    path = Path(name).expanduser()
     remedy = name_remedy(kind)
     if not name.strip():
         return remedy
-    if starter_named(model, kind) is not None or path.is_file():
+    try:
+        path = Path(name).expanduser()
+        file = path.is_file()
+    except (RuntimeError, OSError) as error:  # no such user, a name too long, a folder that may not be read
+        return f"this cannot be looked up ({getattr(error, 'strerror', None) or error}); {remedy}"
+    if starter_named(model, kind) is not None or file:
         return None
     if path.is_dir():
         return None if elsewhere else _fault_of_folder(path, kind, weights, remedy)

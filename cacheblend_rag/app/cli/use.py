@@ -7,11 +7,10 @@ import getpass
 import json
 import os
 import sys
-from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from rich.filesize import decimal
 
@@ -49,15 +48,39 @@ def _use(parsed: argparse.Namespace) -> int:
     address = str(parsed.url).rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise ConfigError("url", parsed.url, "use http:// or https:// and where the server listens")
-    key = os.environ.get(KEY_VARIABLE, "")
+    key = _checked(os.environ.get(KEY_VARIABLE, ""))
     status, answer = _asked(address, key)
     if status == 401 and not key and sys.stdin.isatty():
-        status, answer = _asked(address, getpass.getpass("API key made with `keys add NAME --metrics`: "))
-    if status != 200:
-        message = answer.get("error", {}).get("message") if isinstance(answer, dict) else None
-        raise CacheBlendError(f"{address} answers {status}: {message or 'it is no server of this kind'}")
-    _show(answer)
+        status, answer = _asked(address, _checked(getpass.getpass("API key made with `keys add NAME --metrics`: ")))
+    try:
+        text = _table(answer) if status == 200 else ""
+        message = None if status == 200 else str(answer["error"]["message"])
+    except (TypeError, KeyError, ValueError, IndexError):  # it is of another form
+        text, message = "", "it is no server of this kind"
+    if message is not None:
+        raise CacheBlendError(f"{address} answers {status}: {_plain(message)}")
+    print(text)
     return 0
+
+
+def _checked(key: str) -> str:
+    """A key without space around it; an error does not show it."""
+    key = key.strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(KEY_VARIABLE, "(not shown)", "a key has letters, digits, _ and - alone: copy it again")
+    return key
+
+
+def _plain(text: str) -> str:
+    """Text of a server without characters that steer a terminal."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirection: the key would go along to wherever that leads."""
+
+    def redirect_request(self, *given: Any) -> None:
+        """Give none."""
 
 
 def _asked(address: str, key: str) -> tuple[int, Any]:
@@ -65,7 +88,7 @@ def _asked(address: str, key: str) -> tuple[int, Any]:
     request = Request(f"{address}/api/tenants", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         try:
-            with urlopen(request, timeout=_SECONDS) as response:
+            with build_opener(_NoRedirect).open(request, timeout=_SECONDS) as response:
                 status, text = response.status, response.read()
         except HTTPError as refused:
             with refused:
@@ -79,15 +102,19 @@ def _asked(address: str, key: str) -> tuple[int, Any]:
         return status, None
 
 
-def _show(tenants: Sequence[dict[str, Any]]) -> None:
+def _table(tenants: Any) -> str:
+    if not isinstance(tenants, list):
+        raise TypeError(type(tenants).__name__)
     rows = [_HEAD, *(_row(one) for one in tenants)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
+    lines = list[str]()
     for number, row in enumerate(rows):
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
         for key in tenants[number - 1]["keys"] if number else ():
             made = f"made {key['created']}" if key["created"] else "in the environment"
             used = f"last used {key['last_used']}" if key["last_used"] else "not used since the start"
-            print(f"  key {key['name']:<20}  {made:<25}  {used}")
+            lines.append(f"  key {key['name']:<20}  {made:<25}  {used}")
+    return "\n".join(map(_plain, lines))
 
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:

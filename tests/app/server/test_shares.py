@@ -154,8 +154,9 @@ def test_copies_outlive_a_restart_and_take_of_the_room_for_conversations(
         kept = server.service.sessions["ada"].library.catalogue.kept
         before = kept.counts()[1]
         made = share(ada, id)["id"]
-        assert kept.counts()[1] > before + len(passage(0))
-    limits = Limits(conversation_bytes=before + 100, conversations=1)
+        once = kept.counts()[1]
+        assert once > before + len(passage(0))
+    limits = Limits(conversation_bytes=once + 100, conversations=1)
     with keyed(model, docs, tmp_path, limits) as server, client_of(server, KEYS["ada"]) as ada:
         assert status(ada, made) == 200
         refused = ada.post(f"/api/conversations/{id}/shares")
@@ -237,3 +238,54 @@ def test_tenant_without_a_session_here_is_found_by_its_key(
         assert list(server.service.sessions) == ["ben"]
         change_keys(tmp_path / "keys.json", lambda keys: [*keys, ada[0]])
         assert status(client, made) == 200
+
+
+def test_copy_is_not_called_by_a_question_that_it_leaves_out(ada: Any) -> None:
+    mine = new_collection(ada)
+    upload(ada, mine, {"a.txt": passage(910)})
+    settle(ada.server.service)
+    id = begin(ada, mine, "archive")
+    ask(ada, id, "Is it of the secret plan?", collection=mine, turn="one")
+    ask(ada, id, "Which bird?", turn="two")
+    assert ada.delete(f"/api/collections/{mine}/documents/{ids_of(ada, mine)['a.txt']}").status_code == 204
+    made = share(ada, id)
+    assert (made["title"], made["turns"]) == ("Which bird?", 1)
+    assert "secret plan" not in ada.get(f"/api/shared/{made['id']}").text
+
+
+def test_copy_that_would_take_more_than_is_left_is_refused(model: Path, docs: Path, tmp_path: Path) -> None:
+    with (
+        keyed(model, docs, tmp_path, Limits(conversation_bytes=30_000)) as server,
+        client_of(server, KEYS["ada"]) as ada,
+    ):
+        mine = new_collection(ada)
+        upload(ada, mine, {f"{number}.txt": passage(920 + number, 1_000) for number in range(4)})
+        settle(server.service)
+        id = begin(ada, mine)
+        for number in range(2):
+            ask(ada, id, collection=mine, turn=f"turn-{number}", k=20)
+        kept = server.service.sessions["ada"].library.catalogue.kept
+        used = kept.counts()[1]
+        assert used < 30_000
+        refused = ada.post(f"/api/conversations/{id}/shares")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "conversation_quota")
+        assert "more" in refused.json()["error"]["message"]
+        assert kept.counts()[1] == used
+
+
+def test_tenant_whose_folder_cannot_be_used_is_not_felt_by_others(
+    model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None
+) -> None:
+    keys = {name: add(name) for name in ("ada", "ben")}
+    with (
+        running(settings_for(model, docs, tmp_path)) as server,
+        client_of(server, keys["ada"]) as ada,
+        client_of(server, keys["ben"]) as ben,
+    ):
+        id = begin(ada)
+        ask(ada, id, turn="one")
+        made = share(ada, id)["id"]
+        (tmp_path / "tenants" / "broken").write_text("a file where a folder should be")
+        add("broken")
+        assert status(ben, made) == 200
+        assert status(ben, "x") == 404

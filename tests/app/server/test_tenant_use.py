@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.cli import main
@@ -210,3 +214,96 @@ def test_command_says_what_it_cannot_show(
     told = capsys.readouterr().err
     assert said in told
     assert keys["ada"] not in told
+
+
+def test_tenants_whose_data_cannot_be_read_are_shown_without_counts(
+    server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    (tmp_path / "tenants" / "broken").write_text("a file where a folder should be")
+    change_keys(tmp_path / "keys.json", lambda known: [*known, new_key("broken", "broken")[0]])
+    backend = server.service.sessions["eve"].library.catalogue.backend
+
+    def fails(*given: Any, **more: Any) -> Any:
+        raise OperationalError("", {}, sqlite3.OperationalError("disk I/O error"))
+
+    with client_of(server, EVE["eve"]) as eve:
+        eve.get("/v1/models")
+    monkeypatch.setattr(backend, "read", fails)
+    found = rows(ops)
+    for name in ("broken", "eve"):
+        assert [found[name][what] for what in ("documents", "bytes", "conversations")] == [None] * 3
+    assert found["ada"]["documents"] == 0
+    assert ops.get("/metrics").status_code == 200
+
+
+def test_keys_of_one_name_are_counted_once(
+    server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    change_keys(tmp_path / "keys.json", lambda known: [*known, new_key("eve", "eve")[0]])
+    with client_of(server, EVE["eve"]) as eve:
+        for _ in range(3):
+            eve.get("/v1/models")
+    assert rows(ops)["eve"]["requests"] == 3
+    assert len(rows(ops)["eve"]["keys"]) == 1
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Any]:
+    """Another server, which answers as it is told, and notes the keys that it gets."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            made.seen.append((self.path, self.headers["Authorization"]))
+            self.send_response(made.status)
+            self.send_header("Location", f"http://127.0.0.1:{made.server_port}/stolen")
+            self.end_headers()
+            self.wfile.write(made.body)
+
+        def log_message(self, *given: Any) -> None:
+            """Say nothing."""
+
+    made: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.status, made.body, made.seen = 200, b"", []
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+BODIES = (b"", b"<html>", b"{}", b"null", b"3", b'"x"', b"[1]", b"[{}]", b'{"error": "x"}', b'{"error": null}', b"\xff")
+
+
+@pytest.mark.parametrize("status", [200, 302, 404])
+def test_command_says_that_another_server_answers_and_follows_it_nowhere(
+    elsewhere: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_RAG_METRICS_KEY", "secret-0123456789")
+    elsewhere.status = status
+    for body in BODIES:
+        elsewhere.body = body
+        assert main(["keys", "use", "--url", f"http://127.0.0.1:{elsewhere.server_port}"]) == 2
+        assert f"answers {status}: it is no server of this kind" in capsys.readouterr().err
+    assert {path for path, _ in elsewhere.seen} == {"/api/tenants"}, "the key goes to no other place"
+
+
+def test_command_shows_nothing_that_steers_a_terminal_and_no_key(
+    elsewhere: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_RAG_METRICS_KEY", " secret-0123456789\r\n")
+    url = f"http://127.0.0.1:{elsewhere.server_port}"
+    elsewhere.status, elsewhere.body = 404, b'{"error": {"message": "\\u001b[2Jgone\\u202e"}}'
+    assert main(["keys", "use", "--url", url]) == 2
+    told = capsys.readouterr().err
+    assert "?[2Jgone?" in told
+    assert "\x1b" not in told
+    assert elsewhere.seen == [("/api/tenants", "Bearer secret-0123456789")]
+    for key in ("secret\n X: y", "secret\u2026"):
+        monkeypatch.setenv("CACHEBLEND_RAG_METRICS_KEY", key)
+        assert main(["keys", "use", "--url", url]) == 2
+        told = capsys.readouterr().err
+        assert "METRICS_KEY" in told
+        assert "secret" not in told

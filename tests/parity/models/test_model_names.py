@@ -261,3 +261,11 @@ def test_model_that_marks_no_thoughts_is_not_told_to_think(kind: Any, folders: P
         with pytest.raises(ConfigError, match=said.replace("True", "'low'")):
             kind.from_engine(engine, reasoning="low")
         assert kind.from_engine(engine, reasoning=False).reasoning is False
+
+
+@pytest.mark.parametrize("name", ["~no-such-user-here/model", "a" * 300, "./" + "b" * 300, "x/" * 3000])
+def test_names_that_cannot_be_looked_up_are_refused_with_the_remedy(name: str) -> None:
+    why = why_no_model(name)
+    assert why is not None
+    assert "cannot be looked up" in why
+    assert "hub id" in why

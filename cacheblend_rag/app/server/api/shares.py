@@ -11,7 +11,7 @@ from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.kept import TurnInfo, whole
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.security.tenants import Keys
-from cacheblend_rag.app.server.services.service import Service, Session
+from cacheblend_rag.app.server.services.service import Service, Session, session_if_usable
 from cacheblend_rag.app.server.storage.shares import Share
 
 router = bounded_router("/api", "RAG")
@@ -85,7 +85,9 @@ def _shared(here: Session, id: str) -> Share:
     found = whole(here, id)
     turns = [one for one in found.all_turns if one.state in ("done", "stopped") and one.answer.strip()]
     content: Any = [_copied(one).model_dump() for one in turns]
-    return here.shares.add(id, found.title or found.opening, content, [one.id for one in turns])
+    # Not the conversation's first question: its answer may be erased, and then it is no part of the copy.
+    title = found.title or (turns[0].question if turns else "")
+    return here.shares.add(id, title, content, [one.id for one in turns])
 
 
 def _copied(one: TurnInfo) -> SharedTurn:
@@ -102,8 +104,8 @@ def _read(here: Session, id: str) -> SharedConversation:
 def _owner(service: Service, id: str) -> Session | None:
     """The session of the tenant whose copies have ids that begin so, if it has a key now."""
     names = {one.tenant for one in service.keys.named()} if service.settings.guarded else {Keys.LOCAL}
-    signs = {(session := service.joined(name)).shares.sign: session for name in names}
-    return signs.get(id.partition("_")[0])
+    usable = [one for name in names if (one := session_if_usable(service, name)) is not None]
+    return {one.shares.sign: one for one in usable}.get(id.partition("_")[0])
 
 
 def _info(one: Share) -> ShareInfo:

@@ -27,7 +27,7 @@ class TenantInfo(BaseModel):
     """A tenant and its use; nothing of what its documents are called or hold.
 
     Counts of requests and tokens are those since the server started, of the keys it has now. They are null if one of
-    them is counted together with others. What lies on the disk is null while the database is away. ``tokens_left`` is
+    them is counted together with others. What lies on the disk is null while it cannot be read. ``tokens_left`` is
     what is left of ``tokens_per_minute``; both are null without a limit.
     """
 

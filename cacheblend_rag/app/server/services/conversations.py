@@ -166,8 +166,8 @@ class Conversations:
         if not self._store.amend(conversation, turn, told, rating=rating):
             raise Problem(404, "no_turn", "there is no such answer; it may have been erased, or is under way")
 
-    def check_room(self) -> int:
-        """Refuse more where there is no room for it; how many there are.
+    def check_room(self, more: int = 0) -> int:
+        """Refuse so many more bytes where there is no room for them; how many conversations there are.
 
         Raises
         ------
@@ -176,8 +176,9 @@ class Conversations:
         """
         many, used = self._store.counts()
         most = self._limits.conversation_bytes
-        if used >= most:
-            message = f"your conversations take {used:,} bytes and may take {most:,}: delete some"
+        if used >= most or used + more > most:
+            wanted = f", and this has {more:,} more" if more else ""
+            message = f"your conversations take {used:,} bytes and may take {most:,}{wanted}: delete some"
             raise Problem(507, "conversation_quota", message)
         return many
 

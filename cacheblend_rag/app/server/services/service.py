@@ -39,6 +39,7 @@ from cacheblend_rag.app.server.services.shares import SharedConversations
 from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
+from cacheblend_rag.app.server.storage.tables import DatabaseFault
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -266,7 +267,7 @@ class Service:
     def _disk_bytes(self, tenant: str) -> float:
         try:
             return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
-        except Problem:  # the database is away
+        except (Problem, DatabaseFault):  # the database is away, or fails
             return math.nan
 
     def store_stats(self) -> StoreStats | None:
@@ -467,6 +468,15 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
+
+
+def session_if_usable(service: Service, name: str) -> Session | None:
+    """The session of a tenant; None where its folder or database cannot be opened now, which others do not feel."""
+    try:
+        return service.joined(name)
+    except (Problem, OSError, DatabaseFault) as error:
+        _log.warning("what a tenant has cannot be opened now (%s)", type(error).__name__)
+        return None
 
 
 def required_tokens(service: Service, requested: int | None, field: str = "max_tokens") -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -73,7 +74,9 @@ class SharedConversations:
             409 if there is nothing to be shared or too much is shared, or something was deleted meanwhile; 507 if all
             that is kept takes too much, or the disk is full.
         """
-        self._conversations.check_room()
+        written = json.dumps(content, ensure_ascii=False)
+        size = len(written.encode()) + len(title.encode())
+        self._conversations.check_room(size)
         if not copied:
             raise Problem(409, "nothing_to_share", "no question of this conversation has an answer yet")
         if len(self.listed()) >= self._limits.conversations:
@@ -81,7 +84,7 @@ class SharedConversations:
             raise Problem(409, "too_many_shares", f"you share {most:,} conversations, which is the most; end some")
         id = f"{self.sign}_{secrets.token_hex(_SECRET)}"
         made = Share(id, conversation, title, int(self._clock() * 1000), len(copied))
-        if not self._store.add(made, content, copied):
+        if not self._store.add(made, written, size, copied):
             raise Problem(409, "changed", "something of it was deleted just now; share what is left")
         return made
 

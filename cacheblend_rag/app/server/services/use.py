@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import Keys, NamedKey
 from cacheblend_rag.app.server.services.metrics import KeyUse
-from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.services.service import Service, session_if_usable
+from cacheblend_rag.app.server.storage.tables import DatabaseFault
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TenantUse:
     keys : list of (NamedKey, KeyUse or None)
         Its keys with what they have used since the server started; None where that is counted together with others.
     documents, bytes, conversations : int or None
-        Counts of what lies on the disk; None while its database is away.
+        Counts of what lies on the disk; None while its folder or database cannot be used.
     tokens_left : int or None
         Of what it may use in a minute; None without a limit.
     waiting : int
@@ -40,16 +41,20 @@ class TenantUse:
 
 def use_of_all(service: Service) -> list[TenantUse]:
     """Every tenant that has a key, and those whose keys went while the server ran, by name."""
-    keys = service.keys.named() or [NamedKey(Keys.LOCAL, Keys.LOCAL)] * (not service.settings.guarded)
+    # A key of the environment and one of the file may have one name: they are counted as one, and shown as one.
+    known = {(one.tenant, one.name): one for one in service.keys.named()}
+    keys = list(known.values()) or [NamedKey(Keys.LOCAL, Keys.LOCAL)] * (not service.settings.guarded)
     names = {one.tenant for one in keys} | set(service.sessions)
     return [_use_of(service, name, [one for one in keys if one.tenant == name]) for name in sorted(names)]
 
 
 def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
-    catalogue = service.joined(name).library.catalogue
     held: Sequence[int | None] = (None, None, None)
-    with suppress(Problem):  # the database may be away
-        held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
+    session = session_if_usable(service, name)
+    with suppress(Problem, DatabaseFault):  # the database may be away, or fail
+        if session is not None:
+            catalogue = session.library.catalogue
+            held = catalogue.documents_held(), catalogue.bytes_used(), catalogue.kept.counts()[0]
     documents, used, conversations = held
     return TenantUse(
         name,

@@ -79,10 +79,8 @@ class Shares:
         rows = self._backend.read(select(*_FIELDS, shares.c.content).where(shares.c.id == id, _LASTS))
         return None if not rows else (Share(*rows[0][:-1]), json.loads(rows[0].content))
 
-    def add(self, share: Share, content: Any, copied: Collection[str]) -> bool:
-        """Keep a copy of some turns of a conversation; False if one was erased or deleted meanwhile."""
-        written = json.dumps(content, ensure_ascii=False)
-        size = len(written.encode()) + len(share.title.encode())
+    def add(self, share: Share, written: str, size: int, copied: Collection[str]) -> bool:
+        """Keep a copy (JSON) of some turns of a conversation; False if one was erased or deleted meanwhile."""
         row = {**share.__dict__, "bytes": size, "content": written}
         with self._backend.changing() as db:
             numbers = list[int]()

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 _T = TypeVar("_T")
+DatabaseFault = sa.exc.SQLAlchemyError
+"""Error of a database that fails in a way of its own."""
+
 VERSION = 1
 """Of the tables; a program of another version does not use them."""
 
