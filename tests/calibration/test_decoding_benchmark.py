@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.attention import rows
 from docs.benchmarks.scripts import decode_step, prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 
@@ -59,12 +58,10 @@ def test_answers_are_timed_with_and_without_tried_tokens(
 
 
 def test_tokens_of_one_answer_take_turns(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
-    in_use = rows.attends_by_products
     arguments = ["--shape", "tiny", "--dtype", "float32", "--chunks", "1", "--chunk-tokens", "30", "--threads", "1"]
     assert decode_step.main([*arguments, "--tokens", "3", "--rounds", "2"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert tuple(result["seconds_a_token"]) == decode_step.WAYS
     assert all(0 < result["least"][way] <= result["seconds_a_token"][way] for way in decode_step.WAYS)
     assert result["to_transformers_layers"][decode_step.WAYS[0]] == 1.0
-    assert rows.attends_by_products is in_use
     assert decode_step.main([*arguments, "--tokens", "0"]) == 2

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import onednn
-from cacheblend_rag.models.attention.rows import PerSequenceKV
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cache import preallocate
 from cacheblend_rag.models.cpu.plain import PlainRows
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
 from cacheblend_rag.models.modules import cache_argument
@@ -258,69 +254,3 @@ def test_overrides_of_our_own_leave_layers_plain(taken: list[int]) -> None:
     with blocks.in_use():
         logits_of(BatchedDecode(ModelAdapter(model)), [[3, 4, 5]], [[[5]]])
     assert taken == [1]
-
-
-# Attention over many positions --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (14, 2, 64), (4, 4, 32), (5, 1, 80)])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_products_attend_as_the_kernel_does(heads: int, kv_heads: int, width: int, rows: int) -> None:
-    torch.manual_seed(rows)
-    tokens, group = 2100, heads // kv_heads
-    query = torch.randn(kv_heads, rows * group, width).bfloat16() * 3
-    keys, values = (torch.randn(kv_heads, tokens, width).bfloat16() for _ in range(2))
-    mask = torch.zeros(rows, tokens).masked_fill_(torch.ones(rows, tokens).triu(tokens - rows + 1) > 0, float("-inf"))
-    added = mask.bfloat16().repeat_interleave(group, dim=0)
-    exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), added.double())
-    found = onednn.attend_by_products(query, keys, values, added if rows > 1 else None, None)
-    kernel = scaled_dot_product_attention(query[None], keys[None], values[None], added)[0]
-    assert (found.double() - exact).norm() <= 2 * (kernel.double() - exact).norm()
-
-
-def test_only_many_positions_in_bfloat16_attend_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "most_rows", lambda: onednn.ANY_ROWS)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-    def by_products(heads: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        key = torch.empty(1, heads, tokens, 8, dtype=dtype)
-        with torch.no_grad():
-            return onednn.attends_by_products(key[:, :, :1], key)
-
-    assert by_products(3, 3000)
-    assert not by_products(2, 3000), "two threads have a head each"
-    assert not by_products(3, 1000)
-    assert not by_products(3, 100_000), "converted keys would take much fresh memory"
-    assert not by_products(3, 3000, torch.float32)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert by_products(2, 3000), "six threads would have nothing to do"
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert not by_products(3, 3000)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(onednn, "most_rows", lambda: 0)
-    assert not by_products(3, 3000)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_answers_attend_alike_by_both(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer's rows over its own cache, beside those of another."""
-    adapter = ModelAdapter(tiny.model().bfloat16())
-    caches = [adapter.prefill(list(range(3, 3 + length))).cache for length in (30, 45)]
-    hidden = [[[0.0] * (length + rows) for _ in range(rows)] if rows > 1 else [[]] for length in (30, 45)]
-    masks = [torch.tensor(mask).bfloat16() for mask in hidden]
-    torch.manual_seed(0)
-    keys, values = (torch.randn(2 * rows, 2, 1, 8).bfloat16() for _ in range(2))
-    query, found = torch.randn(2 * rows, 4, 1, 8).bfloat16(), []
-    for by_products in (True, False):
-        monkeypatch.setattr(
-            "cacheblend_rag.models.attention.rows.attends_by_products", lambda *_, chosen=by_products: chosen
-        )
-        own = [preallocate(type(cache)(config=adapter.config)) for cache in caches]
-        for cache, held in zip(own, caches, strict=True):
-            cache.layers[0].hold(held.layers[0].keys, held.layers[0].values)
-        kv = PerSequenceKV([cache.layers[0] for cache in own], masks)
-        with torch.no_grad():
-            kv.update(keys, values)
-            found.append(kv.attend(query, None).float())
-    assert found[0].shape == (2 * rows, 1, 4, 8)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-2)

@@ -23,12 +23,6 @@ _ROWS, _LEAST = 448, 64
 # as many rows as fit and see a multiple of so many positions: other prompts come to the same shapes, but for the ends;
 # and so few scores are left to the kernel (a prompt of its own each time, 40,000 scores a layer: a tenth slower).
 _STEP, _LEAST_SCORES = 64, 2**18
-# Positions from which few rows in bfloat16 attend by products, where the heads of keys do not fill all threads evenly:
-# PyTorch's kernel gives each head to one thread (two cores of an AMD EPYC with AVX-512, one row, 3,136 positions, us a
-# layer: 9 heads for 3 413, by products 299; 14 heads for 2 240 and 275).
-_LONG = 2048
-# Elements of keys that are converted at most: fresh memory of more than some megabytes costs more than is gained.
-_MOST_KEYS = 2**21
 
 
 def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -96,39 +90,6 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
         rows, hidden = slice(start - before, stop - before), later[:, :, : stop - start, : stop - start]
         out[:, :, rows] = attend_directly(query[:, :, rows], key[:, :, :stop], value[:, :, :stop], hidden, scaling)
     return out
-
-
-def attends_by_products(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether few rows, folded into those of the heads of their keys, are taken by `attend_by_products`."""
-    many = key.shape[2] >= _LONG and key.numel() <= _MOST_KEYS
-    if not many or query.dtype is not torch.bfloat16 or not query.is_cpu or most_rows() != ANY_ROWS:
-        return False
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return False
-    return key.shape[1] % torch.get_num_threads() > 0
-
-
-def attend_by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-) -> torch.Tensor:
-    """Attention of few rows over many positions; scores are in float32, and each key and value is read once.
-
-    Parameters
-    ----------
-    query : Tensor, [kv_heads, rows, head_dim], bfloat16
-    key, value : Tensor, [kv_heads, tokens, head_dim], bfloat16
-    mask : Tensor, [rows, tokens], or None
-        Added to the scores.
-
-    Returns
-    -------
-    Tensor, [kv_heads, rows, head_dim], bfloat16
-    """
-    own = query.float().mul_(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.bmm(own, key.float().transpose(1, 2))
-    if mask is not None:
-        scores.add_(mask)
-    return torch.bmm(torch.softmax(scores, -1).to(value.dtype), value)
 
 
 @cache

@@ -13,9 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cacheblend_rag.models.attention.onednn import (
     attend_behind,
-    attend_by_products,
     attend_directly,
-    attends_by_products,
     attends_directly,
     few_lengths,
     rows_of_block,
@@ -129,10 +127,7 @@ class PerSequenceKV:
             group = heads // keys.shape[1]
             folded = own.reshape(rows, keys.shape[1], group, width).transpose(0, 1).flatten(1, 2)[None]
             added = mask.repeat_interleave(group, dim=0) if mask.shape[1] else None
-            if attends_by_products(folded, keys):
-                out = attend_by_products(folded[0], keys[0], values[0], added, scaling)
-            else:
-                out = scaled_dot_product_attention(folded, keys, values, added, scale=scaling)[0]
+            out = scaled_dot_product_attention(folded, keys, values, added, scale=scaling)[0]
             found.append(out.reshape(-1, rows, group, out.shape[-1]).transpose(0, 1).reshape(rows, 1, heads, -1))
         return found[0] if len(found) == 1 else torch.cat(found)
 

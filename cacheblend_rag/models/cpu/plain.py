@@ -1,4 +1,4 @@
-"""Decoder layers of the plain form on a CPU, for the newest rows of answers, in a third of transformers' calls.
+"""Decoder layers of the plain form on a CPU, for the newest rows of answers, in half of transformers' calls.
 
 For so few rows, making the calls of a small model's layers takes a good part of the time that its arithmetic takes.
 """

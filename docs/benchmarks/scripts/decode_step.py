@@ -1,11 +1,10 @@
-"""Milliseconds a token on a CPU, before and after: by transformers' layers, by layers in few calls, and by products.
+"""Milliseconds a token on a CPU: by transformers' layers, and by layers in few calls.
 
 ``python -m docs.benchmarks.scripts.decode_step --shape smollm2-135m --dtype bfloat16 --chunks 6``
 
 One answer is made behind random KV, and its tokens take turns: the first is taken by transformers' own layers, the
-second by layers in few calls, the third by these with the attention that is in use. So all ways meet the same machine,
-and ratios are of tokens that follow one another. Timed is from logits to logits: the loop over tokens, sampling and
-text are in it.
+second by layers in few calls. So both ways meet the same machine, and ratios are of tokens that follow one another.
+Timed is from logits to logits: the loop over tokens, sampling and text are in it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.decode import DecodeOptions, decode
-from cacheblend_rag.models.attention import rows
 from cacheblend_rag.models.kv import LayerKV
 from docs.benchmarks.scripts.common import greedy, options_from, reported, script_parser
 from docs.benchmarks.scripts.measuring import bench_model, machine, table
@@ -32,7 +30,7 @@ from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["WAYS", "StepOptions", "main", "measure"]
 
-WAYS = ("transformers' layers", "few calls", "few calls, as in use")
+WAYS = ("transformers' layers", "few calls")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, engine: BlendEngine) -> None:
         self._steps = engine.turns.batched_decode
-        self._plain, self._by_products = self._steps.plain, rows.attends_by_products
+        self._plain = self._steps.plain
         self.seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         self.processor_seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         self._under_way: list[tuple[str, float, float]] = []  # of this answer: each way, and when its token began
@@ -81,7 +79,6 @@ class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
     def use(self, way: str) -> None:
         """Let steps be taken in this way from now on."""
         self._steps.plain = None if way == WAYS[0] else self._plain
-        rows.attends_by_products = self._by_products if way == WAYS[2] else lambda *_: False
 
 
 def measure(options: StepOptions) -> dict[str, Any]:
@@ -104,7 +101,7 @@ def measure(options: StepOptions) -> dict[str, Any]:
                     step=lambda inputs: engine.turns.batched_decode([inputs])[0],
                 )
         finally:
-            turns.use(WAYS[2])
+            turns.use(WAYS[1])
     medians = {way: statistics.median(seconds) for way, seconds in turns.seconds.items()}
     return {
         "options": asdict(options),
