@@ -18,7 +18,7 @@ from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
-from cacheblend_rag.prompt.forms import form_sharer, squeeze, written_forms
+from cacheblend_rag.prompt.forms import form_sharer, written_forms
 from cacheblend_rag.prompt.quoted_chats import Said
 from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, with_repeated
 from cacheblend_rag.report import WarmReport
@@ -199,7 +199,7 @@ class Chunks:
         segments = self.pipeline.segments
         segments.model.look()
         texts = list_of_texts(chunks)
-        written = (form for text in texts for one in (text, squeeze(text)) for form in written_forms(one))
+        written = (form for text in texts for form in written_forms(text))
         segments.repeated.forget(segments.config.salt, dict.fromkeys(written))
         self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, texts)
         self._drop_checkpoints(texts)

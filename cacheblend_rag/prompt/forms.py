@@ -122,13 +122,24 @@ def _forms(text: str) -> dict[str, str]:
 
 
 def written_forms(text: str) -> list[str]:
-    """The forms in which messages may hold a text, which is the first: those of `solid_forms`, and JSON within JSON."""
-    forms = _forms(text)
+    """The forms in which messages may hold a text, which is the first.
+
+    Those of `solid_forms`, and JSON within JSON, or around HTML; with slashes escaped, as PHP writes JSON; with other
+    line ends, or white space squeezed, before they were escaped.
+    """
+    lines = text.replace("\r\n", "\n")
+    forms: dict[str, str] = {}
+    for one in dict.fromkeys((text, lines, lines.replace("\n", "\r\n"), squeeze(text))):
+        for form, name in _forms(one).items():
+            forms.setdefault(form, name)
     for form, name in [*forms.items()]:
-        if not name or name.endswith("json-escaped"):
+        if not name.endswith("python-escaped"):
             for twice, write in _ESCAPES:
                 if twice == "json-escaped":
                     forms.setdefault(write(form), twice)
+    for form, name in [*forms.items()]:
+        if "/" in form and (not name or name.endswith("json-escaped")):
+            forms.setdefault(form.replace("/", "\\/"), name)
     return [*forms]
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.forms import CUT_LEAST, change_of
+from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, form_sharer
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.prompt.registry import ChunkRegistry
 from tests import tiny
@@ -169,3 +169,53 @@ def test_changed_documents_leave_the_prompt_as_it_is_and_have_one_outcome_each(
         assert one.change != "rewritten"
         if one.change not in ("", "within a longer chunk"):
             assert chunk in registry.forms.find([one.text])  # so that erasing the document erases it
+
+
+ODD = (
+    'He said "no" to C:\\drafts\\new',
+    unicodedata.normalize("NFD", "Überraschung für José, naïve façade"),
+    "שלום עולם, זה טקסט",
+    "one\ttwo\r\nthree\r\n" * 9,
+    "\ud83d half \udc00 lone",
+    "see <b>https://example.org/a/b?c='d'</b> & more",
+    "\x00\x1b marks",
+    "ﬁne \u00a0spaces \u2028of\u200b other kinds",
+)
+
+
+def in_lines(text: str, end: str) -> str:
+    return text.replace("\r\n", "\n").replace("\n", end)
+
+
+WRITTEN: dict[str, Callable[[str], str]] = {
+    "as it is": str,
+    "JSON": json.dumps,
+    "JSON, other characters as they are": lambda text: json.dumps(text, ensure_ascii=False),
+    "JSON within JSON": lambda text: json.dumps(json.dumps(text)),
+    "JSON of \\n": lambda text: json.dumps(in_lines(text, "\n")),
+    "JSON of \\r\\n": lambda text: json.dumps(in_lines(text, "\r\n")),
+    "JSON, slashes escaped": lambda text: json.dumps(text).replace("/", "\\/"),
+    "JSON of squeezed white space": lambda text: json.dumps(" ".join(text.split())),
+    "HTML": html.escape,
+    "HTML within JSON": lambda text: json.dumps(html.escape(text)),
+    "Python": repr,
+    "NFC": lambda text: unicodedata.normalize("NFC", text),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("text", [*ODD, *(in_lines(one, "\n") for one in ODD if "\r\n" in one)])
+def test_erased_texts_are_told_in_each_form(text: str, name: str) -> None:
+    shares = form_sharer([text])
+    assert shares(f"Of this: {WRITTEN[name](text)}, and no more.")
+    assert not shares("Nothing of that is said here, and all of this is about other things.")
+
+
+def test_erasing_long_texts_takes_no_longer_for_each_character() -> None:
+    took = []
+    for lines in (500, 5000):
+        text = "".join(f'line {line}\t"of" many/\r\n' for line in range(lines))
+        started = time.process_time()
+        assert form_sharer([text])(json.dumps(in_lines(text, "\n")))
+        took.append(time.process_time() - started)
+    assert took[1] < 40 * took[0] + 0.5

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
@@ -134,7 +136,96 @@ def _add_lora(model: Any) -> None:
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("change", [_hook_layer, _hook_norm, _replace_network, _replace_forward, _add_lora])
+def _hook_all(model: Any) -> None:
+    register_module_forward_hook(lambda part, args, output: output * 1.5 if part is model.model.norm else None)
+
+
+def _halve_values(kind: type[nn.Module]) -> Callable[..., Any]:
+    own: Any = kind.forward
+
+    def halved(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = own(part, *args, **kwargs)
+        return (out[0] / 2, *out[1:]) if isinstance(out, tuple) else out / 2
+
+    return halved
+
+
+def _of_another_class(name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        part = model.get_submodule(f"model.layers.1.{name}")
+        part.__class__ = type("Other", (type(part),), {"forward": _halve_values(type(part))})
+
+    return change
+
+
+OF_OTHER_CLASSES = [
+    _of_another_class(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_hooks_of_all_modules() -> Iterator[None]:
+    yield
+    _global_forward_hooks.clear()
+
+
+class _Dropping(nn.Linear):
+    """A projection that drops out while it is trained, as some forms of adapters do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+
+
+@pytest.mark.parametrize("change", OF_OTHER_CLASSES)
+def test_layers_that_were_changed_before_are_never_plain(change: Callable[[Any], None]) -> None:
+    model = tiny.model()
+    change(model)
+    assert BatchedDecode(ModelAdapter(model)).plain is None
+
+
+def test_norms_of_another_kind_stay_as_they_are(taken: list[int]) -> None:
+    model = tiny.model()
+    model.model.layers[1].input_layernorm = nn.LayerNorm(32)
+    text, tokens = [list(range(3, 20))], [[[5]]]
+    found, _ = logits_of(BatchedDecode(ModelAdapter(model)), text, tokens)
+    assert not taken
+    torch.testing.assert_close(found, logits_of(by_own_layers(model), text, tokens)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, LlamaMLP, LlamaAttention, LlamaDecoderLayer])
+def test_functions_put_into_classes_are_called(
+    kind: type[nn.Module], when: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text, tokens = tiny.model(), [list(range(3, 20))], [[[5]]]
+    steps = BatchedDecode(ModelAdapter(model))
+    if when == "between":
+        logits_of(steps, text, tokens)
+    taken.clear()
+    monkeypatch.setattr(kind, "forward", _halve_values(kind))
+    found, _ = logits_of(steps, text, tokens)
+    assert not taken
+    torch.testing.assert_close(found, logits_of(by_own_layers(model), text, tokens)[0], rtol=0, atol=0)
+
+
+def test_projections_that_drop_out_in_training_do_not_in_an_answer(taken: list[int]) -> None:
+    model, text, tokens = tiny.model(), [list(range(3, 20))], [[[5]], [[6]]]
+    own = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = _Dropping(own.in_features, own.out_features, bias=False)
+    model.model.layers[1].mlp.up_proj.weight = own.weight
+    model.eval()
+    expected, _ = logits_of(BatchedDecode(ModelAdapter(model)), text, tokens)
+    assert taken == [1, 1]
+    model.train()
+    found, _ = logits_of(BatchedDecode(ModelAdapter(model)), text, tokens)
+    assert_logits_close(found, expected, model, 20)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_hook_layer, _hook_norm, _hook_all, _replace_network, _replace_forward, _add_lora, *OF_OTHER_CLASSES],
+)
 def test_changed_layers_are_transformers_own_again(change: Callable[[Any], None], taken: list[int]) -> None:
     model = tiny.model()
     text, tokens = [list(range(3, 20))], [[[5]], [[6]]]

@@ -63,6 +63,13 @@ class _RowsLayer(PlainLayer):
         products = products_of(layer) or []
         super().__init__(layer, products)
         self._products, self._head_dim, self._scaling = products, head_dim, self._attention.scaling
+        # A linear layer of another kind may drop out, or change, while it is trained.
+        self._learning = [part for one in products if type(one) is not nn.Linear for part in one.modules()]
+
+    @property
+    def as_it_was(self) -> bool:
+        """Whether nothing in it was replaced or is watched, and no projection would compute as in training."""
+        return super().as_it_was and not any(part.training for part in self._learning)
 
     def __call__(self, hidden: torch.Tensor, kv: PerSequenceKV, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         to_query, to_keys, to_values, to_output, gate, up, down = self._products
