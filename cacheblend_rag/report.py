@@ -176,7 +176,7 @@ class BlendReport:
     prefix_tokens, chunk_tokens, suffix_tokens : int
         Tokens of each part; text between chunks counts as neither.
     hits, misses : int
-        Chunks that were read from the store, and chunks that were not there.
+        Chunks that were read from the store, or stood in a kept prompt, and chunks that were not read.
     chunk_tiers : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
@@ -204,11 +204,12 @@ class BlendReport:
         Whether plain prefill answered.
     plain_reason : str
         Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``,
-        ``"verify='held' lets full prefill answer"``, or ``"blending was found poor on this model"``. Else empty.
+        ``"verify='held' lets full prefill answer"``, ``"too little of it is stored to be worth reading"``, or
+        ``"blending was found poor on this model"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
-        Share of the reused chunk tokens that was to be recomputed.
+        Share of the reused chunk tokens that was to be recomputed; 0 where plain prefill answered.
     expected : ExpectedTimes or None
         The loading controller's expectations, if it chose the ratio.
     seconds : Seconds
@@ -230,7 +231,7 @@ class BlendReport:
         How the answer was held against full prefill.
     """
 
-    input_ids: tuple[int, ...]
+    input_ids: tuple[int, ...] = field(repr=False)
     prefix_tokens: int = 0
     chunk_tokens: int = 0
     suffix_tokens: int = 0

@@ -84,6 +84,8 @@ def _list(parsed: argparse.Namespace) -> int:
         found: dict[str, list[tuple[DiskEntry, RecordInfo | None]]] = {}
         for entry, info in _infos(store):
             found.setdefault(_model_name(info), []).append((entry, info))
+        if not found:
+            print("nothing is stored; prompts with few tokens of chunks are prefilled, and leave nothing behind")
         for name, records in sorted(found.items()):
             print(name)
             for entry, info in records:

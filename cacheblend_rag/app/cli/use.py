@@ -52,6 +52,8 @@ def _use(parsed: argparse.Namespace) -> int:
     status, answer = _asked(address, key)
     if status == 401 and not key and sys.stdin.isatty():
         status, answer = _asked(address, _checked(getpass.getpass("API key made with `keys add NAME --metrics`: ")))
+    if status == 401 and key:
+        raise ConfigError(KEY_VARIABLE, "(not shown)", f"{address} does not know this key, or it was revoked")
     try:
         text = _table(answer) if status == 200 else ""
         message = None if status == 200 else str(answer["error"]["message"])
