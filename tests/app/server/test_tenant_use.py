@@ -195,7 +195,7 @@ def test_command_shows_it_as_a_table(
     ("key", "url", "said"),
     [
         ("ada", None, "a key made with `keys add NAME --metrics` reads it"),
-        ("wrong", None, "give an API key"),
+        ("wrong", None, "does not know this key"),
         ("ops", "http://127.0.0.1:1", "no server answers at http://127.0.0.1:1"),
         ("ops", "ftp://127.0.0.1", "url='ftp://127.0.0.1' is not usable: use http:// or https://"),
     ],
