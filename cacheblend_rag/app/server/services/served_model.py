@@ -96,7 +96,7 @@ class ServedModel:
             changes["session_cache"] = True
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
-            # What is chosen is to be seen: neither what was remembered, nor a prefill that is sooner.
+            # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.
             changes |= {"prompt_cache": 0, "min_tokens": 0}
 
         def made() -> BlendEngine:

@@ -10,11 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.app.server.common import Running, client_of, read_events
-from tests.app.server.page.conftest import browser as browser
-from tests.app.server.page.conftest import chromium as chromium
 from tests.app.server.page.conftest import open_page
-from tests.app.server.page.conftest import playwright as playwright
-from tests.app.server.page.conftest import problems as problems
 from tests.app.server.page.test_kept import done, send, visitor
 from tests.app.server.test_deleting import fill
 from tests.app.server.test_deleting import small_disk as small_disk
