@@ -169,10 +169,10 @@ class Chunks:
         texts = list_of_texts(chunks)
         ids = [forms[0].token_ids for forms in self._forms(texts, "")]
         if ids:
-            shares, shares_form = sharer(ids), form_sharer(texts)
+            shares, written = sharer(ids), _written_in(segments, texts)
 
             def goes(key: str, held: tuple[int, ...]) -> bool:
-                return shares(held) or (key.startswith(FOUND) and shares_form(segments.tokenizer.text_of(held)))
+                return shares(held) or (key.startswith(FOUND) and written(held))
 
             for key in [key for key, info in store.infos("") if goes(key, info.token_ids + info.behind)]:
                 store.delete(key)
@@ -199,17 +199,17 @@ class Chunks:
         segments = self.pipeline.segments
         segments.model.look()
         texts = list_of_texts(chunks)
-        written = (form for text in texts for form in written_forms(text))
-        segments.repeated.forget(segments.config.salt, dict.fromkeys(written))
+        forms_of_all = dict.fromkeys(form for text in texts for form in written_forms(text))
+        segments.repeated.forget(segments.config.salt, forms_of_all)
         self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, texts)
         self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
         ids = self._ids(texts, forms)
         self.pipeline.prompts.forget(segments.config.salt, texts, ids)
-        shares_form = form_sharer(texts)
-        self.pipeline.prompts.drop(segments.config.salt, lambda _, ids: shares_form(segments.tokenizer.text_of(ids)))
-        goes = _goes_with(segments, texts, ids)
+        written = _written_in(segments, texts)
+        self.pipeline.prompts.drop(segments.config.salt, lambda _, held: written(held))
+        goes = _goes_with(segments, ids, written)
 
         def goes_too(key: str, job: Job) -> bool:
             return job.info is not None and (key.split(OTHER_FORM)[0] in keys or goes(key, job.info()))
@@ -250,17 +250,17 @@ class Chunks:
             with _note_errors(failed):
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = self._ids(texts, forms)
-        goes = _goes_with(segments, texts, ids)
+        goes = _goes_with(segments, ids, _written_in(segments, texts))
         # Text that was found, and prompts that were kept whole, hold them themselves.
-        begins, written = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt)), set[str]()
+        begins, said = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt)), set[str]()
         for begin in begins if ids else ():  # one that cannot be looked for hides no other
             with _note_errors(failed):
                 for key, info in store.infos(begin):
                     if goes(key, info):
                         keys.add(key)
-                        written.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
+                        said.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
         if dependent:  # in these words it must be seen twice again, too, however a client has wrapped them
-            segments.repeated.forget(segments.config.salt, written)
+            segments.repeated.forget(segments.config.salt, said)
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys
@@ -300,20 +300,25 @@ class Chunks:
         return segment
 
 
+def _written_in(segments: Segments, texts: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    """Says of ids whether one of some texts, or a long part of one, stands in their text, in whatever form."""
+    shares = form_sharer(texts)
+    return lambda ids: shares(segments.tokenizer.text_of(ids))
+
+
 def _goes_with(
-    segments: Segments, texts: Sequence[str], ids: Sequence[tuple[int, ...]]
+    segments: Segments, ids: Sequence[tuple[int, ...]], written: Callable[[Sequence[int]], bool]
 ) -> Callable[[str, RecordInfo], bool]:
-    """Says of a record, apart from those of these chunks, whether it holds one or stood behind one."""
-    salt, begins, shares, shares_form = segments.config.salt, finder(ids), sharer(ids), form_sharer(texts)
+    """Says of a record, apart from those of the chunks with these ids, whether it holds one or stood behind one."""
+    salt, begins, shares = segments.config.salt, finder(ids), sharer(ids)
     sessions, variants = keys_begin(salt), tuple(chunks_keys(salt, chunk) for chunk in ids)
 
     def goes(key: str, info: RecordInfo) -> bool:
         if key.startswith(KEY_PREFIX):
-            inside = key.startswith(sessions) and any(holds(info, chunk) for chunk in ids)
-            return inside or (key.startswith(sessions) and shares_form(segments.tokenizer.text_of(info.token_ids)))
+            return key.startswith(sessions) and (any(holds(info, one) for one in ids) or written(info.token_ids))
         if key.startswith(FOUND):  # text of which it holds a part is enough, as a client may have written it
             held = info.token_ids + info.behind
-            if shares(held) or shares_form(segments.tokenizer.text_of(held)):
+            if shares(held) or written(held):
                 return segments.owns(key, info)
         inside = info.kind == "prefix" and any(holds(info, chunk) for chunk in ids)
         return (inside or key.startswith(variants) or begins(info.behind)) and segments.owns(key, info)

@@ -346,12 +346,12 @@ def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
         return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"the processor of model {name!r}, which reads its images, could not be loaded: {_one_line(error)}; "
+            f"the processor of model {name!r}, which reads its images, could not be loaded: {one_line(error)}; "
             "install what it needs, and save it beside the model by processor.save_pretrained"
         ) from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The words of transformers, which writes several lines."""
     return " ".join(str(error).split()).rstrip(".")
 
@@ -399,7 +399,7 @@ def _load(
             f"model {said!r} could not be loaded: its weights are damaged or cut off ({error}); {again}"
         ) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelLoadError(f"model {said!r} could not be loaded: {_one_line(error)}; {name_remedy()}") from error
+        raise ModelLoadError(f"model {said!r} could not be loaded: {one_line(error)}; {name_remedy()}") from error
     # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
@@ -533,7 +533,7 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ModelLoadError(
-            f"config and tokenizer of model {said!r} could not be loaded: {_one_line(error)}; {name_remedy()}"
+            f"config and tokenizer of model {said!r} could not be loaded: {one_line(error)}; {name_remedy()}"
         ) from error
     return geometry, tokenizer
 

@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import why_plain
 from cacheblend_rag.models.gguf import gguf_config, is_gguf
 from cacheblend_rag.models.hub import hub_asked_once
-from cacheblend_rag.models.loading import auto_class
+from cacheblend_rag.models.loading import auto_class, one_line
 from cacheblend_rag.models.model_names import name_remedy, why_no_model
 
 # Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
@@ -77,5 +77,5 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
     except UnsupportedModelError as error:
         return Treatment("refused", error.reason or str(error))
     except (OSError, ValueError, ImportError, KeyError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise ModelLoadError(f"the config of model {name!r} cannot be read: {why}; {name_remedy()}") from error
+        fault = f"the config of model {name!r} cannot be read: {one_line(error)}"
+        raise ModelLoadError(f"{fault}; {name_remedy()}") from error
