@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 from cacheblend_rag.models.loading_bars import bars_hidden
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.prompt import Prompt
 
 
@@ -27,22 +30,11 @@ def add_adapt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _adapt(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.calibration.adapt import AdaptOptions, adapt, adapt_report
     from cacheblend_rag.calibration.prompts import frame_prompts
-    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
-    from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.store.learned import keep_context
 
     options = AdaptOptions(steps=parsed.steps)
     prompts, corpus = read_prompts(parsed, options.steps + options.held_back)
-    with (
-        bars_hidden(),
-        BlendEngine.from_pretrained(
-            parsed.model or DEFAULT_MODEL,
-            config=BlendConfig(condition="context"),
-            store=data_folder(parsed) / "kv",
-            device=parsed.device,
-            dtype=parsed.dtype,
-        ) as engine,
-    ):
+    with _opened(parsed, condition="context") as engine:
         adapted = adapt(engine, frame_prompts(prompts, engine.tokenizer), options, corpus=corpus)
         print(adapt_report(adapted))
         if not adapted.nearer:
@@ -80,22 +72,12 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
 def _calibrate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
     from cacheblend_rag.calibration.prompts import frame_prompts
-    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, check_whole
-    from cacheblend_rag.engine.engine import BlendEngine
+    from cacheblend_rag.config import check_whole
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
     prompts, corpus = read_prompts(parsed, parsed.prompts)
-    with (
-        bars_hidden(),
-        BlendEngine.from_pretrained(
-            parsed.model or DEFAULT_MODEL,
-            config=BlendConfig(recompute_ratio=0.15),
-            store=data_folder(parsed) / "kv",
-            device=parsed.device,
-            dtype=parsed.dtype,
-        ) as engine,
-    ):
+    with _opened(parsed, recompute_ratio=0.15) as engine:
         prompts = frame_prompts(prompts, engine.tokenizer)
         folder = Path(parsed.out) if parsed.out else None
         settings, found = calibrate(engine, prompts, options, corpus=corpus, folder=folder)
@@ -103,6 +85,21 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     print(report(settings, found))
     print(f"kept in {path}")
     return 0
+
+
+@contextmanager
+def _opened(parsed: argparse.Namespace, **options: Any) -> Iterator[BlendEngine]:
+    """The engine that the arguments name, with options of `BlendConfig`."""
+    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
+    from cacheblend_rag.engine.engine import BlendEngine
+
+    where = {"store": data_folder(parsed) / "kv", "device": parsed.device, "dtype": parsed.dtype}
+    config = BlendConfig(**options)
+    with (
+        bars_hidden(),
+        BlendEngine.from_pretrained(parsed.model or DEFAULT_MODEL, config=config, **where) as engine,
+    ):
+        yield engine
 
 
 def read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str]]:
