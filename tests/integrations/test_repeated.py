@@ -468,6 +468,21 @@ def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, repor
     assert reports[-1].found[0].tokens <= tokens + 2
 
 
+@pytest.mark.parametrize("way", ["engine", "LangChain", "LlamaIndex", "LangChain chat"])
+def test_chats_that_a_client_has_written_out_hit_and_leave_no_question(way: str, reports: list[BlendReport]) -> None:
+    """A program that knows the model's template, or another, and sends one text."""
+    engine, secret = tiny_engine(find_repeated=True), f"My secret is this.\n{passage(50, 9)}\nWhat do you say?"
+    for number, texts in enumerate(PROMPTS):
+        asked = "\n\n".join([*texts, secret])
+        WAYS[way](engine, f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+        begun = f"<|im_start|>user\n{secret}<|im_end|>\n<|im_start|>assistant\nIt is {number}.<|im_end|>\n"
+        WAYS[way](engine, f"{begun}<|im_start|>user\nAnd {number}?<|im_end|>\n<|im_start|>assistant\n")
+    assert [[one.hit for one in made.found] for made in reports[::2]] == [[], [False, False], [True, True]]
+    held = [engine.tokenizer.decode(info.token_ids + info.behind) for _, info in engine.store.infos("")]
+    assert len(held) == 2
+    assert not any(passage(50, 9)[:40].lower() in one.lower() for one in held)
+
+
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:
     engine = tiny_engine(find_repeated=True)
     model = ChatCacheBlend(engine=engine, max_new_tokens=2)
