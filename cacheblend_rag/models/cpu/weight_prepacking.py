@@ -10,16 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.cpu.int4_linear import Codes, are_few, int4_product
 from cacheblend_rag.models.cpu.int8_linear import coded_layers, int8_products
+from cacheblend_rag.models.cpu.kept_codes import codes_of_layers
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary, direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 Prepacking = Callable[[], AbstractContextManager[None]]
 """Gives a context within which a model multiplies by prepacked weights, by codes of 8 bits, or by oneDNN."""
+
+_FindCodes = Callable[[Sequence[nn.Linear]], Mapping[nn.Linear, Codes]]
 
 # Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/benchmarks/parts.md).
 _DTYPE = torch.bfloat16
@@ -44,8 +49,10 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
-    """Let the linear layers of a model multiply by prepacked weights, by codes of 8 bits or by oneDNN, if that helps.
+def prepacked_products(
+    model: nn.Module, parts: Iterable[nn.Module], option: bool | str, identity: str, *, anew: bool
+) -> Prepacking:
+    """Let the linear layers of a model multiply by prepacked weights, by codes or by oneDNN, where that helps.
 
     Parameters
     ----------
@@ -55,6 +62,8 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
         Whose linear layers are meant.
     option : bool or "auto"
         `BlendConfig.prepack_weights`.
+    identity : str
+        Of the model's weights; what was found in them before is kept under it.
     anew : bool
         Whether copies that others have made are made again: weights may have changed since in ways that
         leave no trace.
@@ -67,7 +76,7 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
     if option is False:
         return nullcontext
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
-    ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
+    ordinary, coded = _ordinary_products(model, layers, option, identity, anew), coded_layers(model, layers)
     if not coded:
         return ordinary
     by_codes = int8_products.get(model, coded)
@@ -80,15 +89,18 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
     return both
 
 
-def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
+def _ordinary_products(
+    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, identity: str, anew: bool
+) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.get(model, layers).in_use
+    find_codes = partial(codes_of_layers, model, identity)
     with _table_lock:
         known = _by_model.get(model)
         prepacked = known() if known is not None else None
         if prepacked is None:
-            prepacked = _PrepackedWeights(layers)
+            prepacked = _PrepackedWeights(layers, find_codes)
             reason = _why_not(model, prepacked.nbytes) or (
                 _why_not_unasked(prepacked.nbytes) if option == "auto" else None
             )
@@ -102,7 +114,7 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
                 "prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{prepacked.nbytes:,}"
             )
         elif anew:
-            prepacked.renew(layers)
+            prepacked.renew(layers, find_codes)
     return prepacked.in_use
 
 
@@ -171,6 +183,7 @@ class _Copy:
     """A prepacked weight, with what it is a copy of: one object, so that no thread sees half of a change."""
 
     prepacked: torch.Tensor
+    codes: Codes | None
     seen: _WeightState
     width: int
 
@@ -194,6 +207,8 @@ class _PrepackedForward(ForwardOverride):
             bias = module.bias
             if are_ordinary(input, _DTYPE, copy.width) and input.numel() > 0 and (bias is None or bias.dtype is _DTYPE):
                 try:
+                    if copy.codes is not None and are_few(input):
+                        return int4_product(input, copy.codes, bias)
                     return onednn_product(input, copy.prepacked, bias)
                 except (RuntimeError, AttributeError, TypeError) as error:
                     self.copy = None
@@ -228,10 +243,10 @@ class _FailureNote:
 class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
     """Prepacked copies of the linear weights of one model."""
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+    def __init__(self, layers: Iterable[nn.Linear], find_codes: _FindCodes) -> None:
         super().__init__(())
         self._trouble = _FailureNote()
-        self.renew(layers)
+        self.renew(layers, find_codes)
 
     @property
     def nbytes(self) -> int:
@@ -239,12 +254,13 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
         weights = (forward.weight() for forward in self._forwards)
         return sum(weight.nbytes for weight in weights if weight is not None)
 
-    def renew(self, layers: Iterable[nn.Linear]) -> None:
-        """Begin again with these layers; copies are made when a pass begins."""
+    def renew(self, layers: Iterable[nn.Linear], find_codes: _FindCodes) -> None:
+        """Begin again with these layers; copies are made, and codes are found, when a pass begins."""
         with self._lock:
             self._remove()
             self._forwards = self._ours(_PrepackedForward(layer, self._trouble) for layer in layers)
             self._samples: torch.Tensor | None = None
+            self._find_codes = find_codes
 
     @torch.no_grad()
     def _put(self) -> None:
@@ -284,6 +300,8 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
 
     def _pack(self) -> None:
         checked = set()
+        codes = self._find_codes([forward.module for forward in self._forwards if forward.seen is not None])
+        self._find_codes = _none  # weights that change from now on are no longer those of the file
         for forward in self._forwards:
             seen, weight = forward.seen, forward.weight()
             if seen is None or weight is None or forward.copy is not None:
@@ -297,7 +315,12 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
                 self._drop()
                 return
             checked.add(weight.shape)
-            forward.copy = _Copy(prepacked, seen, weight.shape[1])
+            forward.copy = _Copy(prepacked, codes.get(forward.module), seen, weight.shape[1])
+
+
+def _none(layers: Sequence[nn.Linear]) -> Mapping[nn.Linear, Codes]:
+    """No codes, for any layers."""
+    return {}
 
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_PrepackedWeights]] = weakref.WeakKeyDictionary()

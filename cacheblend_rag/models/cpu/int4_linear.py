@@ -1,0 +1,165 @@
+"""Products of few rows by weights that lie on sixteen steps, by PyTorch's kernel for codes of 4 bits.
+
+A file of 4 bits keeps each 32 weights of a row as codes with a step and a lowest value. transformers makes ordinary
+weights of them, and multiplying a row by those takes as long as reading them. The codes are found again in the weights,
+whatever made them. Nothing is quantised here: a weight that does not lie on such steps has no codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# Rows up to which the kernel is the faster one (docs/benchmarks/parts.md).
+_ROWS = 4
+# Weights of a row that share a step and a lowest value, and steps between the lowest and the highest.
+_GROUP, _STEPS = 32, 15
+# Groups that are looked at together, so that what is made of them stays in the processor's cache; and the first ones,
+# which tell an ordinary weight at once.
+_TOGETHER, _FIRST = 1024, 64
+# Largest distance from a step, over the largest weight of a group (rounding to bfloat16, three times, gives 2**-7.4),
+# and over the step.
+_TOLERANCE, _NEAR = 2**-6.5, 0.25
+# Largest relative difference from the plain product; rounding gives about a fifth of it.
+_ALIKE = 2**-6
+# The kernel multiplies by so many rows of a weight at once.
+_BLOCK = 16
+
+
+_Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A weight ``[out, in]`` in codes of 4 bits.
+
+    Parameters
+    ----------
+    packed : Tensor, [out, in / 2]
+        The codes, in the order of PyTorch's kernel.
+    steps : Tensor, [in / 32, out, 2]
+        For each 32 weights of a row, the step and the value of code 8, in bfloat16.
+    """
+
+    packed: torch.Tensor
+    steps: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return self.packed.nbytes + self.steps.nbytes
+
+
+@torch.no_grad()
+def find_codes(weight: torch.Tensor) -> Codes | None:
+    """The codes of a weight that lies on steps; None for others, and where PyTorch lacks the kernel.
+
+    Parameters
+    ----------
+    weight : Tensor, [out, in]
+        In bfloat16, contiguous, on a CPU.
+
+    Returns
+    -------
+    Codes or None
+        Their product differs from the weight's by as much as rounding weights to bfloat16 makes.
+    """
+    rows, width = weight.shape
+    if rows % _BLOCK or width % _GROUP or not _agrees():
+        return None
+    groups = weight.reshape(-1, _GROUP)
+    codes = np.empty(groups.shape, dtype=np.int32)
+    steps = np.empty((len(groups), 2), dtype=np.float32)
+    for begin in (0, *range(_FIRST, len(groups), _TOGETHER)):
+        part = slice(begin, begin + _TOGETHER if begin else _FIRST)
+        if not _fit(groups[part].float().numpy().T.copy(), codes[part], steps[part]):
+            return None
+    return _packed(torch.from_numpy(codes).view(rows, width), torch.from_numpy(steps).view(rows, -1, 2))
+
+
+def int4_product(rows: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> torch.Tensor:
+    """``rows @ weight.T + bias``; rows ``[..., in]`` in bfloat16."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, codes.packed, _GROUP, codes.steps)
+    product = product.view(*rows.shape[:-1], -1)
+    return product if bias is None else product + bias
+
+
+def fits_weight(codes: Codes, weight: torch.Tensor) -> bool:
+    """Whether codes are of this weight, by their forms and the products of its first and last rows."""
+    rows, width = weight.shape
+    if rows % _BLOCK or codes.packed.shape != (rows, width // 2) or codes.packed.dtype is not torch.uint8:
+        return False
+    if codes.steps.shape != (width // _GROUP, rows, 2) or codes.steps.dtype is not torch.bfloat16 or not _agrees():
+        return False
+    wave = torch.arange(width, dtype=torch.float32, device="cpu").cos().to(torch.bfloat16)[None]
+    plain = torch.nn.functional.linear(wave, weight).float()
+    return bool((int4_product(wave, codes, None).float() - plain).norm() <= _ALIKE * plain.norm())
+
+
+def are_few(rows: torch.Tensor) -> bool:
+    """Whether rows ``[..., in]`` are multiplied faster by codes."""
+    return rows.shape[:-1].numel() <= _ROWS
+
+
+def _fit(groups: _Array, codes: _Array, steps: _Array) -> bool:
+    """Write the codes, steps and values of code 8 of groups ``[32, groups]``, if all of them lie on steps."""
+    low, high = groups.min(0), groups.max(0)
+    span, above, most = high - low, groups - low, np.maximum(-low, high) * _TOLERANCE
+    found, fits = _places(above, span / _STEPS, most)
+    left = np.flatnonzero(~fits)
+    for count in range(_STEPS - 1, 0, -1):
+        if not len(left):
+            break
+        places, fits = _places(above[:, left], span[left] / count, most[left])
+        found[:, left[fits]] = places[:, fits]
+        left = left[~fits]
+    if len(left):
+        return False
+    codes[:] = found.T
+    # Lowest and highest are rounded; step and middle are those that come nearest to all weights.
+    middle, centre = found.mean(0), groups.mean(0)
+    along = np.einsum("ij,ij->j", found, groups) - _GROUP * middle * centre
+    step = along / np.maximum(np.einsum("ij,ij->j", found, found) - _GROUP * middle**2, 0.5)
+    steps[:, 0], steps[:, 1] = step, centre + step * (8 - middle)
+    return True
+
+
+def _places(above: _Array, step: _Array, most: _Array) -> tuple[_Array, _Array]:
+    """The nearest step to each weight, and which groups have all of theirs on steps."""
+    most = np.minimum(most, _NEAR * step)
+    step = np.maximum(step, np.finfo(np.float32).tiny)
+    places = above / step
+    np.rint(places, out=places)
+    away = places * step
+    away -= above
+    np.abs(away, out=away)
+    return places, away.max(0) <= most
+
+
+def _packed(codes: torch.Tensor, steps: torch.Tensor) -> Codes:
+    """Codes ``[out, in]`` and steps ``[out, in / 32, 2]`` as the kernel takes them."""
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return Codes(packed, steps.transpose(0, 1).contiguous().to(torch.bfloat16))
+
+
+@cache
+def _agrees() -> bool:
+    """Whether the private operators are there and give the product; looked at once a process."""
+    chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
+    rows = torch.rand(_ROWS, 2 * _GROUP, device="cpu", generator=chance).to(torch.bfloat16)
+    codes = torch.randint(0, _STEPS + 1, (48, 2 * _GROUP), device="cpu", dtype=torch.int32, generator=chance)
+    steps = torch.rand(48, 2, 2, device="cpu", generator=chance).to(torch.bfloat16).float()
+    weight = (codes.view(48, 2, _GROUP) - 8) * steps[..., :1] + steps[..., 1:]
+    expected = rows.float() @ weight.view(48, -1).T
+    try:
+        with torch.inference_mode():
+            found = int4_product(rows, _packed(codes, steps), None).float()
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return bool((found - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm())

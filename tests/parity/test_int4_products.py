@@ -1,0 +1,260 @@
+"""Products of few rows by codes of 4 bits that are found again in weights, held against plain products."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.models.cpu import int4_linear, kept_codes
+from cacheblend_rag.models.cpu import weight_prepacking as prepacking
+from cacheblend_rag.models.cpu.int4_linear import find_codes, fits_weight, int4_product
+from tests import gguf_files, tiny
+from tests.parity.test_weight_prepacking import needs_bfloat16
+
+pytestmark = pytest.mark.skipif(not int4_linear._agrees(), reason="PyTorch has no products by 4 bits here")
+EPS = torch.finfo(torch.bfloat16).eps
+PROMPT = "the cat sat on the mat and the dog ran to the mill"
+
+
+def on_steps(rows: int, width: int, most: int = 15, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """A weight as a file of 4 bits holds it, in the type that it is kept in."""
+    codes = torch.randint(0, most + 1, (rows, width // 32, 32)).float()
+    step, below = torch.rand(rows, width // 32, 1) * 0.01 + 0.001, torch.rand(rows, width // 32, 1) * most
+    return ((codes - below) * step).view(rows, width).to(dtype)
+
+
+@pytest.mark.parametrize("most", [15, 14, 9, 1, 0], ids=lambda most: f"{most + 1} values")
+@pytest.mark.parametrize(("rows", "width"), [(16, 32), (48, 64), (192, 576), (896, 4864)])
+def test_product_by_found_codes_is_that_of_the_weight_to_rounding(rows: int, width: int, most: int) -> None:
+    weight = on_steps(rows, width, most)
+    codes = find_codes(weight.to(torch.bfloat16))
+    assert codes is not None
+    assert fits_weight(codes, weight.to(torch.bfloat16))
+    assert codes.nbytes <= 0.7 * rows * width
+    for count in (1, 3, 4, 7):
+        given, bias = torch.randn(1, count, width).to(torch.bfloat16), torch.randn(rows).to(torch.bfloat16)
+        exact = given.double() @ weight.double().T
+        found = int4_product(given, codes, None)
+        assert found.shape == (1, count, rows)
+        assert found.dtype is torch.bfloat16
+        plain = nn.functional.linear(given, weight.to(torch.bfloat16))
+        assert (found.double() - exact).norm() <= 1.5 * (plain.double() - exact).norm() + EPS / 2 * exact.norm()
+        assert torch.equal(int4_product(given, codes, bias), found + bias)
+
+
+def test_codes_are_those_that_the_file_had() -> None:
+    weight = on_steps(64, 128)
+    codes = find_codes(weight.to(torch.bfloat16))
+    assert codes is not None
+    one = torch.eye(128, dtype=torch.bfloat16)
+    assert (int4_product(one, codes, None).float() - weight.float().T).abs().max() <= 3 * EPS * weight.abs().max()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(64, 128),
+        torch.randn(64, 128) * 0.03 + 1,
+        on_steps(64, 128, 31),
+        on_steps(64, 128, 255),
+        torch.cat((on_steps(48, 128), torch.randn(16, 128).half())),
+        torch.cat((on_steps(64, 96), 0.01 * torch.randn(64, 32).half()), dim=1),
+        on_steps(8, 128),
+        on_steps(64, 128)[:, :72],
+    ],
+    ids=["any", "far from 0", "5 bits", "8 bits", "some rows", "some columns", "few rows", "width"],
+)
+def test_other_weights_have_no_codes(weight: torch.Tensor) -> None:
+    assert find_codes(weight.to(torch.bfloat16).contiguous()) is None
+
+
+def test_codes_of_another_weight_do_not_fit() -> None:
+    weight = on_steps(64, 128).to(torch.bfloat16)
+    codes = find_codes(weight)
+    assert codes is not None
+    assert not fits_weight(codes, on_steps(64, 128).to(torch.bfloat16))
+    assert not fits_weight(codes, weight + 0.01)
+    assert not fits_weight(codes, weight[:48])
+    assert not fits_weight(codes, weight[:, :64].contiguous())
+
+
+# In an engine -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache. Small weights are packed, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(prepacking, "_LEAST", 0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product by codes of 4 bits."""
+    rows: list[int] = []
+    inner = prepacking.int4_product
+
+    def counted(given: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(given.shape[:-1].numel())
+        return inner(given, *others)
+
+    monkeypatch.setattr(prepacking, "int4_product", counted)
+    return rows
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Weights in which codes were looked for."""
+    weights: list[torch.Tensor] = []
+    inner = kept_codes.find_codes
+
+    def counted(weight: torch.Tensor) -> Any:
+        weights.append(weight)
+        return inner(weight)
+
+    monkeypatch.setattr(kept_codes, "find_codes", counted)
+    return weights
+
+
+def written(folder: Path, kind: str = "Q4_1") -> Path:
+    model = tiny.model("llama", hidden_size=64, intermediate_size=128, head_dim=16, initializer_range=0.1)
+    return gguf_files.write(folder / "model.gguf", model, kind)
+
+
+def opened(file: Path, **options: Any) -> BlendEngine:
+    config = BlendConfig(prepack_weights=True, prompt_cache=0, prompt_lookup=0, **options)
+    return BlendEngine.from_pretrained(file, device="cpu", config=config)
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted(cache.glob("cacheblend_rag/models/gguf/*/codes/*"))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(
+    kind: str, tmp_path: Path, cache: Path, asked: list[int]
+) -> None:
+    with opened(written(tmp_path, kind)) as engine:
+        answer = engine.generate(PROMPT, max_new_tokens=6)
+        assert asked
+        assert set(asked) <= {1, 2, 3, 4}
+        layers = len(engine.model.model.layers)
+        assert len(asked) >= 7 * layers * (len(answer.token_ids) - 1)
+        with engine.with_config(prepack_weights=False) as plain:
+            asked.clear()
+            plain.generate(PROMPT, max_new_tokens=6)
+            assert not asked
+
+
+@needs_bfloat16
+def test_scores_by_codes_are_those_of_plain_products_to_rounding(tmp_path: Path, cache: Path, asked: list[int]) -> None:
+    with opened(written(tmp_path)) as engine, torch.no_grad():
+        ids = torch.tensor([engine.tokenize(PROMPT).input_ids])
+        plain = engine.model(ids[:, :3]).logits
+        assert not asked  # our own calls are plain
+        with engine.products():
+            found = engine.model(ids[:, :3]).logits
+        assert asked
+        assert (found.float() - plain.float()).norm() <= 8 * EPS * plain.float().norm()
+
+
+@needs_bfloat16
+def test_codes_are_found_once_and_read_from_then_on(
+    tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor]
+) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        first = engine.generate(PROMPT, max_new_tokens=6).token_ids
+    assert searches
+    assert len(kept(cache)) == 1
+    searches.clear()
+    with opened(file) as engine:
+        asked.clear()
+        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == first
+        assert asked
+    assert not searches
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other weights", "folder", "short name"])
+def test_damaged_codes_are_found_anew(
+    damage: str, tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor]
+) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        first = engine.generate(PROMPT, max_new_tokens=6).token_ids
+    (path,) = kept(cache)
+    content = path.read_bytes()
+    if damage == "other weights":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(path)
+        save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, path)
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        new = {"cut": content[:-100], "empty": b"", "noise": os.urandom(500)}
+        path.write_bytes(new.get(damage, content.replace(b"layers.0.", b"layers.9.")))
+    searches.clear()
+    with opened(file) as engine:
+        asked.clear()
+        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == first
+    assert searches
+    assert asked
+
+
+@needs_bfloat16
+def test_folder_that_cannot_be_written_costs_a_search_each_time(
+    tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        folder = Path(engine.model.config._name_or_path)
+    (folder / "codes").write_text("a file in its place", encoding="utf-8")
+    for _ in range(2):
+        searches.clear()
+        with opened(file) as engine, caplog.at_level(logging.DEBUG, "cacheblend_rag"):
+            engine.generate(PROMPT, max_new_tokens=3)
+        assert searches
+        assert "not kept" in caplog.text
+    assert asked
+
+
+@needs_bfloat16
+def test_weight_that_was_changed_is_multiplied_as_it_is(tmp_path: Path, cache: Path, asked: list[int]) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        with torch.no_grad():
+            for layer in engine.model.model.layers:
+                layer.mlp.up_proj.weight.mul_(0.5)
+        asked.clear()
+        engine.generate(PROMPT, max_new_tokens=3)
+        engine.generate(PROMPT, max_new_tokens=3)
+        assert not asked  # weights changed once: what was found in the file's is no longer trusted
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+def test_file_of_other_types_has_no_codes(kind: str, tmp_path: Path, cache: Path, asked: list[int]) -> None:
+    with opened(written(tmp_path, kind)) as engine:
+        engine.generate(PROMPT, max_new_tokens=3)
+    assert not asked
+
+
+@needs_bfloat16
+def test_blended_answer_is_the_same_in_each_process_and_batch(tmp_path: Path, cache: Path, asked: list[int]) -> None:
+    with opened(written(tmp_path), max_concurrent=2, min_tokens=0) as engine:
+        alone = [engine.generate(PROMPT, max_new_tokens=5).token_ids for _ in range(2)]
+        assert alone[0] == alone[1]
+        assert asked
