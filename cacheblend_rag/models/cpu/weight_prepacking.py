@@ -80,6 +80,14 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
     return both
 
 
+def drop_copies(model: nn.Module) -> None:
+    """Free the prepacked copies of a model's weights; the next pass makes them again."""
+    with _table_lock:
+        known = _by_model.get(model)
+        if known is not None and (prepacked := known()) is not None:
+            prepacked.renew([forward.module for forward in prepacked._forwards])
+
+
 def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
