@@ -93,6 +93,10 @@ class DocumentUse:
         return asdict(self)
 
 
+FoundState = Literal["read", "stored", "storing", "not stored"]
+"""See `FoundText`."""
+
+
 @dataclass(frozen=True)
 class FoundText:
     """A chunk of a prompt that was found because its text repeats.
@@ -102,21 +106,29 @@ class FoundText:
     start, tokens : int
         Position of its first token in the prompt, and how many can be reused.
     tier : str
-        The tier that its KV was read from; empty if it was not stored yet.
+        The tier that its KV was read from; empty if it was not read.
+    state : str
+        ``"read"``: its KV was read from the store, or stood in a kept prompt. ``"stored"``: it is stored, and was not
+        read. ``"storing"``: it was not stored yet, and is put into the store when nothing else waits. ``"not stored"``:
+        it is not, and nothing of this answer stores it.
+    reason : str
+        Why it was not read; empty if it was.
     """
 
     start: int
     tokens: int
     tier: str = ""
+    state: FoundState = "not stored"
+    reason: str = ""
 
     @property
     def hit(self) -> bool:
         """Whether its KV was read from the store."""
-        return bool(self.tier)
+        return self.state == "read"
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain values."""
-        return {"start": self.start, "tokens": self.tokens, "hit": self.hit, "tier": self.tier}
+        return {**asdict(self), "hit": self.hit}
 
 
 @dataclass(frozen=True)
@@ -190,6 +202,8 @@ class BlendReport:
         Whether the prefix was read from the store, or was the beginning of a kept prompt.
     reused_tokens : int
         Tokens whose KV was read from the store, or was that of a kept prompt.
+    tokens_to_store : int
+        Tokens of the prefix and the chunks that were not stored, and whose KV goes into the store now.
     resumed_tokens : int
         First tokens that a kept prompt had in common with this one: one of the last, in memory (``prompt_cache``), or
         one in the store (``session_cache``). Their chunks count as hits.
@@ -242,6 +256,7 @@ class BlendReport:
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
+    tokens_to_store: int = 0
     resumed_tokens: int = 0
     recomputed_tokens: tuple[int, ...] = ()
     computed_tokens: tuple[int, ...] = ()

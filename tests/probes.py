@@ -51,6 +51,15 @@ def reading(ahead: bool) -> AbstractContextManager[None]:
     return nullcontext() if ahead else read_plainly()
 
 
+def files_with(ids: Sequence[int], folder: Path) -> list[str]:
+    """Files of an open store in which some ids stand side by side, as records write them or as numbers of any width."""
+    files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert any(name.endswith("-wal") for name in files), "the write-ahead log is among them"
+    wanted = [b"".join(one.to_bytes(width, "little") for one in ids) for width in (2, 4, 8)]
+    wanted.append(",".join(map(str, ids)).encode())
+    return [name for name, data in files.items() if any(one in data for one in wanted)]
+
+
 def key_of(engine: BlendEngine, text: str) -> str:
     """Key of a chunk's record."""
     (key,) = engine.chunks.records_of([text], dependent=False)

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from cacheblend_rag.engine.decode import DecodedAnswer
-from cacheblend_rag.engine.pipeline import Blend
+from cacheblend_rag.engine.found_texts import found_texts
+from cacheblend_rag.engine.pipeline import Blend, Pipeline
 from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
-from cacheblend_rag.report import BlendReport, DocumentUse, FoundText, Seconds, Verification
+from cacheblend_rag.report import BlendReport, DocumentUse, Seconds, Verification
 
 PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
@@ -16,6 +17,7 @@ _BEGINS = 80
 
 
 def report_of(
+    pipeline: Pipeline,
     blend: Blend,
     decoded: DecodedAnswer | None = None,
     first_token: float = 0.0,
@@ -25,6 +27,7 @@ def report_of(
 
     Parameters
     ----------
+    pipeline : Pipeline
     blend : Blend
         Its fused KV.
     decoded : DecodedAnswer, optional
@@ -77,11 +80,8 @@ def report_of(
         finish_reason="" if decoded is None else decoded.finish_reason,
         stopped_by="" if decoded is None else decoded.stopped_by,
         documents=_uses(lookup.fit.prompt.documents, tiers),
-        found=tuple(
-            FoundText(chunk.span.start, len(chunk.span), tier)
-            for chunk, tier in zip(whole.located, tiers, strict=True)
-            if chunk.found
-        ),
+        found=found_texts(pipeline, blend, tiers),
+        tokens_to_store=sum(job.stored_tokens for job in blend.jobs.values()) * (not pipeline.store.traits.read_only),
         verification=verification or Verification(),
     )
 

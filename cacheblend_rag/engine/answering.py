@@ -18,7 +18,7 @@ import torch
 from cacheblend_rag.engine.answer_report import PREFILLED, report_of, report_of_images, why_exact
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
-from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants
+from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, store_unread
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
@@ -28,7 +28,7 @@ from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
-from cacheblend_rag.engine.write_back import Job, run_all
+from cacheblend_rag.engine.write_back import Dropped, Job, run_all
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
@@ -116,16 +116,14 @@ class Answering:
             fit = pipeline.split(prompt, *answer_room(options, pipeline.segments.model.adapter.context_window))
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
-                blend = pipeline.fuse(lookup, loading, self.turns.pauses(cancelled))
-            answer, cache = self._decode(blend, options, sink)
+                blend = pipeline.fuse(loading, self.turns.pauses(cancelled))
+            answer, blend = self._decode(blend, options, sink)
             pipeline.segments.hear(answer.text, answer.thought)
             trace.answered(answer)
-            exact = blend.exact or cache is not blend.cache  # that of a check is
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            kept = dataclasses.replace(blend, cache=cache, exact=exact)
-            self._keep(dropped.left(keep_answered(pipeline, kept, later)))
+            self._keep(dropped.left(keep_answered(pipeline, blend, later)))
             if answer.verification.done:
-                self._keep(dropped.left(keep_variants(pipeline, blend.lookup, cache)))
+                self._keep(dropped.left(keep_variants(pipeline, blend.lookup, blend.cache)))
             if blend.choice is not None or blend.lookup.unread is not None:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
@@ -187,7 +185,7 @@ class Answering:
             if blend.cache is None:
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
             self._keep(dropped.left(blend.jobs))
-        ids, report = list(blend.input_ids), report_of(blend)
+        ids, report = list(blend.input_ids), report_of(self.pipeline, blend)
         return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
 
     @contextmanager
@@ -207,18 +205,21 @@ class Answering:
                 raise GenerationError("the answer was given up before its turn came")
             yield trace
 
-    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Any]:
-        """The answer to a fused prompt, verified if it is to be, and the KV behind it."""
+    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Blend]:
+        """The answer to a fused prompt, verified if it is to be, and the same prompt with the KV behind it."""
         options = self._repeatable(options)
         draft = self._draft(blend, options, sink)
         checked = self._verify(blend, draft, options, sink)
         decoded = checked.decoded
         self._note(checked.verification, blend.choice)
-        report = report_of(blend, decoded, draft.first_token_at - blend.ready_at, checked.verification)
+        jobs = {**blend.jobs, **store_unread(self.pipeline, blend.lookup)}
+        exact = blend.exact or checked.cache is not blend.cache  # that of a check is
+        kept, took = dataclasses.replace(blend, jobs=jobs), draft.first_token_at - blend.ready_at
+        report = report_of(self.pipeline, kept, decoded, took, checked.verification)
         answer = Generation(
             decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs, blend.computed, blend.deviation
         )
-        return answer, checked.cache
+        return answer, dataclasses.replace(kept, cache=checked.cache, exact=exact)
 
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
@@ -315,7 +316,7 @@ class Answering:
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
         model, lookup, choice = self.pipeline.segments.model, blend.lookup, blend.choice
-        split = lookup.fit.split
+        split, dropped = lookup.fit.split, self.turns.write_back.begin()
         fingerprint = model.fingerprint
         # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
@@ -344,12 +345,14 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 self._note(found.verification, choice)
-                self._keep_checked(lookup, found, cancelled)
+                self._keep_checked(lookup, found, cancelled, dropped)
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
 
-    def _keep_checked(self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool]) -> None:
+    def _keep_checked(
+        self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool], dropped: Dropped
+    ) -> None:
         """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
         kept, pipeline = (lookup.fit.split, later, found.cache), self.pipeline
@@ -357,8 +360,8 @@ class Answering:
         with self.verifications.storing:
             if not cancelled():
                 pipeline.recent_prompts.keep(lookup.ticket, *kept)
-                run_all(jobs)
-                self._keep(keep_variants(pipeline, lookup, found.cache))
+                run_all(dropped.left(jobs))
+                self._keep(dropped.left(keep_variants(pipeline, lookup, found.cache)))
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:
         """Count a verification; of a rule whose ratio can be raised, it may be raised."""

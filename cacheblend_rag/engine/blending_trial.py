@@ -27,7 +27,7 @@ import torch
 from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.judgement import Moved, TrialResult, is_near, is_poor, keep_result, kept_result, mean_of
-from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.pipeline import LoadingKV, Pipeline
 from cacheblend_rag.engine.ratio_policy import next_ratio
 from cacheblend_rag.engine.scheduler import idle_seconds
 from cacheblend_rag.engine.streaming import interpreter_ends
@@ -131,11 +131,14 @@ class BlendingTrial:
                 thread.start()
                 self._thread = thread
 
-    def forget(self, salt: str, texts: Collection[str]) -> None:
-        """Remember no prompt of a tenant that holds one of these texts, and give up a trial that does."""
+    def forget(self, salt: str | None, texts: Collection[str]) -> None:
+        """Remember no prompt of a tenant that holds one of these texts, and give up a trial that does.
+
+        Without a salt, none of any tenant.
+        """
 
         def holds(one: Asked) -> bool:
-            return one.pipeline.config.salt == salt and hold_some(one.prompt.chunks, texts)
+            return salt in (None, one.pipeline.config.salt) and hold_some(one.prompt.chunks, texts)
 
         with self._lock:
             self._asked = deque((one for one in self._asked if not holds(one)), maxlen=_REMEMBERED)
@@ -389,10 +392,10 @@ class _Trial:
         pipeline = self._pipeline.with_config(dataclasses.replace(self._pipeline.config, min_tokens=0))
         with self._held(), pipeline.look_up(pipeline.split(one.prompt, _ANSWER_TOKENS)) as lookup:
             loading = pipeline.load(lookup, self._ends)
-            if loading is None:
+            if not isinstance(loading, LoadingKV):
                 raise GenerationError("its chunks are not stored any more")
             loading.choice = pipeline.policy.at_least(loading.choice, least)
-            blend = pipeline.fuse(lookup, loading, self._pauses)
+            blend = pipeline.fuse(loading, self._pauses)
             return self._moved(one.log_probs, one.ids, blend.cache, blend.logits), loading.choice.ratio
 
     def _moved(self, full: torch.Tensor, ids: Sequence[int], cache: Any, logits: torch.Tensor) -> Moved:

@@ -11,14 +11,13 @@ import copy
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.prompt_cache import next_to_go
-from cacheblend_rag.engine.session_cache import holds_ids
+from cacheblend_rag.engine.prompt_cache import Holds, next_to_go
 from cacheblend_rag.models.cache import held_bytes, tokens_read
 from cacheblend_rag.models.kv import Prefill
 from cacheblend_rag.models.memory import is_out_of_memory
@@ -77,7 +76,7 @@ class Checkpoints:
         self._most_bytes, self._lock = most_bytes, threading.Lock()
         self._held: OrderedDict[tuple[Owner, tuple[int, ...]], _Checkpoint] = OrderedDict()
         self._prompts: deque[tuple[Owner, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
-        self._times_forgotten = Counter[str]()
+        self._times_forgotten = Counter[str | None]()
         self._known: OrderedDict[str, set[str]] = OrderedDict()
 
     @property
@@ -125,7 +124,7 @@ class Checkpoints:
 
     def times_forgotten(self, salt: str) -> int:
         """How often chunks of a tenant were forgotten; see `keep`."""
-        return self._times_forgotten[salt]
+        return self._times_forgotten[salt] + self._times_forgotten[None]
 
     def keep(
         self,
@@ -158,7 +157,7 @@ class Checkpoints:
             return
         kept = _Checkpoint(copied, held_bytes(copied), frozenset(texts))
         with self._lock:
-            if times_forgotten not in (None, self._times_forgotten[owner.salt]):
+            if times_forgotten not in (None, self.times_forgotten(owner.salt)):
                 return
             self._held[owner, tuple(ids)] = kept
             self._held.move_to_end((owner, tuple(ids)))
@@ -173,24 +172,15 @@ class Checkpoints:
             self._prompts.append((owner, tuple(ids)))
         return found
 
-    def forget(self, salt: str, texts: Collection[str], ids: Iterable[Sequence[int]]) -> int:
-        """Drop a tenant's checkpoints that hold one of some chunks, by its text or its ids; how many there were."""
-        wanted = list(ids)
-
-        def holds(held: frozenset[str], known: tuple[int, ...]) -> bool:
-            return not held.isdisjoint(texts) or any(holds_ids(known, chunk) for chunk in wanted)
-
-        return self.drop(salt, holds)
-
-    def drop(self, salt: str, holds: Callable[[frozenset[str], tuple[int, ...]], bool] = lambda *_: True) -> int:
-        """Drop those of a tenant that hold something, by default all; how many there were."""
+    def drop(self, salt: str | None, holds: Holds = lambda texts, ids: True) -> None:
+        """Drop those of a tenant that hold something, by default all; without a salt, those of every tenant."""
         with self._lock:
             self._times_forgotten[salt] += 1
-            self._prompts = deque((one for one in self._prompts if one[0].salt != salt), _REMEMBERED)
-            gone = [key for key, one in self._held.items() if key[0].salt == salt and holds(one.texts, key[1])]
-            for key in gone:
-                del self._held[key]
-        return len(gone)
+            self._prompts = deque((one for one in self._prompts if salt not in (None, one[0].salt)), _REMEMBERED)
+            held = [(key, one.texts) for key, one in self._held.items() if salt in (None, key[0].salt)]
+            for key, texts in held:
+                if holds(texts, key[1]):
+                    del self._held[key]
 
     def clear(self) -> None:
         """Drop all."""

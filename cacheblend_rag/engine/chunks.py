@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engine.pipeline import Pipeline
@@ -13,7 +13,6 @@ from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import chunks_keys
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
-from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt import Prompt
@@ -166,15 +165,18 @@ class Chunks:
             If some could not be erased, or not be looked for.
         """
         segments, store = self.pipeline.segments, self.pipeline.store
+        segments.model.look()
         texts = list_of_texts(chunks)
-        ids = [forms[0].token_ids for forms in self._forms(texts, "")]
+        ids = self._ids(texts, self._forms(texts, ""))
         if ids:
             shares, written = sharer(ids), _written_in(segments, texts)
 
-            def goes(key: str, held: tuple[int, ...]) -> bool:
-                return shares(held) or (key.startswith(FOUND) and written(held))
+            def goes(key: str, info: RecordInfo) -> bool:
+                held = info.token_ids + info.behind
+                return shares(held) or (key.startswith((FOUND, KEY_PREFIX)) and written(held))
 
-            for key in [key for key, info in store.infos("") if goes(key, info.token_ids + info.behind)]:
+            self._drop_from_memory(None, texts, ids, written, goes)
+            for key in [key for key, info in store.infos("") if goes(key, info)]:
                 store.delete(key)
         segments.tokenizer.forget()
 
@@ -199,23 +201,50 @@ class Chunks:
         segments = self.pipeline.segments
         segments.model.look()
         texts = list_of_texts(chunks)
-        forms_of_all = dict.fromkeys(form for text in texts for form in written_forms(text))
-        segments.repeated.forget(segments.config.salt, forms_of_all)
-        self.verifications.give_up("a chunk of its prompt was forgotten", segments.config.salt, texts)
-        self._drop_checkpoints(texts)
         forms = self._forms(texts, prefix)
         keys = {form.key for forms_of_one in forms for form in forms_of_one}
-        ids = self._ids(texts, forms)
-        self.pipeline.prompts.forget(segments.config.salt, texts, ids)
-        written = _written_in(segments, texts)
-        self.pipeline.prompts.drop(segments.config.salt, lambda _, held: written(held))
+        ids, written = self._ids(texts, forms), _written_in(segments, texts)
         goes = _goes_with(segments, ids, written)
 
-        def goes_too(key: str, job: Job) -> bool:
-            return job.info is not None and (key.split(OTHER_FORM)[0] in keys or goes(key, job.info()))
+        def goes_too(key: str, info: RecordInfo) -> bool:
+            return key.split(OTHER_FORM)[0] in keys or goes(key, info)
 
-        if ids:
-            self.turns.write_back.drop(goes_too)
+        self._drop_from_memory(segments.config.salt, texts, ids, written, goes_too)
+
+    def _drop_from_memory(
+        self,
+        salt: str | None,
+        texts: Sequence[str],
+        ids: Sequence[tuple[int, ...]],
+        written: Callable[[Sequence[int]], bool],
+        goes: Callable[[str, RecordInfo], bool],
+    ) -> None:
+        """Drop what memory holds of chunks: what was seen of them, prompts, waiting records and checks of answers.
+
+        Parameters
+        ----------
+        salt : str or None
+            Tenant; None for all.
+        texts : sequence of str
+        ids : sequence of tuple of int
+            Theirs, as they stand in prompts.
+        written : callable
+            See `_written_in`.
+        goes : callable
+            Whether a record with this key and info is not to be stored.
+        """
+        pipeline, shares, known = self.pipeline, sharer(ids), frozenset(texts)
+
+        def holds(held: Collection[str], prompt: Sequence[int]) -> bool:
+            return not known.isdisjoint(held) or shares(prompt) or written(prompt)
+
+        forms = dict.fromkeys(form for text in texts for form in written_forms(text))
+        pipeline.segments.repeated.forget(salt, forms)
+        pipeline.prompts.drop(salt, holds)
+        pipeline.checkpoints.drop(salt, holds)
+        self.turns.write_back.drop(lambda key, job: job.info is not None and goes(key, job.info()))
+        # Behind the jobs: a check that has begun to store something then is waited for, and a later one leaves it out.
+        self.verifications.give_up("a chunk of its prompt was forgotten", salt, texts)
 
     def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
         """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
@@ -265,19 +294,10 @@ class Chunks:
         segments.tokenizer.forget()
         return keys
 
-    def _drop_checkpoints(self, texts: list[str]) -> None:
-        """Drop what a plainly answered model has kept of prompts with these chunks."""
-        segments, checkpoints = self.pipeline.segments, self.pipeline.checkpoints
-        checkpoints.forget(segments.config.salt, {*texts}, self._ids_in_prompts(texts))
-
     def _ids(self, texts: list[str], forms: list[list[Segment]]) -> list[tuple[int, ...]]:
         """Ids of chunks that may be in records: those of their own, or of checkpoints of prompts that hold them."""
-        if not self.pipeline.segments.model.adapter.regimes:
-            return self._ids_in_prompts(texts)
-        return [forms_of_one[0].token_ids for forms_of_one in forms]
-
-    def _ids_in_prompts(self, texts: list[str]) -> list[tuple[int, ...]]:
-        """Ids of chunks as they stand in prompts."""
+        if self.pipeline.segments.model.adapter.regimes:
+            return [forms_of_one[0].token_ids for forms_of_one in forms]
         ids = []
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt

@@ -22,7 +22,10 @@ from cacheblend_rag.prompt import TokenizedPrompt
 
 
 def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-    """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted."""
+    """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted.
+
+    The jobs of ``blend`` store what is missing, those of `store_unread` included.
+    """
     lookup, split, model = blend.lookup, blend.lookup.fit.split, pipeline.segments.model
     model.look()  # adapters may have been switched meanwhile
     exact = None if blend.exact else lookup.exact_tokens
@@ -33,7 +36,7 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
         owner, times = owner_of(pipeline), lookup.times_forgotten
         keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
         return store_checkpoints(pipeline, lookup.split, answer_ids)
-    return {**blend.jobs, **store_unread(pipeline, lookup)}
+    return blend.jobs
 
 
 def store_checkpoints(pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int]) -> Mapping[str, Job]:
@@ -60,7 +63,6 @@ def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
     few = has_few_chunks(split, config.min_tokens)
     if lookup.kept is None if not few else not _is_stored(pipeline, lookup):
         return {}
-    # Those that are stored already are passed over where the jobs are done.
     chunks = chunks_of(pipeline.segments, fit, split)
     if few:
         chunks = tuple(one for one, chunk in zip(chunks, split.located, strict=True) if chunk.found)

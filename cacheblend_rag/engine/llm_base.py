@@ -498,6 +498,7 @@ class LLMBase(DecodeFields):
             **{name: list(getattr(report, name)) for name in ("left_out", "variants", "recomputed_tokens")},
             "recompute_ratio": report.recompute_ratio,
             **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
+            "tokens_to_store": report.tokens_to_store,
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),

@@ -64,8 +64,8 @@ class Lookup:
         The kept prompt that this one goes on from.
     ticket : Ticket or None
         Lets it be kept with its answer; None if it is not to be.
-    opened : list of StoredKV
-        All records that were opened on the way.
+    opened : list of (str, StoredKV)
+        All records that were opened on the way, with their keys.
     seconds : float
         Seconds of looking up.
     why : str
@@ -84,7 +84,7 @@ class Lookup:
     records: Mapping[str, StoredKV] = field(default_factory=dict)
     kept: ResumedPrompt | None = None
     ticket: Ticket | None = None
-    opened: list[StoredKV] = field(default_factory=list)
+    opened: list[tuple[str, StoredKV]] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
     times_forgotten: int = 0
@@ -94,7 +94,7 @@ class Lookup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for record in self.opened:
+        for _, record in self.opened:
             record.close()
 
     @property
@@ -318,7 +318,7 @@ class Pipeline:
             If it was cancelled.
         """
         with self.look_up(self.split(prompt)) as lookup:
-            return self.fuse(lookup, self.load(lookup, cancelled))
+            return self.fuse(self.load(lookup, cancelled))
 
     def split(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> FittedPrompt:
         """The prompt as it is answered, with the ids of its segments; see `fitted`."""
@@ -376,7 +376,7 @@ class Pipeline:
         rule += f" at least {self.policy.minimum.value}"  # a ratio that was found too low serves no longer
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
-    def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
+    def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         segments, split = self.segments, fit.split if kept is None else kept.split
         prefix_ids = split.ids(split.prefix)
@@ -391,7 +391,7 @@ class Pipeline:
         if not self.policy.rule.reads_store:
             return Lookup(fit, split, chunks=chunks)
         chunks = self.variants.instead_of(chunks, fit.split, segments)
-        opened += records.values()
+        opened += records.items()
         records |= _open_all(self, [one for one in (prefix, *chunks) if one and one.key not in records], opened)
         lookup = Lookup(fit, split, False, prefix, chunks, records, kept, opened=opened)
         return _with_usual(self, lookup, {one.key for one in chunks if one.key not in records})
@@ -422,15 +422,14 @@ class Pipeline:
 
     # Load ----------------------------------------------------------------------------------
 
-    def load(self, lookup: Lookup, cancelled: Callable[[], bool], shared: SharedKV | None = None) -> LoadingKV | None:
-        """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool], shared: SharedKV | None = None) -> LoadingKV | Lookup:
+        """Choose the recompute ratio and begin to read what is worth it; the prompt itself if it is to be prefilled."""
         if lookup.plain:
-            return None
+            return lookup
         started = time.perf_counter()
-        choice, lookup = self._choose(lookup)
-        if not _pays(self, lookup, choice):
-            return None
-        return self._loading(lookup, choice, ReadClock(), cancelled, shared, started)
+        choice, chosen = self._choose(lookup)
+        sooner = _sooner_prefilled(self, lookup, chosen, choice)
+        return sooner or self._loading(chosen, choice, ReadClock(), cancelled, shared, started)
 
     def _choose(self, lookup: Lookup) -> tuple[RatioChoice, Lookup]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
@@ -488,13 +487,13 @@ class Pipeline:
 
     # Fuse ----------------------------------------------------------------------------------
 
-    def fuse(self, lookup: Lookup, loading: LoadingKV | None, pauses: Pauses | None = None) -> Blend:
-        """The KV of the whole prompt, and the logits of its last position.
+    def fuse(self, loading: LoadingKV | Lookup, pauses: Pauses | None = None) -> Blend:
+        """The KV of the whole prompt, as `load` left it, and the logits of its last position.
 
         A record that fails on the way counts as never stored: the pass begins again without it.
         """
-        if loading is None:
-            return self._prefilled(lookup if lookup.plain else _unread(self, lookup), pauses)
+        if isinstance(loading, Lookup):
+            return self._prefilled(loading, pauses)
         adapter, each_layer, lost = self.segments.model.blended, pauses.each_layer if pauses else None, 0
         while True:
             try:
@@ -576,7 +575,7 @@ class Pipeline:
         return {**jobs, **self.chunk_jobs(lookup)}
 
     def chunk_jobs(self, lookup: Lookup) -> dict[str, Job]:
-        """Jobs that compute and store each chunk that is not among the records."""
+        """Jobs that compute and store each chunk that is not stored yet."""
         segments, jobs, located = self.segments, dict[str, Job](), lookup.split.located
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
@@ -585,7 +584,7 @@ class Pipeline:
         missing = [one.usual if one.kind == "variant" and one.usual is not None else one for one in unread]
         missing = [one for one in missing if one.usual is None]  # what was stored for all is there, only not read
         for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
-            if segment.key not in lookup.records:
+            if segment.key not in lookup.records and not is_stored(self, lookup, segment.key):
                 beside = contexts if segment.key.startswith(FOUND) else known
                 behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
                 one = partial(self.compute_and_store, [behind])
@@ -597,13 +596,22 @@ class Pipeline:
         return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
 
 
-def _open_all(pipeline: Pipeline, segments: Sequence[Segment], opened: list[StoredKV]) -> dict[str, StoredKV]:
+def _open_all(
+    pipeline: Pipeline, segments: Sequence[Segment], opened: list[tuple[str, StoredKV]]
+) -> dict[str, StoredKV]:
     """The records of segments, by key, in their order."""
     wanted = {one.key: one for one in segments if one.token_ids}
     stored = pipeline.store.open_all([*wanted])
     found = {key: stored[key] for key, one in wanted.items() if key in stored and pipeline.is_of(stored[key], one)}
-    opened += found.values()
+    opened += found.items()
     return found
+
+
+def is_stored(pipeline: Pipeline, lookup: Lookup, key: str) -> bool:
+    """Whether the record of a chunk that was not read is stored all the same; the store is asked where it may be."""
+    looked_for = not lookup.plain and pipeline.policy.rule.reads_store
+    may_be = not looked_for or any(key == opened for opened, _ in lookup.opened)
+    return may_be and pipeline.store.contains(key)
 
 
 def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
@@ -739,21 +747,20 @@ def _plainly(fit: FittedPrompt, begun: RecentPrompt | None) -> Lookup:
     return Lookup(fit, begun.split, True, prefix, records={begun.key: begun.record}, kept=begun)
 
 
-def _pays(pipeline: Pipeline, lookup: Lookup, choice: RatioChoice) -> bool:
-    """Whether a prompt is ready sooner if its chunks are read. Without ``min_tokens`` nobody asks."""
-    if not (pipeline.config.min_tokens and pipeline.policy.rule.reads_store):
-        return True
-    begun = pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split)
-    first, plan = 0 if begun is None else begun.tokens, _plan(pipeline, lookup)
-    if sum(map(len, (*plan.exact, *plan.reused))) <= first:
-        return False
-    return pipeline.policy.expected_work(choice, plan, pipeline.segments.model.blended.shape, first) <= WORTH
+def _sooner_prefilled(pipeline: Pipeline, lookup: Lookup, chosen: Lookup, choice: RatioChoice) -> Lookup | None:
+    """The prompt as it is prefilled from what it begins with, if that is sooner than reading what was chosen of it.
 
-
-def _unread(pipeline: Pipeline, lookup: Lookup) -> Lookup:
-    """A prompt that could have been blended, to be prefilled from what it begins with."""
-    plain = _plainly(lookup.fit, pipeline.recent_prompts.find_exact(lookup.ticket, lookup.fit.split))
-    why = "too little of it is stored to be worth reading"
+    Without ``min_tokens`` nobody asks.
+    """
+    policy, split = pipeline.policy, lookup.fit.split
+    if not (pipeline.config.min_tokens and policy.rule.reads_store):
+        return None
+    begun = pipeline.recent_prompts.find_exact(lookup.ticket, split)
+    first, plan = 0 if begun is None else begun.tokens, _plan(pipeline, chosen)
+    more = sum(map(len, (*plan.exact, *plan.reused))) > first
+    if more and policy.expected_work(choice, plan, pipeline.segments.model.blended.shape, first) <= WORTH:
+        return None
+    plain, why = _plainly(lookup.fit, begun), "too little of it is stored to be worth reading"
     return dataclasses.replace(plain, ticket=lookup.ticket, seconds=lookup.seconds, why=why, unread=lookup)
 
 

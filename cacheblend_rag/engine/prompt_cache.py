@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.prompt import Span, TokenizedPrompt
-from cacheblend_rag.prompt.contexts import sharer
 from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.store.base import RecordInfo, StoredKV
 
@@ -201,30 +200,20 @@ class PromptCache:
                 del kept[at], sizes[at]
             self._kept = kept
 
-    def forget(self, salt: str, texts: Iterable[str], chunks: Iterable[Sequence[int]]) -> None:
-        """Drop each prompt of a tenant that holds a chunk, and keep none that is being answered.
+    def drop(self, salt: str | None, holds: Holds = lambda texts, ids: True) -> None:
+        """Drop those of a tenant that hold something, by default all, and keep none of them that is being answered.
 
-        Parameters
-        ----------
-        salt : str
-        texts : iterable of str
-        chunks : iterable of sequence of int
-            Their ids.
+        Without a salt, those of every tenant.
         """
-        shares, written = sharer(chunk for chunk in chunks if chunk), frozenset(texts)
 
-        def holds(texts: Collection[str], ids: Sequence[int]) -> bool:
-            return not written.isdisjoint(texts) or shares(ids)
+        def goes(one: KeptPrompt) -> bool:
+            return salt in (None, one.kind.salt) and holds(one.texts, one.token_ids)
 
-        self.drop(salt, holds)
-
-    def drop(self, salt: str, holds: Holds = lambda texts, ids: True) -> None:
-        """Drop those of a tenant that hold something, by default all, and keep none of them that is being answered."""
         with self._lock:
             for ticket in self._tickets:
-                if ticket.kind.salt == salt:
+                if salt in (None, ticket.kind.salt):
                     ticket.forgotten.append(holds)
-            self._kept = [one for one in self._kept if one.kind.salt != salt or not holds(one.texts, one.token_ids)]
+            self._kept = [one for one in self._kept if not goes(one)]
 
     def close(self) -> None:
         """Drop all, and keep nothing any more."""

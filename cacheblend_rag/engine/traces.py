@@ -18,7 +18,6 @@ from typing import Any, Literal
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.streaming import Cancelled
-from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.report import BlendReport, Generation
@@ -212,19 +211,18 @@ class _Traced(Untraced):
 
     def _answer_attributes(self, report: BlendReport) -> dict[str, Any]:
         """Attributes of the answer."""
-        stored = tokens_to_store(self._prompt, report, self._config)
         return {
             "gen_ai.response.model": self._model,
             **({} if self._given_up else {"gen_ai.response.finish_reasons": [report.finish_reason]}),
             "gen_ai.usage.input_tokens": report.prompt_tokens,
             "gen_ai.usage.output_tokens": report.generated_tokens,
             "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
-            "gen_ai.usage.cache_creation.input_tokens": stored,
+            "gen_ai.usage.cache_creation.input_tokens": report.tokens_to_store,
             "llm.token_count.prompt": report.prompt_tokens,
             "llm.token_count.completion": report.generated_tokens,
             "llm.token_count.total": report.prompt_tokens + report.generated_tokens,
             "llm.token_count.prompt_details.cache_read": report.cached_tokens,
-            "llm.token_count.prompt_details.cache_write": stored,
+            "llm.token_count.prompt_details.cache_write": report.tokens_to_store,
             "cacheblend.seconds.ttft": self._waited + report.ttft,
             **_looked_up(report),
             **self._fuse_attributes(report),

@@ -232,19 +232,20 @@ class Verifications:
             raised,
         )
 
-    def give_up(self, reason: str, salt: str, texts: Collection[str]) -> None:
+    def give_up(self, reason: str, salt: str | None, texts: Collection[str]) -> None:
         """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
 
         Parameters
         ----------
         reason : str
-        salt : str
+        salt : str or None
+            None for those of every tenant.
         texts : collection of str
             A chunk that holds one of them, or is part of one, counts, too.
         """
 
         def holds(one: _Waiting) -> bool:
-            return one.salt == salt and hold_some(one.texts, texts)
+            return salt in (None, one.salt) and hold_some(one.texts, texts)
 
         self.trial.forget(salt, texts)
         with self._lock:

@@ -11,12 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.scheduler import Scheduler, prepare
 from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompt import AnyPrompt, Prompt
-from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import RecordInfo
 
 _log = logging.getLogger(__name__)
@@ -64,6 +61,13 @@ class Job:
     info: Callable[[], RecordInfo] | None = None
     segment: Segment | None = None
     compute: Callable[[Sequence[Segment]], object] | None = None
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of the record; 0 where no chunk is in it."""
+        if self.segment is not None:
+            return len(self.segment.token_ids)
+        return 0 if self.info is None else self.info().tokens
 
     @property
     def tokens(self) -> int:
@@ -286,12 +290,3 @@ _begun: weakref.WeakSet[WriteBack] = weakref.WeakSet()
 def queues_begun() -> list[WriteBack]:
     """All queues that have had a job."""
     return list(_begun)
-
-
-def tokens_to_store(prompt: AnyPrompt, report: BlendReport, config: BlendConfig) -> int:
-    """Tokens of a prompt's prefix and chunks that were not stored, and whose KV goes into the store now."""
-    if report.plain or config.write_back == "off" or config.selection == "all":
-        return 0
-    read_of_prefix = report.prefix_tokens if report.prefix_hit else 0
-    of_prefix = report.prefix_tokens - read_of_prefix if isinstance(prompt, Prompt) and prompt.prefix else 0
-    return max(0, of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix))

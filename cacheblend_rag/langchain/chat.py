@@ -26,7 +26,6 @@ from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments, calls_early, reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.langchain.base import PROVIDER, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
@@ -53,7 +52,7 @@ from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
-from cacheblend_rag.report import Generation
+from cacheblend_rag.report import BlendReport, Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
@@ -377,7 +376,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _message(self, request: _Conversation, answer: Generation) -> AIMessage:
         said, begun = request.opening + answer.text, bool(request.opening)
         message = parse_answer(said, request.tools, begun, answer.thought)
-        message.usage_metadata = self._usage(request.prompt, answer)
+        message.usage_metadata = _usage(answer.report)
         message.response_metadata = {"model_provider": PROVIDER, **self._info(answer.report)}
         if answer.logprobs is not None:
             message.response_metadata["logprobs"] = conversation_logprobs(answer.logprobs)
@@ -398,19 +397,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             chunk_position="last",
         )
         return ChatGenerationChunk(message=chunk)
-
-    def _usage(self, prompt: AnyPrompt, answer: Generation) -> UsageMetadata:
-        report = answer.report
-        stored = tokens_to_store(prompt, report, self.engine.config)
-        usage = UsageMetadata(
-            input_tokens=report.prompt_tokens,
-            output_tokens=report.generated_tokens,
-            total_tokens=report.prompt_tokens + report.generated_tokens,
-            input_token_details=InputTokenDetails(cache_read=report.cached_tokens, cache_creation=stored),
-        )
-        if report.thought_tokens:
-            usage["output_token_details"] = OutputTokenDetails(reasoning=report.thought_tokens)
-        return usage
 
 
 @dataclass(frozen=True)
@@ -449,3 +435,15 @@ class _Conversation:
         if not new and not calls:
             return None
         return ChatGenerationChunk(message=AIMessageChunk(content=new, tool_call_chunks=stream_chunks(calls)))
+
+
+def _usage(report: BlendReport) -> UsageMetadata:
+    usage = UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=report.generated_tokens,
+        total_tokens=report.prompt_tokens + report.generated_tokens,
+        input_token_details=InputTokenDetails(cache_read=report.cached_tokens, cache_creation=report.tokens_to_store),
+    )
+    if report.thought_tokens:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=report.thought_tokens)
+    return usage

@@ -1,6 +1,7 @@
 """Conversations that a client writes as text into a message, to ask for a title or for a search: whose words are whose.
 
 They are told by the names in front of their turns, at the beginning of a message, or behind a tag, a title or a rule.
+A text that ends with the mark of an answer to come is a conversation as a whole, as some chat template wrote it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,25 @@ from dataclasses import dataclass, replace
 _TURN = re.compile(r"(?:\A|\n)[ \t>]*(?P<name>user|human|assistant|ai|bot|system)[ \t]*[:：]", re.IGNORECASE)
 _ROLES = {"user": "quoted", "human": "quoted", "system": "template"}
 _OPENING = re.compile(r"\A\Z|[:：]\Z|(?:```|\"\"\"|---)\Z|(?:\A|\n)\#[^\n]*\Z|<(?P<tag>[\w-]+)[^<>\n]*>\Z")
+_MARKS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        # ChatML, Llama 3, Gemma, Granite; then Phi, Zephyr, DeepSeek, Command R; Llama 2 and Mistral; Alpaca
+        r"<[^<>\s]{1,30}>[ \n]?(?P<name>user|assistant|model|system|developer|tool|ipython)"
+        r"(?:<[^<>\s]{1,30}>|(?=\n|\Z))",
+        r"<[|｜](?P<name>user|assistant|system|developer|tool|chatbot)(?:_token)?[|｜]>",
+        r"\[(?P<name>/?INST)\]",
+        r"(?:\A|\n)\#{1,4}[ \t]*(?P<name>instruction|response|user|human|assistant|ai|system)\b[ \t]*:?",
+        r"(?:\A|\n)[ \t>]*(?P<name>user|human|you|q|assistant|ai|bot|a|system)[ \t]*[:：]",
+        # Vicuna: in one line
+        r"(?<![^\s>])(?P<name>(?-i:USER|ASSISTANT)):",
+    )
+)
+_ASKS = ("user", "human", "you", "q", "inst", "instruction")
+_SETS = ("system", "developer", "tool", "ipython")
+_TO_COME = re.compile(r"(?:\s|</?think>)*\Z")
+# The mark of the answer stands within so many characters at the end of a text.
+_MARK = 80
 # It stands within so many characters in front of the first turn.
 _NEAR = 200
 # A last line such as "Answer:" is a cue, and no longer.
@@ -53,6 +73,9 @@ def with_quoted_chats(text: str, parts: Sequence[Said], asked: int) -> list[Said
         Number of the latest message of the user, which may go on from the conversation. Of the earlier ones nothing
         is looked at.
     """
+    if asked >= 0 and (turns := _whole_chat(text, parts[asked])):
+        own = next(number for number, one in enumerate(turns) if one.role == parts[asked].role)
+        parts, asked = [*parts[:asked], *turns, *parts[asked + 1 :]], asked + own
     found = list[Said]()
     for number, one in enumerate(parts):
         if one.role in ("user", "assistant", "") and number != asked:
@@ -65,6 +88,31 @@ def with_quoted_chats(text: str, parts: Sequence[Said], asked: int) -> list[Said
             at = stop
         found.append(replace(one, start=at))
     return [one for one in found if one.start < one.stop]
+
+
+def _whole_chat(text: str, message: Said) -> list[Said]:
+    """The turns of a message that is a conversation as a whole; the user's latest has its role, and no other."""
+    for mark in _MARKS:
+        near = [*mark.finditer(text, max(message.start, message.stop - _MARK), message.stop)]
+        if not near or _asks(near[-1]) is not False or not _TO_COME.match(text, near[-1].end(), message.stop):
+            continue
+        marks = [*mark.finditer(text, message.start, message.stop)]
+        asked = max((number for number, one in enumerate(marks) if _asks(one)), default=-1)
+        if asked < 0:
+            continue
+        roles = [{True: "quoted", False: "assistant", None: "template"}[_asks(one)] for one in marks[:-1]]
+        roles = ["template", *roles, "template"]
+        roles[asked + 1] = message.role
+        starts = [message.start, *(one.start() for one in marks), message.stop]
+        turns = zip(starts, starts[1:], roles, strict=False)
+        return [replace(message, start=start, stop=stop, role=role) for start, stop, role in turns if start < stop]
+    return []
+
+
+def _asks(mark: re.Match[str]) -> bool | None:
+    """Whether the turn behind a mark is the user's; None if it is neither the user's nor an answer."""
+    name = mark["name"].lower()
+    return None if name in _SETS else name in _ASKS
 
 
 def _turns(content: str, goes_on: bool) -> Iterator[Said]:

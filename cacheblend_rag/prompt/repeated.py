@@ -11,7 +11,7 @@ import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,11 +139,11 @@ class RepeatedTexts:
                 self._finders.popitem(last=False)
             return finder
 
-    def forget(self, salt: str, texts: Iterable[str]) -> None:
-        """`RepeatedText.forget` for a tenant, if anything of it is known."""
+    def forget(self, salt: str | None, texts: Collection[str]) -> None:
+        """`RepeatedText.forget` for a tenant of which something is known; without a salt, for all of them."""
         with self._lock:
-            finder = self._finders.get(salt)
-        if finder is not None:
+            finders = [finder for of, finder in self._finders.items() if salt in (None, of)]
+        for finder in finders:
             finder.forget(texts)
 
 

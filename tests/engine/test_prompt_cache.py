@@ -362,7 +362,7 @@ def test_idle_check_of_a_forgotten_chunk_puts_nothing_back(monkeypatch: pytest.M
 
         def forgetting(*given: Any) -> Any:
             monkeypatch.undo()
-            engine.prompts.forget("", [CHUNKS[0]], [])
+            engine.prompts.drop("", lambda texts, _: CHUNKS[0] in texts)
             return prefill(*given)
 
         monkeypatch.setattr(engine.adapter, "prefill", forgetting)
@@ -378,7 +378,7 @@ def test_memory_and_store_go_on_from_whichever_holds_more() -> None:
         assert engine.fuse(PROMPT).report.chunk_tiers == ("memory",) * 3
         longer = Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + " " + TEXT)
         engine.generate(longer, max_new_tokens=4)
-        engine.prompts.forget("", [CHUNKS[0]], [])
+        engine.prompts.drop("", lambda texts, _: CHUNKS[0] in texts)
         report = engine.fuse(longer).report
         assert report.resumed_tokens == report.prompt_tokens - 1, "from the store"
         engine.generate(f"{PROMPT.prefix}\n\n{CHUNKS[0]}\n\n", max_new_tokens=1)

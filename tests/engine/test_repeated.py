@@ -257,6 +257,77 @@ def test_chats_as_one_text_are_no_span_whoever_answered(form: str) -> None:
     assert found == []
 
 
+# How templates write the system's words, then each earlier turn, then what is asked.
+RAW = {
+    "ChatML": (
+        "<|im_start|>system\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n",
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n",
+    ),
+    "Llama 3": (
+        "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "Llama 2": ("<<SYS>>\n{}\n<</SYS>>\n\n", "[INST] {} [/INST] {} </s>", "[INST] {} [/INST]"),
+    "Phi": (
+        "<|system|>\n{}<|end|>\n",
+        "<|user|>\n{}<|end|>\n<|assistant|>\n{}<|end|>\n",
+        "<|user|>\n{}\n<|assistant|>\n",
+    ),
+    "Alpaca": ("{}\n\n", "### Instruction:\n{}\n\n### Response:\n{}\n\n", "### Instruction:\n{}\n\n### Response:\n"),
+    "names": ("{}\n\n", "User: {}\nAssistant: {}\n", "User: {}\nAssistant:"),
+    "letters": ("{}\n\n", "Q: {}\nA: {}\n\n", "Q: {}\nA:"),
+    "in one line": ("{} ", "USER: {} ASSISTANT: {}</s>", "USER: {} ASSISTANT:"),
+}
+
+
+def raw(template: str, system: str, turns: Sequence[tuple[str, str]], asked: str) -> str:
+    """A conversation as one text."""
+    first, turn, last = RAW[template]
+    return first.format(system) + "".join(turn.format(*one) for one in turns) + last.format(asked)
+
+
+@pytest.mark.parametrize("template", RAW)
+@pytest.mark.parametrize("in_system", [False, True], ids=["before the question", "in the system's words"])
+def test_passages_in_chats_that_are_one_text_hit_at_their_third_sight(template: str, in_system: bool) -> None:
+    draw, finder, known = random.Random(2), RepeatedText(), set[str]()
+    sights, wanted, reused = dict[str, int](), 0, 0
+    for number in range(8):
+        turns: list[tuple[str, str]] = []
+        for turn in range(3):
+            texts, question = draw.sample(passages()[:9], 3), f"What is meant by {number}, {turn}?"
+            block = "\n\n".join(texts)
+            asked = question if in_system else f"{block}\n\nQuestion: {question}"
+            text = raw(template, f"Be kind.\n\n{block}" if in_system else "Be kind.", turns, asked)
+            spans = finder.find(text)
+            for one in texts:
+                sights[one] = sights.get(one, 0) + 1
+                if sights[one] > 2:
+                    at, wanted = text.rindex(one), wanted + len(one)
+                    inside = [span for span in spans if text[span.start : span.stop] in known]
+                    reused += sum(max(0, min(span.stop, at + len(one)) - max(span.start, at)) for span in inside)
+            known |= {text[span.start : span.stop] for span in spans}
+            turns.append((asked, f"It is {number} and {turn}."))
+            finder.hear(turns[-1][1])
+    assert reused / wanted > 0.9
+
+
+@pytest.mark.parametrize("form", QUESTIONS)
+@pytest.mark.parametrize("template", RAW)
+def test_questions_of_chats_that_are_one_text_are_no_span_whoever_answered(template: str, form: str) -> None:
+    question, draw, finder, found = QUESTIONS[form](), random.Random(3), RepeatedText(), list[str]()
+    for number in range(8):
+        turns: list[tuple[str, str]] = []
+        for asked in (question, f"And what of {number}?"):
+            texts = draw.sample(passages()[:6], 3)
+            found += found_in(finder, raw(template, "Be kind.", turns, tagged(texts, asked)))
+            turns.append((asked, f"In the case of {number}: {passages()[11 + number % 3]}"))
+    assert len(found) > 20
+    assert all(any(span in passage for passage in passages()[:6]) for span in found)
+
+
 def test_passages_beside_quoted_chats_are_found():
     a, b, c, d, e = passages()[:5]
     for form in (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import html
+import json
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.store.base import RecordInfo
 from cacheblend_rag.store.disk import DiskStore
 from tests import probes, tiny
+from tests.integrations.langchain.models import tiny_parts
+from tests.probes import files_with
 from tests.thinking import Writer
 
 BEGINS = tiny.text(40, 7)
@@ -160,6 +165,51 @@ def test_forgotten_chunk_takes_its_checkpoints_along(tmp_path: Path) -> None:
         engine.forget([CHUNKS[0]])
         engine.flush()
         assert all(info.tokens <= prefix for _, info in engine.store.infos(""))
+
+
+SECRET = "\n".join(f'Er sagte "{tiny.text(5, 900 + at)}" / nämlich {tiny.text(4, 950 + at)}.' for at in range(6))
+FORMS: dict[str, Callable[[str], str]] = {
+    "as it is": str,
+    "JSON": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "JSON in ASCII": lambda text: json.dumps(text)[1:-1],
+    "HTML": html.escape,
+    "other line ends": lambda text: text.replace("\n", "\r\n"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_erased_text_leaves_no_checkpoint_of_a_prompt_that_holds_it_in_another_form(
+    family: str, form: str, tmp_path: Path
+) -> None:
+    """Neither in memory, from where the next prompt would store it again, nor in any file."""
+    written = FORMS[form](SECRET)
+    prompts = [Prompt(f"{BEGINS} {written}", CHUNKS, "What fell?"), Prompt(suffix=f"{BEGINS} {written} What fell?")]
+    model = tiny.plain_model(family, max_position_embeddings=4096)
+    options: dict[str, Any] = {"prompt_cache": "auto", "min_tokens": 0, "session_cache": True}
+    tokenizer = tiny_parts("byte-level BPE")[1]
+    ids = tuple(tokenizer(written)["input_ids"])
+    middle = ids[len(ids) // 3 : len(ids) // 3 + 12]
+    with probes.engine_of(model, tokenizer, DiskStore(tmp_path), write_back="inline", **options) as engine:
+        for prompt in prompts:
+            engine.generate(prompt, max_new_tokens=2)
+        assert files_with(middle, tmp_path)
+        engine.forget([SECRET])
+        assert not files_with(middle, tmp_path)
+        held = [known for _, known in engine.chunks.pipeline.checkpoints._held]
+        assert not [known for known in held if middle[0] in known and str(middle)[1:-1] in str(known)]
+        engine.generate(prompts[0], max_new_tokens=2)
+    with probes.engine_of(model, tokenizer, DiskStore(tmp_path), write_back="background", **options) as engine:
+        engine.generate(prompts[1], max_new_tokens=2)
+        engine.forget([SECRET])
+        engine.flush()
+        assert not files_with(middle, tmp_path), "neither what waited nor what an earlier process stored"
+    with probes.engine_of(model, tokenizer, DiskStore(tmp_path), write_back="inline", salt="ada", **options) as engine:
+        engine.generate(prompts[1], max_new_tokens=2)
+        engine.with_config(salt="ben").forget([SECRET])
+        assert files_with(middle, tmp_path), "it is another tenant's"
+        engine.chunks.forget_for_all([SECRET])
+        assert not files_with(middle, tmp_path)
 
 
 def test_damaged_checkpoint_is_a_miss_and_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

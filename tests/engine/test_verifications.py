@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.ahead import engine_of_tenant
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.ratio_policy import MinimumRatio
@@ -482,3 +483,16 @@ def test_answer_that_is_to_teach_nothing_does_not() -> None:
         verifications.note(CORRECTED, None, minimum, BlendConfig())
     assert minimum.value == 0.0
     assert verifications.status.corrected == 47
+
+
+def test_check_under_way_stores_no_prompt_that_holds_a_forgotten_text_in_another_form(begun: threading.Event) -> None:
+    secret = "\n".join(f'He said "{tiny.text(9, 700 + at)}" / and no more.' for at in range(4))
+    prompt = Prompt("Read this:", CHUNKS, f"{json.dumps(secret)[1:-1]} What fell?")
+    with reused(verify="idle", session_cache=True) as engine:
+        answer = engine.generate(prompt, max_new_tokens=4)
+        assert begun.wait(20)
+        assert any(key.startswith(KEY_PREFIX) for key, _ in engine.store.infos(""))
+        engine.forget([secret])
+        engine.generate("What fell?", max_new_tokens=1, verify="off")
+        assert checked(engine, answer).done
+        assert not any(key.startswith(KEY_PREFIX) for key, _ in engine.store.infos(""))

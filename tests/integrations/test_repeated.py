@@ -148,6 +148,76 @@ def test_prompt_of_which_little_was_found_is_prefilled(reports: list[BlendReport
     assert [[use.hit for use in one.found] for one in reports] == [[], [False], [False]], "A was stored"
 
 
+def states(report: BlendReport) -> list[tuple[str, str]]:
+    return [(one.state, one.reason) for one in report.found]
+
+
+NOT_YET = "its KV was not stored yet"
+LITTLE = "too little of it is stored to be worth reading"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_found_text_says_whether_it_is_stored_and_why_it_was_not_read(
+    way: str, reports: list[BlendReport]
+) -> None:
+    engine, others = tiny_engine(find_repeated=True, min_tokens=1), [*map(passage, range(7, 11))]
+    for number, texts in enumerate(([A, B, C], [D, A, E], [F, *others, A], [G, B, *others, A], [A, B])):
+        WAYS[way](engine, stuffed(texts, number))
+    assert states(reports[1]) == [("storing", NOT_YET)]
+    assert states(reports[2]) == [("stored", LITTLE)], "it was said to be stored, and the prompt to be prefilled"
+    assert reports[2].plain_reason == LITTLE
+    assert states(reports[4]) == [("read", "")] * 2
+    assert [one.hit for one in reports[4].found] == [True] * 2
+    for report in reports:
+        wanted = {one.start for one in report.found if one.state == "storing"}
+        assert report.tokens_to_store == sum(one.tokens for one in report.found if one.start in wanted)
+    assert reports[1].tokens_to_store > 64
+    assert reports[2].tokens_to_store == reports[4].tokens_to_store == 0, "nothing of it is missing"
+
+
+def test_found_texts_say_why_nothing_was_read_or_stored(reports: list[BlendReport], tmp_path: Path) -> None:
+    few = "fewer than min_tokens=150 tokens in chunks were left to be read"
+    cases: dict[str, tuple[dict[str, Any], str, str]] = {
+        "few": ({"min_tokens": 150}, "storing", NOT_YET),
+        "off": ({"write_back": "off"}, "not stored", "write_back='off' stores nothing"),
+        "all": ({"selection": "all"}, "not stored", "selection='all' reads and stores nothing"),
+        "held": ({"verify": "held"}, "not stored", "verify='held' lets full prefill answer"),
+    }
+    for options, state, reason in cases.values():
+        engine = tiny_engine(find_repeated=True, **options)
+        for number, texts in enumerate(([A, B, C], [D, A])):
+            engine.generate(stuffed(texts, number), max_new_tokens=2)
+        assert states(reports[-1]) == [(state, reason)]
+        assert bool(found_keys(engine)) == (state == "storing") == (reports[-1].tokens_to_store > 0)
+    engine = tiny_engine(find_repeated=True, min_tokens=150)
+    for number, texts in enumerate(([A, B, C], [D, A], [E, A])):
+        engine.generate(stuffed(texts, number), max_new_tokens=2)
+    assert states(reports[-1]) == [("stored", few)]
+    assert reports[-1].tokens_to_store == 0
+    with tiny_engine(find_repeated=True, store=DiskStore(tmp_path)) as engine:
+        for number, texts in enumerate(([A, B, C], [D, A])):
+            engine.generate(stuffed(texts, number), max_new_tokens=2)
+        engine.flush()
+        engine.with_config(selection="all").generate(stuffed([E, A], 3), max_new_tokens=2)
+        assert states(reports[-1]) == [("stored", "selection='all' reads and stores nothing")]
+
+
+def test_adapters_tell_the_states_of_found_texts_and_what_goes_into_the_store() -> None:
+    engine = tiny_engine(find_repeated=True)
+    chat, llm = ChatCacheBlend(engine=engine, max_new_tokens=2), LlamaIndexLLM(engine=engine, max_new_tokens=2)
+    chat.invoke(stuffed(PROMPTS[0], 0))
+    second, third = chat.invoke(stuffed(PROMPTS[1], 1)), llm.complete(stuffed(PROMPTS[2], 2))
+    found = second.response_metadata["found"]
+    assert [one["state"] for one in found] == ["storing"] * 2
+    assert all(one["reason"] == NOT_YET and not one["hit"] for one in found)
+    told = sum(one["tokens"] for one in found)
+    assert second.usage_metadata is not None
+    assert second.usage_metadata["input_token_details"]["cache_creation"] == told
+    assert second.response_metadata["tokens_to_store"] == told
+    assert [(one["state"], one["hit"]) for one in third.raw["found"]] == [("read", True)] * 2
+    assert third.raw["tokens_to_store"] == 0
+
+
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
     engine = tiny_engine(find_repeated=True, recompute_ratio=1.0)
     for number, texts in enumerate(PROMPTS):
@@ -396,6 +466,21 @@ def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, repor
     assert [[one.hit for one in made.found] for made in reports[-2:]] == [[False], [True]], "the passage alone"
     tokens = len(engine.tokenizer(A)["input_ids"])
     assert reports[-1].found[0].tokens <= tokens + 2
+
+
+@pytest.mark.parametrize("way", ["engine", "LangChain", "LlamaIndex", "LangChain chat"])
+def test_chats_that_a_client_has_written_out_hit_and_leave_no_question(way: str, reports: list[BlendReport]) -> None:
+    """A program that knows the model's template, or another, and sends one text."""
+    engine, secret = tiny_engine(find_repeated=True), f"My secret is this.\n{passage(50, 9)}\nWhat do you say?"
+    for number, texts in enumerate(PROMPTS):
+        asked = "\n\n".join([*texts, secret])
+        WAYS[way](engine, f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+        begun = f"<|im_start|>user\n{secret}<|im_end|>\n<|im_start|>assistant\nIt is {number}.<|im_end|>\n"
+        WAYS[way](engine, f"{begun}<|im_start|>user\nAnd {number}?<|im_end|>\n<|im_start|>assistant\n")
+    assert [[one.hit for one in made.found] for made in reports[::2]] == [[], [False, False], [True, True]]
+    held = [engine.tokenizer.decode(info.token_ids + info.behind) for _, info in engine.store.infos("")]
+    assert len(held) == 2
+    assert not any(passage(50, 9)[:40].lower() in one.lower() for one in held)
 
 
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:

@@ -66,12 +66,13 @@ def test_passages_in_messages_hit_at_their_third_sight_and_are_counted(
             found.append(ask(client, template(texts, f"Which one falls, is it number {number}?")))
             settle(server.service)
         assert found[0] == []
-        assert [one["hit"] for one in found[1]] == [False, False]
-        assert [one["hit"] for one in found[2]] == [True, True]
+        assert [(one["hit"], one["state"]) for one in found[1]] == [(False, "storing")] * 2
+        assert [(one["hit"], one["state"], one["reason"]) for one in found[2]] == [(True, "read", "")] * 2
         assert all(one["tokens"] > 64 and one["start"] > 0 and one["tier"] for one in found[2])
         metrics = client.get("/metrics").text
         assert 'cacheblend_rag_found_chunks_total{found="hit"} 2.0' in metrics
         assert 'cacheblend_rag_found_chunks_total{found="miss"} 2.0' in metrics
+        assert 'cacheblend_rag_found_unread_total{state="storing"} 2.0' in metrics
         tokens = sum(one["tokens"] for one in found[2])
         assert f'cacheblend_rag_tokens_total{{kind="found"}} {float(tokens)}' in metrics
 

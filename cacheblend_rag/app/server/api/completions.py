@@ -428,6 +428,7 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "hits": report.hits,
         "misses": report.misses,
         "resumed": report.resumed_tokens,
+        "tokens_to_store": report.tokens_to_store,
         "tiers": list(report.chunk_tiers),
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,

@@ -75,6 +75,12 @@ class Metrics:
             ["found"],
             registry=one,
         )
+        self.unread = Counter(
+            name + "found_unread",
+            "Chunks found because their text repeats that were not read, by whether they are stored.",
+            ["state"],
+            registry=one,
+        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
@@ -117,6 +123,8 @@ class Metrics:
         for found in report.found:
             self.found.labels("hit" if found.hit else "miss").inc()
             self.tokens.labels("found").inc(found.tokens * found.hit)
+            if not found.hit:
+                self.unread.labels(found.state).inc()
         self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
