@@ -92,8 +92,7 @@ class LLMBase(DecodeFields):
         Seconds an answer may take; then the call raises `GenerationTimeoutError` and the
         generation stops at its next token.
     max_retries : int
-        How often a call that ran out of device memory is tried again, after what torch holds
-        unused is given back. Nothing else that goes wrong locally passes by itself.
+        How often a call that ran out of device memory is tried again. Nothing else that goes wrong passes by itself.
     track : bool
         Whether constructing this model switches the tracking of retrievers on.
     known : ChunkRegistry, optional
