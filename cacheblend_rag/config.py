@@ -323,6 +323,36 @@ BYTES = Kind(
 )
 
 
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def read_keep_alive(name: str, value: Any) -> float | None:
+    """Seconds for which a model that nobody uses stays in memory; None for ever.
+
+    Parameters
+    ----------
+    value : float, str or None
+        Seconds, or text such as ``"5m"``, ``"1h30m"`` or ``"90"``. Less than 0 is for ever.
+
+    Raises
+    ------
+    ConfigError
+        If it is none of these.
+    """
+    if isinstance(value, str):
+        given = value.strip().lower()
+        parts = _DURATION.fullmatch(given.removeprefix("-"))
+        if parts and any(parts.groups()):
+            seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
+            return None if given.startswith("-") else seconds
+    elif value is None or (_is_number(value) and not math.isnan(value)):
+        return None if value is None or value < 0 or math.isinf(value) else float(value)
+    raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
+
+
+KEEP_ALIVE = Kind('seconds, such as 300, or text such as "5m" or "1h"; -1 for ever', read_keep_alive)
+
+
 @dataclass(frozen=True)
 class Option:
     """Description of an option: all that is to be known of it besides its type.
@@ -774,8 +804,8 @@ class BlendConfig:
         or_auto(FLAG),
         """
         Multiply by oneDNN on a CPU. In bfloat16 it keeps copies of linear weights in oneDNN's order: faster for few
-        rows, for as much memory again; a GGUF file of 4 bits has tokens multiplied by its codes, too. 'auto' does where the processor has such arithmetic of its own and copies take
-        at most a quarter of the machine's memory; in float32 it goes without copies, on AMD's processors with AVX-512.
+        rows, for as much memory again, and a GGUF file of 4 bits has tokens multiplied by its codes. 'auto' does where
+        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory; in float32 it goes without copies, on AMD's processors with AVX-512.
         True refuses a model that cannot gain. Turn it off where memory is short. See
         docs/explanation/engine.md#weight-prepacking.
         """,

@@ -7,19 +7,20 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack, cast
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_model_and_tokenizer
+from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_model_and_tokenizer, read_keep_alive
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
+from cacheblend_rag.engine.keep_alive import KeepAlive, check_keep_alive
 from cacheblend_rag.engine.model_in_use import ModelInUse, adapter_of
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
@@ -33,7 +34,7 @@ from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.contexts import LearnedContext
-from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.loading import LoadedModel, load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
@@ -59,6 +60,8 @@ class EngineParts:
         Names of its answers in traces.
     owns_store : bool
         Whether the store is closed with the engine.
+    keep_alive : KeepAlive
+        Gives the memory of the weights back; by default never.
     reopen : callable, optional
         Makes the same engine again, of a config.
     base : BlendEngine, optional
@@ -73,6 +76,7 @@ class EngineParts:
     prefetcher: Prefetcher
     names: SpanNames
     owns_store: bool
+    keep_alive: KeepAlive = field(default_factory=KeepAlive)
     reopen: Callable[..., BlendEngine] | None = None
     base: BlendEngine | None = None
 
@@ -167,8 +171,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """The context learned by ``cacheblend-rag adapt``, or given to `with_learned`; None without one."""
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
-        self.turns = parts.turns
-        """Lets requests have the model in turn."""
+        self.turns, self.keep_alive = parts.turns, parts.keep_alive
+        """They let requests have the model in turn, and give its memory back: ``keep_alive.away`` says whether."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
         """The stored KV of chunks."""
         self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
@@ -182,6 +186,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         store: KVStore | StoreLocations | None = None,
         device: str | int | torch.device | None = "auto",
         dtype: str | torch.dtype | None = "auto",
+        keep_alive: float | str | None = None,
         beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
@@ -191,15 +196,16 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ----------
         model : str or path
             A folder, or an id that transformers can resolve.
-        config, store
-            As for `BlendEngine`.
+        config, store, beside
+            As for `BlendEngine`. A copied or pickled engine does not keep ``beside``.
         device : str, int or torch.device
             ``"auto"`` (a GPU if there is one), or a torch device. A number is that of a GPU, and -1 the CPU.
         dtype : str or torch.dtype
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        beside
-            As for `BlendEngine`. A copied or pickled engine does not keep this.
+        keep_alive : float or str, optional
+            Seconds, or text such as ``"5m"``: once nobody has used the model for so long, the memory of its weights is
+            given back, and a file in the user's cache holds them. By default, and for -1, it never is.
         **model_kwargs
             Passed on to ``from_pretrained``.
 
@@ -212,15 +218,14 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ConfigError
             If an argument cannot be used.
         """
-        config, loaded = check_config(config), load_model(model, device=device, dtype=dtype, **model_kwargs)
+        config, seconds = check_config(config), read_keep_alive("keep_alive", keep_alive)
+        arguments = {"device": device, "dtype": dtype, **model_kwargs}
+        loaded = load_model(model, **arguments)
+        check_keep_alive(seconds, loaded.model)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
-        parts = dataclasses.replace(made._parts, names=SpanNames(os.fspath(model)), processor=loaded.processor)
-        if parts.owns_store:
-            locations = absolute_locations(store) if are_locations(store) else None
-            arguments = {"store": locations, "device": device, "dtype": dtype, **model_kwargs}
-            parts = dataclasses.replace(parts, reopen=partial(cls.from_pretrained, os.fspath(model), **arguments))
-        made._consist_of(parts)
+        again = partial(cls.from_pretrained, os.fspath(model), keep_alive=keep_alive, **arguments)
+        made._consist_of(_parts_of_loaded(made._parts, loaded, seconds, store, again))
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -488,7 +493,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         write_back = self.turns.write_back
         if self._parts.base is not None or write_back.closed:
             return
-        for part in (self._parts.prefetcher, self.verifications, self.prompts):
+        for part in (self.keep_alive, self._parts.prefetcher, self.verifications, self.prompts):
             part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
@@ -501,6 +506,23 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(seconds=closing_seconds(kind))
+
+
+def _parts_of_loaded(
+    made: EngineParts, loaded: LoadedModel, keep_alive: float | None, store: Any, again: Callable[..., BlendEngine]
+) -> EngineParts:
+    """The parts of an engine over a model that it has loaded itself: they know its name, and how to load it again."""
+    adapter = made.pipeline.segments.model.adapter
+    parts = dataclasses.replace(
+        made,
+        names=SpanNames(loaded.name),
+        processor=loaded.processor,
+        keep_alive=KeepAlive(keep_alive, adapter.model, adapter.device, made.turns),
+    )
+    if not parts.owns_store:
+        return parts
+    locations = absolute_locations(store) if are_locations(store) else None
+    return dataclasses.replace(parts, reopen=partial(again, store=locations))
 
 
 def _prompt_of(prompt: AnyPrompt | str, chunks: Chunks) -> Any:

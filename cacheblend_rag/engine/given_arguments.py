@@ -120,11 +120,7 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "n_gpu_layers": ((), "use device; a model is on one device as a whole"),
     "num_thread": ((), _THREADS),
     "n_threads": ((), _THREADS),
-    "keep_alive": (
-        (-1, "-1", "-1s", "-1m", "-1h"),
-        "a model stays in memory as long as its object, since others may share its engine, and answers, checks and "
-        "documents may wait for it; to free it, call llm.engine.close() and delete the object",
-    ),
+    "keep_alive": ((), "give it where the model is made, as keep_alive: it holds for all calls"),
     "validate_model_on_init": ((True,), "a model is loaded when its object is made"),
     "base_url": ((), _HERE),
     "endpoint_url": ((), _HERE),

@@ -109,6 +109,9 @@ class Scheduler:
         self._step_seconds, self._layer_since = 0.0, 0.0  # what the last step took; when the holder's last layer began
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
+        self._ending = False  # whether nobody is to have the model any more
+        self.preparations: list[Callable[[], None]] = []
+        """Called before a holder uses a model; see `prepare`."""
 
     def __enter__(self) -> None:
         self._enter(lambda: 0)
@@ -274,6 +277,7 @@ class Scheduler:
 
     def hold_for_good(self) -> None:
         """Let nobody have the model any more, once its holder has left it."""
+        self._ending = True
         with self._condition:
             while self._busy and self._owner in {thread.ident for thread in threading.enumerate()}:
                 if self._owner == threading.get_ident():
@@ -381,11 +385,46 @@ class Scheduler:
         self._condition.notify_all()
 
 
+def prepare(scheduler: Scheduler) -> None:
+    """Bring weights that were put away to where they compute. Called by a holder before it uses a model."""
+    for preparation in tuple(scheduler.preparations):
+        preparation()
+
+
 def idle_seconds(scheduler: Scheduler) -> float:
     """Seconds for which nobody has had the model or waited for it; 0 while anybody does."""
     with scheduler._condition:
-        wanted = scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background
-        return 0.0 if wanted else scheduler._clock() - scheduler._freed
+        return scheduler._clock() - scheduler._freed if _is_free(scheduler) else 0.0
+
+
+@contextmanager
+def held_if_idle(scheduler: Scheduler, seconds: float) -> Iterator[bool]:
+    """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held.
+
+    It counts as idle meanwhile.
+    """
+    with scheduler._condition:
+        held = _is_free(scheduler) and idle_seconds(scheduler) >= seconds
+        freed = scheduler._freed
+        if held:
+            scheduler._hold(ModelTime(lambda: 0))
+            scheduler._begun += 1
+    try:
+        yield held
+    finally:
+        if held:
+            with scheduler._condition:
+                scheduler._leave()
+                scheduler._freed = freed
+
+
+def is_wanted(scheduler: Scheduler) -> bool:
+    """Whether anybody waits for what the holder has, or the process is about to end."""
+    return bool(scheduler._queue or scheduler._background or scheduler._ending)
+
+
+def _is_free(scheduler: Scheduler) -> bool:
+    return not (scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background)
 
 
 def all_schedulers() -> list[Scheduler]:

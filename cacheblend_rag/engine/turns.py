@@ -16,7 +16,7 @@ from cacheblend_rag.config import DEFAULT_NEW_TOKENS, BlendConfig
 from cacheblend_rag.engine.decode import Step
 from cacheblend_rag.engine.pipeline import Blend, Pauses
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
-from cacheblend_rag.engine.scheduler import ModelTime, Scheduler
+from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, prepare
 from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import ConfigError, GenerationError
@@ -82,6 +82,7 @@ class Turns:
         """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
         with self.scheduler.entered(lambda: sys.maxsize):
             self.check_open()
+            prepare(self.scheduler)
             yield
 
     @contextmanager
@@ -92,6 +93,7 @@ class Turns:
         """
         with self.scheduler.background():
             self.check_open()
+            prepare(self.scheduler)
             self.segments.model.look()
             yield
 
@@ -99,6 +101,7 @@ class Turns:
     def _held(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
         with self.scheduler.entered(beside) as spent:
             self.check_open()
+            prepare(self.scheduler)
             self.segments.model.look()
             yield spent
 

@@ -39,7 +39,7 @@ OLLAMA = {
     "stop": (["x"], ""),
     "tfs_z": (2.0, "min_p"),
     "format": ("json", "response_format"),
-    "keep_alive": ("5m", "engine.close"),
+    "keep_alive": ("5m", "from_pretrained"),
     "base_url": ("http://localhost:11434", "init_chat_model"),
     "client_kwargs": ({"timeout": 3}, "in this process"),
     "async_client_kwargs": ({"timeout": 3}, "in this process"),
@@ -200,9 +200,23 @@ def test_tags_of_ollama_are_answered_with_the_names_to_use(kind: Any, tag: str) 
     assert tag_remedy("meta-llama/Llama-3.2-3B") == tag_remedy(r"C:\models") == ""
 
 
-def test_models_that_stay_are_what_keep_alive_asks_for(engine: BlendEngine) -> None:
-    for kind in KINDS:
-        assert kind.from_engine(engine, keep_alive=-1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_that_is_loaded_by_its_name_takes_keep_alive(kind: Any, saved: Path, engine: BlendEngine) -> None:
+    assert kind.from_engine(engine, keep_alive=-1).keep_alive is None
+    made = kind.from_model_id(str(saved), keep_alive="5m", **QUICK)
+    try:
+        assert made.keep_alive == made.engine.keep_alive.seconds == 300.0
+        assert kind.from_engine(made.engine).keep_alive == 300.0
+        assert kind.from_engine(made.engine, keep_alive=300).keep_alive == 300.0
+        with pytest.raises(ConfigError, match=r"^keep_alive=60 .*the engine has 300.0; give it to BlendEngine"):
+            kind.from_engine(made.engine, keep_alive=60)
+        call = made.invoke if kind is not LlamaIndexLLM else made.complete
+        with pytest.raises(ConfigError, match=r"^keep_alive='1h' .*where the model is made"):
+            call("What fell?", keep_alive="1h")
+    finally:
+        made.engine.close()
+    with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
+        kind.from_model_id(str(saved), keep_alive="soon", **QUICK)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,6 +89,14 @@ def prepacked_products(
     return both
 
 
+def drop_copies(model: nn.Module) -> None:
+    """Free the prepacked copies of a model's weights; the next pass makes them again."""
+    with _table_lock:
+        known = _by_model.get(model)
+        if known is not None and (prepacked := known()) is not None:
+            prepacked.renew([forward.module for forward in prepacked._forwards], prepacked.find_codes)
+
+
 def _ordinary_products(
     model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, identity: str, anew: bool
 ) -> Prepacking:
@@ -260,7 +268,7 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
             self._remove()
             self._forwards = self._ours(_PrepackedForward(layer, self._trouble) for layer in layers)
             self._samples: torch.Tensor | None = None
-            self._find_codes = find_codes
+            self.find_codes, self._codes_known = find_codes, True
 
     @torch.no_grad()
     def _put(self) -> None:
@@ -300,8 +308,9 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
 
     def _pack(self) -> None:
         checked = set()
-        codes = self._find_codes([forward.module for forward in self._forwards if forward.seen is not None])
-        self._find_codes = _none  # weights that change from now on are no longer those of the file
+        # Weights that change from now on are no longer those that the model came with.
+        layers = [forward.module for forward in self._forwards if forward.seen is not None and self._codes_known]
+        codes, self._codes_known = self.find_codes(layers), False
         for forward in self._forwards:
             seen, weight = forward.seen, forward.weight()
             if seen is None or weight is None or forward.copy is not None:
@@ -316,11 +325,6 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
                 return
             checked.add(weight.shape)
             forward.copy = _Copy(prepacked, codes.get(forward.module), seen, weight.shape[1])
-
-
-def _none(layers: Sequence[nn.Linear]) -> Mapping[nn.Linear, Codes]:
-    """No codes, for any layers."""
-    return {}
 
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_PrepackedWeights]] = weakref.WeakKeyDictionary()

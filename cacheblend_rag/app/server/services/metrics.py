@@ -42,8 +42,8 @@ class Metrics:
         Statistics of the KV store, or None.
     disk : callable
         Bytes that the documents of a tenant take.
-    least : callable
-        By model, the recompute ratio below which none of its prompts goes.
+    models : callable
+        By model, the recompute ratio below which none of its prompts goes, and 1 if its weights are in memory, else 0.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Metrics:
         served: Callable[[], int],
         stats: Callable[[], StoreStats | None],
         disk: Callable[[str], float],
-        least: Callable[[], Mapping[str, float]] = dict,
+        models: Callable[[], Mapping[str, tuple[float, float]]] = dict,
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -95,7 +95,7 @@ class Metrics:
         ):
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
-        one.register(_LeastRatios(name, least))
+        one.register(_Models(name, models))
         ProcessCollector(registry=one)  # memory and time of the process
         self._tenants = _Tenants(name + "tenant_", disk)
 
@@ -175,19 +175,28 @@ class _StoreCollector(Collector):
         yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
 
 
-class _LeastRatios(Collector):
+class _Models(Collector):
     """Asks each model when it is scraped."""
 
-    def __init__(self, prefix: str, least: Callable[[], Mapping[str, float]]) -> None:
-        self._prefix, self._least = prefix, least
+    FAMILIES = (
+        (
+            "least_recompute_ratio",
+            "Recompute ratio below which no prompt goes since blending was found poor; 1 for full prefill, else 0.",
+        ),
+        ("model_in_memory", "1 if the weights of a model are in memory; 0 if they were put away."),
+    )
+
+    def __init__(self, prefix: str, models: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        self._prefix, self._models = prefix, models
 
     def collect(self) -> Iterable[Metric]:
-        """The least recompute ratio of each model."""
-        text = "Recompute ratio below which no prompt goes since blending was found poor; 1 for full prefill, else 0."
-        family = GaugeMetricFamily(self._prefix + "least_recompute_ratio", text, labels=["model"])
-        for model, ratio in self._least().items():
-            family.add_metric([model], ratio)
-        yield family
+        """The least recompute ratio of each model, and whether it is in memory."""
+        models = self._models()
+        for number, (name, text) in enumerate(self.FAMILIES):
+            family = GaugeMetricFamily(self._prefix + name, text, labels=["model"])
+            for model, values in models.items():
+                family.add_metric([model], values[number])
+            yield family
 
 
 class _Tenants:

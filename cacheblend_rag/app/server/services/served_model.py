@@ -89,6 +89,11 @@ class ServedModel:
         """The highest ratio to which verifications of a tenant have raised that of its prompts; 0 if none have."""
         return self.engine.verifications.highest_minimum
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether its weights are in memory; see `keep_alive` of the options."""
+        return not self.engine.keep_alive.away
+
     def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio; it may store conversations."""
         changes: dict[str, Any] = {} if rule is None else {"selection": rule}

@@ -119,7 +119,7 @@ class Service:
             lambda: self.queue.served,
             self.store_stats,
             self._disk_bytes,
-            lambda: {name: model.least_ratio for name, model in self.models.items()},
+            lambda: {name: (model.least_ratio, float(model.in_memory)) for name, model in self.models.items()},
         )
         # Without keys the first model's KV of the served folder is stored ahead, and the rest when it is asked for.
         models, stored = (
