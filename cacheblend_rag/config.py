@@ -805,7 +805,8 @@ class BlendConfig:
         """
         Multiply by oneDNN on a CPU. In bfloat16 it keeps copies of linear weights in oneDNN's order: faster for few
         rows, for as much memory again, and a GGUF file of 4 bits has tokens multiplied by its codes. 'auto' does where
-        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory; in float32 it goes without copies, on AMD's processors with AVX-512.
+        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory; in
+        float32 it goes without copies, on AMD's processors with AVX-512.
         True refuses a model that cannot gain. Turn it off where memory is short. See
         docs/explanation/engine.md#weight-prepacking.
         """,
