@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -344,9 +345,9 @@ def read_keep_alive(name: str, value: Any) -> float | None:
         parts = _DURATION.fullmatch(given.removeprefix("-"))
         if parts and any(parts.groups()):
             seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
-            return None if given.startswith("-") else seconds
-    elif value is None or (_is_number(value) and not math.isnan(value)):
-        return None if value is None or value < 0 or math.isinf(value) else float(value)
+            return None if given.startswith("-") or math.isinf(seconds) else seconds
+    elif value is None or (_is_number(value) and value == value):  # NaN is not
+        return float(value) if value is not None and 0 <= value <= sys.float_info.max else None
     raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
 
 

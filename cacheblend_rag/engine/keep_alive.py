@@ -82,7 +82,7 @@ class KeepAlive:
         while not self._ended.wait(min(max(_LEAST, pause), threading.TIMEOUT_MAX)):
             try:
                 pause = self.look()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 _log.warning("keep_alive does nothing any more, the model stays in memory: %s", error)
                 return
 

@@ -7,6 +7,7 @@ device they come into the file, and go back when the model is wanted.
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from cacheblend_rag.models.memory import give_back_unused
 from cacheblend_rag.models.quantised import is_quantised
 
 _PAGE = 4096
+# Bytes after which the disk is waited for.
+_SYNCED = 2**26
 
 
 def why_kept(model: nn.Module) -> str | None:
@@ -46,8 +49,11 @@ class _Written:
     places: list[range]
 
     def mapped(self) -> list[torch.UntypedStorage]:
-        """The weights, by a map of their own: what frees memory is that the one before goes."""
-        whole = mmap.mmap(self.file.fileno(), self.places[-1].stop)
+        """The weights, by a map of their own: what frees memory is that the one before goes.
+
+        Changes of them stay in memory, and out of the file: a fork of this process has it as it was.
+        """
+        whole = mmap.mmap(self.file.fileno(), self.places[-1].stop, access=mmap.ACCESS_COPY)
         return [
             torch.frombuffer(whole, dtype=torch.uint8, count=len(place), offset=place.start).untyped_storage()
             for place in self.places
@@ -75,7 +81,7 @@ class WeightFile:
         self._model, self._device, self._folder = weakref.ref(model), device, folder
         self._copied = device.type != "cpu" if copied is None else copied
         self._written_file: _Written | None = None
-        self._mapped: list[torch.UntypedStorage] = []
+        self._moving: _State | None = None  # the weights when last they changed while they were put away
         self.away = False
         """Whether they were put away, and nobody has wanted them since."""
 
@@ -99,6 +105,10 @@ class WeightFile:
         held = [] if model is None else _storages(model)
         if model is None or not held:
             return False
+        state = _state(model)
+        if self._moving not in (None, state):  # somebody trains them
+            self._moving = state
+            return False
         if not self._holds(held, wanted):
             written = self._written(held, wanted)
             if written is None:
@@ -108,8 +118,10 @@ class WeightFile:
             self._written_file = written
         if wanted() or self._written_file is None:
             return False
-        self._mapped = self._written_file.mapped()
-        _lay(model, held, self._mapped)
+        self._moving = None if (now := _state(model)) == state else now
+        if self._moving is not None:
+            return False
+        _lay(model, held, self._written_file.mapped())
         self.away = True
         del held
         drop_copies(model)
@@ -118,10 +130,10 @@ class WeightFile:
 
     def _holds(self, held: Sequence[torch.UntypedStorage], wanted: Callable[[], bool]) -> bool:
         """Whether the file holds these bytes already."""
-        return len(held) == len(self._mapped) and all(
-            one.data_ptr() == kept.data_ptr()
-            or (one.nbytes() == kept.nbytes() and not wanted() and torch.equal(_bytes(one).cpu(), _bytes(kept)))
-            for one, kept in zip(held, self._mapped, strict=True)
+        kept = [] if self._written_file is None else self._written_file.mapped()
+        return len(held) == len(kept) and all(
+            one.nbytes() == other.nbytes() and not wanted() and torch.equal(_bytes(one).cpu(), _bytes(other))
+            for one, other in zip(held, kept, strict=True)
         )
 
     def _written(self, held: Sequence[torch.UntypedStorage], wanted: Callable[[], bool]) -> _Written | None:
@@ -129,7 +141,7 @@ class WeightFile:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as unless_whole:
             file = unless_whole.enter_context(tempfile.TemporaryFile(prefix="weights-", dir=self._folder))
-            places, end = list[range](), 0
+            places, end, synced = list[range](), 0, 0
             for storage in held:
                 if wanted():
                     return None
@@ -138,7 +150,10 @@ class WeightFile:
                 file.seek(start)
                 file.write(_bytes(storage).cpu().numpy().data)
                 places.append(range(start, end))
-            file.flush()
+                if end - synced >= _SYNCED or storage is held[-1]:
+                    file.flush()
+                    os.fsync(file.fileno())  # before the disk has them, memory is not free
+                    synced = end
             unless_whole.pop_all()
             weakref.finalize(self, file.close)
             return _Written(file, places)
@@ -153,9 +168,26 @@ class WeightFile:
         self.away = False
 
 
+_State = list[tuple[int, int]]
+
+
+def _movable(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that can lie in other memory."""
+    return [
+        weight
+        for weight in model.parameters()
+        if type(weight) is nn.Parameter and weight.layout is torch.strided and not weight.is_meta
+    ]
+
+
+def _state(model: nn.Module) -> _State:
+    """Place and version of each weight."""
+    return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in _movable(model)]
+
+
 def _storages(model: nn.Module) -> list[torch.UntypedStorage]:
     """The memory that weights lie in, each once however many share it."""
-    found = (weight.untyped_storage() for weight in model.parameters() if type(weight) is nn.Parameter)
+    found = (weight.untyped_storage() for weight in _movable(model))
     return list({one.data_ptr(): one for one in found if one.nbytes()}.values())
 
 
@@ -167,8 +199,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _lay(model: nn.Module, old: Sequence[torch.UntypedStorage], new: Sequence[torch.UntypedStorage]) -> None:
     """Let weights lie in other memory, which holds the same; those that shared it still do."""
     places = {one.data_ptr(): other for one, other in zip(old, new, strict=True)}
-    for weight in model.parameters():
-        place = places.get(weight.untyped_storage().data_ptr()) if type(weight) is nn.Parameter else None
+    for weight in _movable(model):
+        place = places.get(weight.untyped_storage().data_ptr())
         if place is not None:
             tensor = torch.empty(0, dtype=weight.dtype, device=place.device)
             weight.data = tensor.set_(place, weight.storage_offset(), weight.size(), weight.stride())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -154,7 +157,7 @@ def test_weights_that_changed_are_kept_as_they_are(engine: BlendEngine) -> None:
     put_away(engine)
     weight = engine.model.lm_head.weight
     with torch.no_grad():
-        weight.mul_(2.0)  # in the file
+        weight.mul_(2.0)
     doubled = weight.clone()
     engine.generate("What fell?", max_new_tokens=1)
     put_away(engine)
@@ -165,6 +168,103 @@ def test_weights_that_changed_are_kept_as_they_are(engine: BlendEngine) -> None:
     put_away(engine)
     assert weight.equal(doubled + 1.0)
     assert before.equal(doubled), "a file that others still read is not written again"
+
+
+def file_of(model: torch.nn.Module, folder: Path) -> WeightFile:
+    """A file that the weights lie in."""
+    file = WeightFile(model, torch.device("cpu"), folder)
+    assert file.put_away()
+    return file
+
+
+@pytest.mark.parametrize("asked", range(1, 8))
+def test_weights_that_are_changed_and_changed_back_are_those_of_now(asked: int, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    file, value = file_of(model, tmp_path), model.weight.detach().clone()
+    model.weight.data = value + 1  # as merging an adapter does
+    times = iter(range(1, 100))
+    file.put_away(lambda: next(times) >= asked)  # somebody wants the model, earlier or later
+    model.weight.data = value.clone()
+    assert file.put_away()
+    assert model.weight.equal(value)
+
+
+@pytest.mark.parametrize("asked", range(1, 6))
+def test_training_meanwhile_is_not_lost(asked: int, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    value, times = model.weight.detach().clone(), list[int]()
+    file = WeightFile(model, torch.device("cpu"), tmp_path)
+
+    @torch.no_grad()
+    def train() -> bool:
+        times.append(1)
+        if len(times) == asked:
+            model.weight.add_(1.0)
+        return False
+
+    file.put_away(train)
+    with torch.no_grad():
+        model.weight.add_(0.0 if len(times) >= asked else 1.0)
+    assert model.weight.equal(value + 1)
+
+
+def test_file_is_not_written_again_and_again_while_weights_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, written = torch.nn.Linear(4, 4), list[Any]()
+    file, inner = WeightFile(model, torch.device("cpu"), tmp_path), tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **given: written.append(1) or inner(**given))
+
+    @torch.no_grad()
+    def train() -> bool:
+        model.weight.add_(1.0)
+        return False
+
+    for _ in range(5):
+        assert not file.put_away(train)
+        train()
+    assert len(written) == 1
+    assert not file.put_away()
+    assert file.put_away(), "they rest"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fork_changes_weights_of_its_own(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    file, value = file_of(model, tmp_path), model.weight.detach().clone()
+    if (child := os.fork()) == 0:
+        with torch.no_grad():
+            model.weight.zero_()
+        os._exit(int(bool(model.weight.any())))
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.weight.equal(value)
+    assert file.put_away()
+    assert model.weight.equal(value)
+
+
+def test_model_that_the_disk_does_not_take_in_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    model = torch.nn.Linear(4, 4)
+    file, place = WeightFile(model, torch.device("cpu"), tmp_path), model.weight.data_ptr()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space left"):
+            file.put_away()
+    assert model.weight.data_ptr() == place
+    assert file.put_away()
+
+
+def test_weights_of_other_kinds_stay_where_they_are(engine: BlendEngine) -> None:
+    engine.model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    engine.model.nowhere = torch.nn.Parameter(torch.empty(3, device="meta"))
+    engine.model.empty = torch.nn.Parameter(torch.empty(0, 3))
+    engine.model.expanded = torch.nn.Parameter(torch.ones(2, 1).expand(2, 5))
+    put_away(engine)
+    assert engine.model.sparse.detach().to_dense().equal(torch.eye(3))
+    assert engine.model.expanded.stride() == (1, 0)
 
 
 def test_views_share_what_is_given_back(engine: BlendEngine) -> None:
@@ -326,6 +426,16 @@ def test_file_that_cannot_be_written_leaves_the_model_in_memory(
     assert engine.generate("What fell?", max_new_tokens=3).text == expected
 
 
+def test_watcher_says_why_torch_refuses(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(*_: Any) -> bool:
+        raise NotImplementedError("no such storage")
+
+    engine.keep_alive.seconds, engine.keep_alive._weights.put_away = 0.0, refused  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        engine.keep_alive._watch()
+    assert "the model stays in memory: no such storage" in caplog.text
+
+
 def test_nothing_is_left_in_the_cache(engine: BlendEngine, cache: Path) -> None:
     put_away(engine)
     assert list(cache.iterdir()) == []
@@ -425,6 +535,7 @@ def test_prepacked_copies_go_and_come_with_the_weights(tmp_path: Path, monkeypat
     ("given", "seconds"),
     [
         *[(None, None), (-1, None), ("-1", None), ("-1m", None), (float("inf"), None)],
+        *[(10**400, None), (-(10**400), None), ("9" * 400 + "h", None)],
         *[(0, 0.0), (2.5, 2.5), ("300", 300.0), ("5m", 300.0), ("1h30m", 5400.0), ("1.5h", 5400.0), (" 10S ", 10.0)],
     ],
 )
