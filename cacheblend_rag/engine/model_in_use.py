@@ -86,7 +86,7 @@ class ModelInUse:
                 )
             return nullcontext
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
-        return prepacked_products(model, parts, self._option, self._identity.value, anew=anew)
+        return prepacked_products(model, parts, self._option, anew=anew)
 
 
 def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:

@@ -21,6 +21,8 @@ from filelock import FileLock, Timeout
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ModelLoadError
 
+CODES = "codes"
+"""Folder within a model's, of what is found again in its weights; see `kept_codes`."""
 _MANIFEST = "manifest.json"
 _OTHERWISE = "or name the folder or hub id of another model (--model, --embedder)"
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.models import loading
 from cacheblend_rag.models.cpu import int4_linear, kept_codes
 from cacheblend_rag.models.cpu import weight_prepacking as prepacking
 from cacheblend_rag.models.cpu.int4_linear import find_codes, fits_weight, int4_product
+from cacheblend_rag.models.identity import fingerprint
 from tests import gguf_files, tiny
 from tests.parity.test_weight_prepacking import needs_bfloat16
 
@@ -83,6 +85,34 @@ def test_codes_of_another_weight_do_not_fit() -> None:
     assert not fits_weight(codes, weight + 0.01)
     assert not fits_weight(codes, weight[:48])
     assert not fits_weight(codes, weight[:, :64].contiguous())
+
+
+@pytest.mark.parametrize("shape", ["last of several", "turned", "every second", "one for all"])
+def test_rows_may_lie_in_memory_in_any_way(shape: str) -> None:
+    weight = on_steps(32, 64).to(torch.bfloat16)
+    codes = find_codes(weight)
+    assert codes is not None
+    given = {
+        "last of several": torch.randn(3, 5, 64).to(torch.bfloat16)[:, -1:],
+        "turned": torch.randn(64, 3).to(torch.bfloat16).T,
+        "every second": torch.randn(3, 128).to(torch.bfloat16)[:, ::2],
+        "one for all": torch.randn(1, 64).to(torch.bfloat16).expand(3, 64),
+    }[shape]
+    assert torch.equal(int4_product(given, codes, None), int4_product(given.clone().contiguous(), codes, None))
+
+
+@pytest.mark.parametrize("kind", ["infinite", "not a number", "sums too large", "range too large", "empty"])
+def test_weights_beyond_all_numbers_have_no_codes(kind: str) -> None:
+    weight = on_steps(16, 64)
+    if kind == "infinite":
+        weight[:, 3] = torch.inf
+    elif kind == "not a number":
+        weight[:, 3] = torch.nan
+    elif kind == "empty":
+        weight = weight[:0]
+    else:
+        weight = (torch.randint(0, 16, (16, 64)).float() - 8) * (2e37 if kind == "sums too large" else 4e37)
+    assert find_codes(weight.to(torch.bfloat16)) is None
 
 
 # In an engine -------------------------------------------------------------------------------
@@ -244,12 +274,115 @@ def test_weight_that_was_changed_is_multiplied_as_it_is(tmp_path: Path, cache: P
         assert not asked  # weights changed once: what was found in the file's is no longer trusted
 
 
+def alter(engine: BlendEngine) -> None:
+    """Change little of each layer, so that all still lies on steps."""
+    with torch.no_grad():
+        for layer in engine.model.model.layers:
+            layer.mlp.up_proj.weight[0].mul_(1.05)
+
+
+def farthest(engine: BlendEngine) -> float:
+    """Largest relative distance of a row by codes from the weight as it is."""
+    copies = prepacking._by_model[engine.model]()
+    assert copies is not None
+    found = [forward for forward in copies._forwards if forward.copy is not None and forward.copy.codes is not None]
+    assert len(found) >= 7 * len(engine.model.model.layers)
+    away = [0.0]
+    for forward in found:
+        weight = forward.module.weight.detach()
+        ones = torch.eye(weight.shape[1], dtype=torch.bfloat16)
+        rows = int4_product(ones, forward.copy.codes, None).float().T  # type: ignore[union-attr, arg-type]
+        away.append(float(((rows - weight.float()).norm(dim=1) / weight.float().norm(dim=1)).max()))
+    return max(away)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("there", [True, False], ids=["codes kept", "none yet"])
+def test_weights_changed_before_the_first_pass_have_codes_of_their_own(
+    there: bool, tmp_path: Path, cache: Path
+) -> None:
+    file = written(tmp_path)
+    if there:
+        with opened(file) as engine:
+            engine.generate(PROMPT, max_new_tokens=2)
+            assert farthest(engine) < 0.02
+    with opened(file) as engine:
+        alter(engine)
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert farthest(engine) < 0.02
+    with opened(file) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert farthest(engine) < 0.02, "what was kept is of this file's weights"
+
+
+@needs_bfloat16
+def test_weights_changed_before_they_were_put_away_have_codes_of_their_own(tmp_path: Path, cache: Path) -> None:
+    config = BlendConfig(prepack_weights=True, prompt_cache=0, check_model=False)
+    with BlendEngine.from_pretrained(written(tmp_path), device="cpu", config=config, keep_alive=10_000.0) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        alter(engine)
+        engine.generate(PROMPT, max_new_tokens=2)
+        engine.keep_alive.seconds = 0.0
+        engine.keep_alive.look()
+        assert engine.keep_alive.away
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert farthest(engine) < 0.02
+
+
+@needs_bfloat16
+def test_codes_beside_a_model_leave_its_fingerprint_known(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+    assert kept(cache)
+    read: list[Any] = []
+    monkeypatch.setattr(loading, "fingerprint", lambda model: read.append(model) or fingerprint(model))
+    with opened(file) as engine:
+        assert engine.fingerprint
+    assert not read, "weights are not read again"
+
+
+@needs_bfloat16
+def test_nothing_else_is_deleted_where_codes_are_kept(tmp_path: Path, cache: Path) -> None:
+    file = written(tmp_path)
+    with opened(file) as engine:
+        folder = Path(engine.model.config._name_or_path)
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "letters.txt").write_text("dear", encoding="utf-8")
+        (tmp_path / "elsewhere" / f"{'0' * 16}.safetensors").write_bytes(b"of another processor")
+        (folder / "codes").symlink_to(tmp_path / "elsewhere")
+        engine.generate(PROMPT, max_new_tokens=2)
+    left = sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
+    assert len(left) == 2
+    assert left[1] == "letters.txt"
+    assert left[0] != f"{'0' * 16}.safetensors"
+
+
 @needs_bfloat16
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 def test_file_of_other_types_has_no_codes(kind: str, tmp_path: Path, cache: Path, asked: list[int]) -> None:
     with opened(written(tmp_path, kind)) as engine:
         engine.generate(PROMPT, max_new_tokens=3)
+        assert not (Path(engine.model.config._name_or_path) / "codes").exists()
     assert not asked
+
+
+@needs_bfloat16
+def test_model_of_another_form_is_not_looked_at(
+    tmp_path: Path, cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(kept_codes, "begins_on_steps", lambda *given: looks.append(given))
+    tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
+    with opened(tmp_path / "model") as engine:
+        engine.generate(PROMPT, max_new_tokens=3)
+    assert not looks
+    assert not asked
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
 
 
 @needs_bfloat16

@@ -334,7 +334,8 @@ def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) 
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
             assert not onednn_linear.fits(rows[..., : linear.in_features], linear)
         linears = [module for module in model.modules() if type(module) is nn.Linear]
-        packed = weight_prepacking._PrepackedWeights([*linears, nn.Linear(512, 64, dtype=torch.bfloat16)])
+        ordinary = nn.Linear(512, 64, dtype=torch.bfloat16)
+        packed = weight_prepacking._PrepackedWeights([*linears, ordinary], lambda layers: {})
         assert packed.nbytes == 2 * 512 * 64
         assert not is_plain(layer)
         assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 _ROWS = 4
 # Weights of a row that share a step and a lowest value, and steps between the lowest and the highest.
 _GROUP, _STEPS = 32, 15
-# Groups that are looked at together, so that what is made of them stays in the processor's cache; and the first ones,
-# which tell an ordinary weight at once.
+# Groups that are looked at together, so that what is made of them stays in the processor's cache; and the first ones.
 _TOGETHER, _FIRST = 1024, 64
 # Largest distance from a step, over the largest weight of a group (rounding to bfloat16, three times, gives 2**-7.4),
 # and over the step.
@@ -69,22 +68,32 @@ def find_codes(weight: torch.Tensor) -> Codes | None:
     Codes or None
         Their product differs from the weight's by as much as rounding weights to bfloat16 makes.
     """
-    rows, width = weight.shape
-    if rows % _BLOCK or width % _GROUP or not _agrees():
+    if not begins_on_steps(weight):
         return None
+    rows, width = weight.shape
     groups = weight.reshape(-1, _GROUP)
     codes = np.empty(groups.shape, dtype=np.int32)
     steps = np.empty((len(groups), 2), dtype=np.float32)
-    for begin in (0, *range(_FIRST, len(groups), _TOGETHER)):
-        part = slice(begin, begin + _TOGETHER if begin else _FIRST)
+    for begin in range(0, len(groups), _TOGETHER):
+        part = slice(begin, begin + _TOGETHER)
         if not _fit(groups[part].float().numpy().T.copy(), codes[part], steps[part]):
             return None
     return _packed(torch.from_numpy(codes).view(rows, width), torch.from_numpy(steps).view(rows, -1, 2))
 
 
+@torch.no_grad()
+def begins_on_steps(weight: torch.Tensor) -> bool:
+    """Whether a weight may have codes, by its form and its first groups; an ordinary one is told at once."""
+    rows, width = weight.shape
+    if not weight.numel() or rows % _BLOCK or width % _GROUP or not _agrees():
+        return False
+    groups = weight.reshape(-1, _GROUP)[:_FIRST].float().numpy().T.copy()
+    return _fit(groups, np.empty(groups.T.shape, np.int32), np.empty((groups.shape[1], 2), np.float32))
+
+
 def int4_product(rows: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> torch.Tensor:
     """``rows @ weight.T + bias``; rows ``[..., in]`` in bfloat16."""
-    flat = rows.reshape(-1, rows.shape[-1])
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     product = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, codes.packed, _GROUP, codes.steps)
     product = product.view(*rows.shape[:-1], -1)
     return product if bias is None else product + bias
@@ -107,6 +116,7 @@ def are_few(rows: torch.Tensor) -> bool:
     return rows.shape[:-1].numel() <= _ROWS
 
 
+@np.errstate(over="ignore", invalid="ignore")  # numbers that are too large or none fit no steps
 def _fit(groups: _Array, codes: _Array, steps: _Array) -> bool:
     """Write the codes, steps and values of code 8 of groups ``[32, groups]``, if all of them lie on steps."""
     low, high = groups.min(0), groups.max(0)
@@ -127,7 +137,7 @@ def _fit(groups: _Array, codes: _Array, steps: _Array) -> bool:
     along = np.einsum("ij,ij->j", found, groups) - _GROUP * middle * centre
     step = along / np.maximum(np.einsum("ij,ij->j", found, found) - _GROUP * middle**2, 0.5)
     steps[:, 0], steps[:, 1] = step, centre + step * (8 - middle)
-    return True
+    return bool(np.isfinite(steps).all())
 
 
 def _places(above: _Array, step: _Array, most: _Array) -> tuple[_Array, _Array]:

@@ -1,7 +1,8 @@
 """The codes of 4 bits of a converted GGUF file's weights, found once and kept beside them.
 
 Finding them takes seconds. The kernel's order of them depends on the processor, so each kind of processor has its own
-file. A file that is damaged, of other weights or of another PyTorch is made anew.
+file. It is named by what the weights are, for they may have changed since they were read. A file that is damaged, of
+other weights or of another PyTorch is made anew.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +23,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from cacheblend_rag.models.cpu.int4_linear import Codes, find_codes, fits_weight
-from cacheblend_rag.models.model_folders import is_whole
+from cacheblend_rag.models.cpu.int4_linear import Codes, begins_on_steps, find_codes, fits_weight
+from cacheblend_rag.models.model_folders import CODES, is_whole
 
 _log = logging.getLogger(__name__)
 # Raise when the same weights would have other codes.
 _VERSION = 1
+_PART = "codes-"
+# Names of what this file writes.
+_OURS = re.compile(rf"[0-9a-f]{{16}}\.safetensors|{_PART}.*")
 
 
-def codes_of_layers(model: Any, identity: str, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Codes]:
+def codes_of_layers(model: Any, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Codes]:
     """Codes of those layers whose weights lie on steps; none for a model that was not converted from a GGUF file.
 
     Parameters
     ----------
     model : transformers PreTrainedModel
-    identity : str
-        Of the model's weights.
     layers : sequence of Linear
         Those of its layers whose weights are in bfloat16, contiguous and on a CPU.
     """
@@ -42,8 +47,10 @@ def codes_of_layers(model: Any, identity: str, layers: Sequence[nn.Linear]) -> d
     if not layers or not is_whole(folder):
         return {}
     names = {layer: name for name, layer in model.named_modules()}
-    weights = {names[layer]: layer.weight.detach() for layer in layers}
-    file = folder / "codes" / f"{_key(identity)}.safetensors"
+    weights = {names[layer]: layer.weight.detach() for layer in layers if begins_on_steps(layer.weight)}
+    if not weights:
+        return {}
+    file = folder / CODES / f"{_key(weights)}.safetensors"
     found = _read(file, weights)
     if found is None:
         _log.info("finding codes of 4 bits in the weights of %s, once", folder)
@@ -53,9 +60,17 @@ def codes_of_layers(model: Any, identity: str, layers: Sequence[nn.Linear]) -> d
     return {layer: found[names[layer]] for layer in layers if names[layer] in found}
 
 
-def _key(identity: str) -> str:
+def _key(weights: Mapping[str, torch.Tensor]) -> str:
+    """Of weights as they are now, and of the kernel."""
     kernel = torch.__version__, torch.backends.cpu.get_cpu_capability()
-    return hashlib.sha256(repr((_VERSION, identity, *kernel)).encode()).hexdigest()[:16]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        sums = list(threads.map(_checksum, weights.values()))
+    facts = [(name, tuple(weight.shape), one) for (name, weight), one in zip(weights.items(), sums, strict=True)]
+    return hashlib.sha256(repr((_VERSION, kernel, facts)).encode()).hexdigest()[:16]
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    return zlib.crc32(weight.view(torch.uint8).numpy().data)
 
 
 def _read(file: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, Codes] | None:
@@ -77,8 +92,9 @@ def _write(file: Path, found: Mapping[str, Codes]) -> None:
     try:
         file.parent.mkdir(exist_ok=True)
         for old in file.parent.iterdir():
-            old.unlink()
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            if _OURS.fullmatch(old.name):
+                old.unlink()
+        with tempfile.NamedTemporaryFile(prefix=_PART, dir=file.parent, delete=False) as part:
             pass
         try:
             save_file(tensors, part.name)

@@ -49,9 +49,7 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def prepacked_products(
-    model: nn.Module, parts: Iterable[nn.Module], option: bool | str, identity: str, *, anew: bool
-) -> Prepacking:
+def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
     """Let the linear layers of a model multiply by prepacked weights, by codes or by oneDNN, where that helps.
 
     Parameters
@@ -62,8 +60,6 @@ def prepacked_products(
         Whose linear layers are meant.
     option : bool or "auto"
         `BlendConfig.prepack_weights`.
-    identity : str
-        Of the model's weights; what was found in them before is kept under it.
     anew : bool
         Whether copies that others have made are made again: weights may have changed since in ways that
         leave no trace.
@@ -76,7 +72,7 @@ def prepacked_products(
     if option is False:
         return nullcontext
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
-    ordinary, coded = _ordinary_products(model, layers, option, identity, anew), coded_layers(model, layers)
+    ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
     if not coded:
         return ordinary
     by_codes = int8_products.get(model, coded)
@@ -97,13 +93,11 @@ def drop_copies(model: nn.Module) -> None:
             prepacked.renew([forward.module for forward in prepacked._forwards], prepacked.find_codes)
 
 
-def _ordinary_products(
-    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, identity: str, anew: bool
-) -> Prepacking:
+def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.get(model, layers).in_use
-    find_codes = partial(codes_of_layers, model, identity)
+    find_codes = partial(codes_of_layers, model)
     with _table_lock:
         known = _by_model.get(model)
         prepacked = known() if known is not None else None
