@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts import decode_step, prompt_lookup
+from cacheblend_rag.models.cpu import int4_linear, weight_prepacking
+from docs.benchmarks.scripts import decode_codes, decode_step, prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
+from tests.parity.test_int4_products import needs_codes, written
 
 
 @pytest.mark.slow
@@ -65,3 +67,18 @@ def test_tokens_of_one_answer_take_turns(tiny_shape: None, capsys: pytest.Captur
     assert all(0 < result["least"][way] <= result["seconds_a_token"][way] for way in decode_step.WAYS)
     assert result["to_transformers_layers"][decode_step.WAYS[0]] == 1.0
     assert decode_step.main([*arguments, "--tokens", "0"]) == 2
+
+
+@needs_codes
+def test_tokens_by_codes_and_by_weights_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weight_prepacking, "_LEAST", 0)
+    out = tmp_path / "codes.json"
+    arguments = ["--model", str(written(tmp_path)), "--prompt-tokens", "40", "--tokens", "3", "--texts", "1"]
+    assert decode_codes.main([*arguments, "--threads", "1", "--out", str(out)]) == 0
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert tuple(result["ms_a_token"]) == decode_codes.WAYS
+    assert all(one > 0 for one in result["ms_a_token"].values())
+    assert result["scores"]["tokens"] == 3
+    assert len(set(result["scores"]["divergence"].values())) == 2, "both ways were gone"
+    assert weight_prepacking.are_few is int4_linear.are_few

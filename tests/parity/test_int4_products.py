@@ -20,7 +20,8 @@ from cacheblend_rag.models.identity import fingerprint
 from tests import gguf_files, tiny
 from tests.parity.test_weight_prepacking import needs_bfloat16
 
-pytestmark = pytest.mark.skipif(not int4_linear._agrees(), reason="PyTorch has no products by 4 bits here")
+needs_codes = pytest.mark.skipif(not int4_linear._agrees(), reason="PyTorch has no products by 4 bits here")
+pytestmark = needs_codes
 EPS = torch.finfo(torch.bfloat16).eps
 PROMPT = "the cat sat on the mat and the dog ran to the mill"
 

@@ -94,7 +94,7 @@ def begins_on_steps(weight: torch.Tensor) -> bool:
 def int4_product(rows: torch.Tensor, codes: Codes, bias: torch.Tensor | None) -> torch.Tensor:
     """``rows @ weight.T + bias``; rows ``[..., in]`` in bfloat16."""
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, codes.packed, _GROUP, codes.steps)
+    product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, codes.packed, _GROUP, codes.steps)
     product = product.view(*rows.shape[:-1], -1)
     return product if bias is None else product + bias
 
