@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -312,3 +313,16 @@ def random_kv(model: Any, tokens: int, seed: int = 0) -> list[LayerKV]:
 def copies(layers: Sequence[LayerKV]) -> list[LayerKV]:
     """Copies, since the blended pass takes its buffers over."""
     return [LayerKV(layer.keys.clone(), layer.values.clone()) for layer in layers]
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, module: Any, product: str) -> list[int]:
+    """Rows of each call of a product in a module, from now on."""
+    rows: list[int] = []
+    inner = getattr(module, product)
+
+    def counted(given: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(given.shape[:-1].numel())
+        return inner(given, *others)
+
+    monkeypatch.setattr(module, product, counted)
+    return rows

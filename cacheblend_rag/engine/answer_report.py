@@ -81,7 +81,7 @@ def report_of(
         stopped_by="" if decoded is None else decoded.stopped_by,
         documents=_uses(lookup.fit.prompt.documents, tiers),
         found=found_texts(pipeline, blend, tiers),
-        tokens_to_store=sum(job.stored_tokens for job in blend.jobs.values()) * (not pipeline.store.traits.read_only),
+        tokens_to_store=0 if pipeline.store.traits.read_only else sum(job.stored_tokens for job in blend.jobs.values()),
         verification=verification or Verification(),
     )
 

@@ -19,6 +19,7 @@ from cacheblend_rag.models.cpu.int4_linear import find_codes, fits_weight, int4_
 from cacheblend_rag.models.identity import fingerprint
 from tests import gguf_files, tiny
 from tests.parity.test_weight_prepacking import needs_bfloat16
+from tests.probes import rows_of
 
 needs_codes = pytest.mark.skipif(not int4_linear._agrees(), reason="PyTorch has no products by 4 bits here")
 pytestmark = needs_codes
@@ -40,7 +41,7 @@ def test_product_by_found_codes_is_that_of_the_weight_to_rounding(rows: int, wid
     codes = find_codes(weight.to(torch.bfloat16))
     assert codes is not None
     assert fits_weight(codes, weight.to(torch.bfloat16))
-    assert codes.nbytes <= 0.7 * rows * width
+    assert codes.packed.nbytes + codes.steps.nbytes <= 0.7 * rows * width
     for count in (1, 3, 4, 7):
         given, bias = torch.randn(1, count, width).to(torch.bfloat16), torch.randn(rows).to(torch.bfloat16)
         exact = given.double() @ weight.double().T
@@ -130,15 +131,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product by codes of 4 bits."""
-    rows: list[int] = []
-    inner = prepacking.int4_product
-
-    def counted(given: torch.Tensor, *others: Any) -> torch.Tensor:
-        rows.append(given.shape[:-1].numel())
-        return inner(given, *others)
-
-    monkeypatch.setattr(prepacking, "int4_product", counted)
-    return rows
+    return rows_of(monkeypatch, prepacking, "int4_product")
 
 
 @pytest.fixture

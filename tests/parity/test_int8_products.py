@@ -16,6 +16,7 @@ from cacheblend_rag.models.loading import load_model
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS
 from tests.parity.test_quantised import torchao, written
+from tests.probes import rows_of
 
 # Libraries of quantisation warn when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,15 +35,7 @@ def linears(model: nn.Module) -> list[nn.Linear]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product by codes from now on."""
-    rows: list[int] = []
-    inner = int8_linear.int8_product
-
-    def counted(given: torch.Tensor, *others: Any) -> torch.Tensor:
-        rows.append(given.shape[:-1].numel())
-        return inner(given, *others)
-
-    monkeypatch.setattr(int8_linear, "int8_product", counted)
-    return rows
+    return rows_of(monkeypatch, int8_linear, "int8_product")
 
 
 @torch.no_grad()

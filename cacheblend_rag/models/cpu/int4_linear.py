@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Rows up to which the kernel is the faster one (docs/benchmarks/parts.md).
+from cacheblend_rag.models.cpu.int8_linear import gives
+
+# Rows up to which the kernel is no slower (docs/decisions/0024-codes-of-four-bits.md).
 _ROWS = 4
 # Weights of a row that share a step and a lowest value, and steps between the lowest and the highest.
 _GROUP, _STEPS = 32, 15
@@ -28,7 +30,6 @@ _TOLERANCE, _NEAR = 2**-6.5, 0.25
 _ALIKE = 2**-6
 # The kernel multiplies by so many rows of a weight at once.
 _BLOCK = 16
-
 
 _Array = NDArray[Any]
 
@@ -47,11 +48,6 @@ class Codes:
 
     packed: torch.Tensor
     steps: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that they take."""
-        return self.packed.nbytes + self.steps.nbytes
 
 
 @torch.no_grad()
@@ -100,7 +96,7 @@ def int4_product(rows: torch.Tensor, codes: Codes, bias: torch.Tensor | None) ->
 
 
 def fits_weight(codes: Codes, weight: torch.Tensor) -> bool:
-    """Whether codes are of this weight, by their forms and the products of its first and last rows."""
+    """Whether codes are of this weight, by their forms and a product."""
     rows, width = weight.shape
     if rows % _BLOCK or codes.packed.shape != (rows, width // 2) or codes.packed.dtype is not torch.uint8:
         return False
@@ -167,9 +163,4 @@ def _agrees() -> bool:
     steps = torch.rand(48, 2, 2, device="cpu", generator=chance).to(torch.bfloat16).float()
     weight = (codes.view(48, 2, _GROUP) - 8) * steps[..., :1] + steps[..., 1:]
     expected = rows.float() @ weight.view(48, -1).T
-    try:
-        with torch.inference_mode():
-            found = int4_product(rows, _packed(codes, steps), None).float()
-    except (RuntimeError, AttributeError, TypeError):
-        return False
-    return bool((found - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm())
+    return gives(lambda: int4_product(rows, _packed(codes, steps), None), expected)

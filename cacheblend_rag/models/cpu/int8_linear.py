@@ -7,7 +7,7 @@ is left behind: the layers multiply so only while an engine runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -87,9 +87,14 @@ def _agrees() -> bool:
     codes = torch.randint(-127, 128, (32, 64), device="cpu", dtype=torch.int8, generator=chance)
     scales = torch.rand(32, device="cpu", generator=chance).to(torch.bfloat16)
     expected = (rows.float() @ codes.float().T) * scales.float()
+    return gives(lambda: int8_product(rows, codes, scales, None), expected)
+
+
+def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
+    """Whether PyTorch has the private operators of a product in bfloat16, and it is what is expected, to rounding."""
     try:
         with torch.inference_mode():
-            found = int8_product(rows, codes, scales, None).float()
+            found = product().float()
     except (RuntimeError, AttributeError, TypeError):
         return False
     return bool((found - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm())

@@ -90,19 +90,18 @@ def drop_copies(model: nn.Module) -> None:
     with _table_lock:
         known = _by_model.get(model)
         if known is not None and (prepacked := known()) is not None:
-            prepacked.renew([forward.module for forward in prepacked._forwards], prepacked.find_codes)
+            prepacked.renew([forward.module for forward in prepacked._forwards])
 
 
 def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.get(model, layers).in_use
-    find_codes = partial(codes_of_layers, model)
     with _table_lock:
         known = _by_model.get(model)
         prepacked = known() if known is not None else None
         if prepacked is None:
-            prepacked = _PrepackedWeights(layers, find_codes)
+            prepacked = _PrepackedWeights(layers, partial(codes_of_layers, model))
             reason = _why_not(model, prepacked.nbytes) or (
                 _why_not_unasked(prepacked.nbytes) if option == "auto" else None
             )
@@ -116,7 +115,7 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
                 "prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{prepacked.nbytes:,}"
             )
         elif anew:
-            prepacked.renew(layers, find_codes)
+            prepacked.renew(layers)
     return prepacked.in_use
 
 
@@ -247,8 +246,8 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
 
     def __init__(self, layers: Iterable[nn.Linear], find_codes: _FindCodes) -> None:
         super().__init__(())
-        self._trouble = _FailureNote()
-        self.renew(layers, find_codes)
+        self._trouble, self._find_codes = _FailureNote(), find_codes
+        self.renew(layers)
 
     @property
     def nbytes(self) -> int:
@@ -256,13 +255,12 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
         weights = (forward.weight() for forward in self._forwards)
         return sum(weight.nbytes for weight in weights if weight is not None)
 
-    def renew(self, layers: Iterable[nn.Linear], find_codes: _FindCodes) -> None:
+    def renew(self, layers: Iterable[nn.Linear]) -> None:
         """Begin again with these layers; copies are made, and codes are found, when a pass begins."""
         with self._lock:
             self._remove()
             self._forwards = self._ours(_PrepackedForward(layer, self._trouble) for layer in layers)
             self._samples: torch.Tensor | None = None
-            self.find_codes, self._codes_known = find_codes, True
 
     @torch.no_grad()
     def _put(self) -> None:
@@ -274,7 +272,7 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
         # Copies of weights that have changed are made again once the weights rest: training between requests
         # would pay for them again and again.
         if self._unchanged() or first:
-            self._pack()
+            self._pack(first)
         for forward in self._forwards:
             if forward.copy is not None:
                 forward.put()
@@ -300,11 +298,11 @@ class _PrepackedWeights(ForwardOverrides[_PrepackedForward]):
         self._samples = samples
         return False
 
-    def _pack(self) -> None:
+    def _pack(self, first: bool) -> None:
         checked = set()
-        # Weights that change from now on are no longer those that the model came with.
-        layers = [forward.module for forward in self._forwards if forward.seen is not None and self._codes_known]
-        codes, self._codes_known = self.find_codes(layers), False
+        # Weights that change later are no longer those that the model came with.
+        layers = [forward.module for forward in self._forwards if forward.seen is not None and first]
+        codes = self._find_codes(layers)
         for forward in self._forwards:
             seen, weight = forward.seen, forward.weight()
             if seen is None or weight is None or forward.copy is not None:
