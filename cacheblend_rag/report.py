@@ -113,6 +113,8 @@ class FoundText:
         it is not, and nothing of this answer stores it.
     reason : str
         Why it was not read; empty if it was.
+    begins : str
+        Its first words, up to 60 characters.
     """
 
     start: int
@@ -120,6 +122,7 @@ class FoundText:
     tier: str = ""
     state: FoundState = "not stored"
     reason: str = ""
+    begins: str = ""
 
     @property
     def hit(self) -> bool:

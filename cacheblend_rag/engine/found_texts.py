@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from cacheblend_rag.engine.pipeline import Blend, Pipeline, chunks_of, is_stored
 from cacheblend_rag.report import FoundState, FoundText
 
+# Characters of a found text by which a reader tells it from others.
+_BEGINS = 60
+
 
 def found_texts(pipeline: Pipeline, blend: Blend, tiers: Sequence[str]) -> tuple[FoundText, ...]:
     """The found texts of a prompt, in its order.
@@ -26,8 +29,9 @@ def found_texts(pipeline: Pipeline, blend: Blend, tiers: Sequence[str]) -> tuple
     for chunk, segment, tier in zip(fit.split.located, segments, tiers, strict=True):
         if chunk.found:
             state = "read" if tier else _state(pipeline, blend, segment.key)
-            reason = "" if tier else _reason(pipeline, blend, state)
-            found.append(FoundText(chunk.span.start, len(chunk.span), tier, state, reason))
+            reason = "" if tier else _reason(pipeline, blend, state, segment.key)
+            begins = " ".join(chunk.text[: 2 * _BEGINS].split())[:_BEGINS]
+            found.append(FoundText(chunk.span.start, len(chunk.span), tier, state, reason, begins))
     return tuple(found)
 
 
@@ -38,7 +42,7 @@ def _state(pipeline: Pipeline, blend: Blend, key: str) -> FoundState:
     return "stored" if is_stored(pipeline, lookup, key) else "not stored"
 
 
-def _reason(pipeline: Pipeline, blend: Blend, state: FoundState) -> str:
+def _reason(pipeline: Pipeline, blend: Blend, state: FoundState, key: str) -> str:
     """Why the KV of a found text was not read."""
     config, lookup, choice = pipeline.config, blend.lookup, blend.choice
     if state == "storing":
@@ -50,6 +54,8 @@ def _reason(pipeline: Pipeline, blend: Blend, state: FoundState) -> str:
             return "write_back='off' stores nothing"
         if pipeline.store.traits.read_only:
             return "it is not stored, and the store is read-only"
+        if pipeline.store.refuses(key):
+            return "it was deleted a short while ago, or was computed behind deleted text, and is not stored again yet"
     if reason := blend.plain_reason or lookup.why:
         return reason
     if lookup.plain:

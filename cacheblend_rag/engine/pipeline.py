@@ -565,7 +565,7 @@ class Pipeline:
             return {}
         segments, jobs = self.segments, dict[str, Job]()
         prefix = lookup.prefix
-        if prefix is not None and not lookup.prefix_hit and layers:
+        if prefix is not None and not lookup.prefix_hit and layers and not self.store.refuses(prefix.key):
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
@@ -583,6 +583,7 @@ class Pipeline:
         unread = [one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
         missing = [one.usual if one.kind == "variant" and one.usual is not None else one for one in unread]
         missing = [one for one in missing if one.usual is None]  # what was stored for all is there, only not read
+        missing = [one for one in missing if not self.store.refuses(one.key)]
         for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.key not in lookup.records and not is_stored(self, lookup, segment.key):
                 beside = contexts if segment.key.startswith(FOUND) else known

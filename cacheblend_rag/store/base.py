@@ -191,6 +191,10 @@ class KVStore(ABC):
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
         return self.contains(key)
 
+    def refuses(self, key: str) -> bool:
+        """Whether it would drop a record of this key if that were put now."""
+        return False
+
     def hold(self, keys: Iterable[str], near: bool = True) -> None:  # noqa: B027 - a store on another machine cannot
         """Evict no records of these keys, whatever else is put, until other keys are given.
 

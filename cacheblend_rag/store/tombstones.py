@@ -126,6 +126,10 @@ class TombstonedStore(WrappedStore):
             return
         self.inner.put(key, record)
 
+    def refuses(self, key: str) -> bool:
+        """See `KVStore.refuses`."""
+        return self._buried(key) or self.inner.refuses(key)
+
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
         return not self._hidden(key) and self.inner.contains(key)
