@@ -226,7 +226,7 @@ class Answering:
         model = self.pipeline.segments.model
         if blend.cache is None:
             return self._own_answer(blend, options, sink)
-        with model.products(), self.turns.steps(blend) as step:
+        with model.products(decoding=True), self.turns.steps(blend) as step:
             return decode(
                 model.adapter.model,
                 self.tokenizer,
@@ -303,7 +303,7 @@ class Answering:
         begun = self.pipeline.recent_prompts.exact_beginning(lookup.ticket, ids)
         how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun}
         try:
-            with model.products():
+            with model.products(decoding=True):
                 return check(model.blended, self.tokenizer, ids, draft, options, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

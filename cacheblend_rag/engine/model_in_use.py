@@ -70,13 +70,13 @@ class ModelInUse:
             self._prepack(anew=True)
         return self._identity.value
 
-    def products(self) -> AbstractContextManager[None]:
-        """Context within which the model multiplies as ``prepack_weights`` says."""
-        return self._prepacked()
+    def products(self, decoding: bool = False) -> AbstractContextManager[None]:
+        """Context within which the model multiplies as ``prepack_weights`` says; ``decoding`` for tokens of answers."""
+        return self._prepacked(decoding)
 
     def release(self) -> None:
         """Use prepacked weights no more; they go with the last engine over the model."""
-        self._prepacked = nullcontext
+        self._prepacked = _plainly
 
     def _prepack(self, anew: bool) -> Prepacking:
         if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
@@ -84,9 +84,13 @@ class ModelInUse:
                 raise ConfigError(
                     "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
                 )
-            return nullcontext
+            return _plainly
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
         return prepacked_products(model, parts, self._option, anew=anew)
+
+
+def _plainly(decoding: bool) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:

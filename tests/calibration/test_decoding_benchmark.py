@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import int4_linear, weight_prepacking
+from cacheblend_rag.models.cpu import float16_copies, int4_linear, weight_prepacking
 from docs.benchmarks.scripts import decode_codes, decode_step, prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 from tests.parity.test_int4_products import needs_codes, written
+from tests.parity.test_weight_prepacking import needs_bfloat16
+
+needs_halves = pytest.mark.skipif(not float16_copies.are_there(), reason="PyTorch has no products by float16 here")
 
 
 @pytest.mark.slow
@@ -69,13 +72,17 @@ def test_tokens_of_one_answer_take_turns(tiny_shape: None, capsys: pytest.Captur
     assert decode_step.main([*arguments, "--tokens", "0"]) == 2
 
 
-@needs_codes
-def test_tokens_by_codes_and_by_weights_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("bfloat16", marks=[needs_codes, needs_bfloat16]), pytest.param("float32", marks=needs_halves)],
+)
+def test_tokens_by_copies_and_without_take_turns(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(weight_prepacking, "_LEAST", 0)
+    for module in (weight_prepacking, float16_copies):
+        monkeypatch.setattr(module, "_LEAST", 0)
     out = tmp_path / "codes.json"
     arguments = ["--model", str(written(tmp_path)), "--prompt-tokens", "40", "--tokens", "3", "--texts", "1"]
-    assert decode_codes.main([*arguments, "--threads", "1", "--out", str(out)]) == 0
+    assert decode_codes.main([*arguments, "--dtype", dtype, "--threads", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text(encoding="utf-8"))
     assert tuple(result["ms_a_token"]) == decode_codes.WAYS
     assert all(one > 0 for one in result["ms_a_token"].values())

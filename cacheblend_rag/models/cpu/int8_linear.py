@@ -19,6 +19,8 @@ from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, One
 
 # Rows up to which the kernel is the faster one (docs/benchmarks/parts.md).
 _ROWS = 8
+# Relative difference that rounding to bfloat16 may make.
+_ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def coded_layers(model: nn.Module, layers: Iterable[nn.Linear]) -> list[nn.Linear]:
@@ -90,11 +92,11 @@ def _agrees() -> bool:
     return gives(lambda: int8_product(rows, codes, scales, None), expected)
 
 
-def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
-    """Whether PyTorch has the private operators of a product in bfloat16, and it is what is expected, to rounding."""
+def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor, within: float = _ROUNDING) -> bool:
+    """Whether PyTorch has the private operators of a product, and it is what is expected, to rounding."""
     try:
         with torch.inference_mode():
             found = product().float()
     except (RuntimeError, AttributeError, TypeError):
         return False
-    return bool((found - expected).norm() <= 2 * torch.finfo(torch.bfloat16).eps * expected.norm())
+    return bool((found - expected).norm() <= within * expected.norm())

@@ -1,9 +1,10 @@
-"""Tokens by codes of 4 bits and by prepacked weights: milliseconds of each, and how far the scores are from float32's.
+"""Tokens by copies of weights in few bits and without: milliseconds of each, and how far scores are from float32's.
 
 ``python -m docs.benchmarks.scripts.decode_codes --model smollm2 --out decode-codes.json``
 
-The model is a starter, or a GGUF file of 4 bits. One answer is made behind the bundled articles, and its tokens take
-turns: one is taken with codes, the next without. Scores are of texts of the articles that are read token by token.
+In bfloat16 the copies are codes of 4 bits, and the model a starter or a GGUF file of 4 bits. With ``--dtype float32``
+they are weights packed in float16. One answer is made behind the bundled articles, and its tokens take turns: one is
+computed by copies, the next without. Scores are of texts of the articles that are read token by token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,23 +23,22 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.models.cpu import weight_prepacking
-from cacheblend_rag.models.cpu.int4_linear import are_few
+from cacheblend_rag.models.cpu import float16_copies, int4_linear, weight_prepacking
 from docs.benchmarks.scripts.common import greedy, reported, script_parser, write_json
 from docs.benchmarks.scripts.measuring import machine, table
 
-WAYS = ("codes", "prepacked weights")
+WAYS = ("copies", "without")
 _READ = 160  # tokens of a text before those whose scores are compared
 
 
 class _Switch:
-    """Stands for what says whether rows are few, and says no for the way without codes."""
+    """Stands for what says whether rows are few, and says no for the way without copies."""
 
-    def __init__(self) -> None:
-        self.way = WAYS[0]
+    def __init__(self, are_few: Callable[[torch.Tensor], bool]) -> None:
+        self.way, self._are_few = WAYS[0], are_few
 
     def __call__(self, rows: torch.Tensor) -> bool:
-        return self.way == WAYS[0] and are_few(rows)
+        return self.way == WAYS[0] and self._are_few(rows)
 
 
 class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
@@ -84,7 +84,7 @@ def scores(engine: BlendEngine, switch: _Switch, options: argparse.Namespace) ->
         wanted = _read(exact, ids)
         for way in WAYS:
             switch.way = way
-            with engine.products():
+            with engine.products(decoding=True):
                 found = _read(engine.model, ids)
             away[way] += (wanted.exp() * (wanted - found)).sum(-1).tolist()
             same[way] += int((wanted.argmax(-1) == found.argmax(-1)).sum())
@@ -113,11 +113,13 @@ def _read(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def run(options: argparse.Namespace) -> None:
     """Measure, print a table, and write JSON."""
     torch.set_num_threads(options.threads)
-    config = BlendConfig(prepack_weights=True, prompt_lookup=0, prompt_cache=0, write_back="off")
-    switch = _Switch()
+    wide = options.dtype == "float32"
+    prepack = "auto" if wide else True
+    config = BlendConfig(prepack_weights=prepack, prompt_lookup=0, prompt_cache=0, write_back="off")
+    switch = _Switch(float16_copies.are_few if wide else int4_linear.are_few)
     with (
-        BlendEngine.from_pretrained(options.model, device="cpu", dtype="bfloat16", config=config) as engine,
-        mock.patch.object(weight_prepacking, "are_few", switch),
+        BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,
+        mock.patch.object(float16_copies if wide else weight_prepacking, "are_few", switch),
     ):
         result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
         if options.texts:
@@ -132,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = script_parser("decode_codes", __doc__)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for name, default in (("prompt-tokens", 3000), ("tokens", 40), ("texts", 10), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out")

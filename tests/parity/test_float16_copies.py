@@ -1,0 +1,241 @@
+"""Tokens of float32 models by weights packed in float16: the same results, never of a weight that has changed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.models.cpu import float16_copies as halves
+from cacheblend_rag.models.cpu import weight_prepacking as prepacking
+from cacheblend_rag.models.cpu.float16_copies import Float16Copies, float16_product, packed
+from tests import tiny
+from tests.parity.test_weight_prepacking import CHANGES, error
+from tests.probes import CHUNKS, PROMPT, engine_of, untouched
+
+pytestmark = pytest.mark.skipif(not halves.are_there(), reason="PyTorch has no products by weights in float16 here")
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "_LEAST", 0)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product by a packed weight."""
+    rows: list[int] = []
+
+    def counted(given: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(given.shape[:-1].numel())
+        return float16_product(given, weight, bias)
+
+    monkeypatch.setattr(halves, "float16_product", counted)
+    return rows
+
+
+def model_of(family: str = "llama", **changes: Any) -> Any:
+    """A model whose weights are the same in float16."""
+    return tiny.model(family, initializer_range=0.1, **changes).half().float()
+
+
+def engine_over(model: Any, **options: Any) -> BlendEngine:
+    """An engine whose answers do not depend on what is stored."""
+    return engine_of(model, min_tokens=10_000, **options)
+
+
+def plain_tokens(model: Any) -> list[int]:
+    with engine_over(model, prepack_weights=False) as engine:
+        return engine.generate(PROMPT, max_new_tokens=6).token_ids
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 32])
+@pytest.mark.parametrize(("out", "width"), [(16, 32), (50, 33), (192, 576), (400, 1000)])
+def test_products_are_those_of_float32(rows: int, out: int, width: int) -> None:
+    weight = torch.randn(out, width).half().float()
+    given, bias = torch.randn(2, rows, width), torch.randn(out)
+    found = float16_product(given, packed(weight), bias)
+    exact = given.double() @ weight.double().T + bias
+    assert found.dtype is torch.float32
+    assert found.shape == exact.shape
+    assert (found.double() - exact).norm() <= 16 * EPS * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("weight", "same"),
+    [
+        (torch.randn(40, 64), False),
+        ((torch.randn(40, 64) * 0.02).bfloat16().float(), True),
+        (torch.full((40, 64), 70_000.0), False),
+        (torch.full((40, 64), float("nan")), False),
+        (torch.zeros(40, 64), True),
+        (torch.cat([torch.ones(1, 64), torch.full((39, 64), 1e-9)]), True),
+        (torch.full((40, 64), 1e-9), False),
+        (torch.cat([torch.ones(1_500, 64), torch.randn(1_500, 64)]), False),
+    ],
+    ids=["float32", "bfloat16", "too large", "none", "nothing", "small beside others", "all small", "later rows"],
+)
+def test_weight_is_packed_where_float16_changes_nothing(weight: torch.Tensor, same: bool) -> None:
+    found = packed(weight)
+    assert (found is not None) == same
+    if same:
+        rows = torch.randn(3, 64)
+        assert error(float16_product(rows, found, None), rows @ weight.T) <= 16 * EPS or not weight.any()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_tokens_are_those_of_plain_products(family: str, products: list[int]) -> None:
+    model = model_of(family)
+    expected = plain_tokens(model)
+    assert products == []
+    with engine_over(model) as engine:
+        fused = engine.fuse(PROMPT)
+        assert products == [], "prompts are not computed so"
+        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
+        assert len(products) >= 5 * (3 * len(model.model.layers) + 1)
+        assert max(products) <= 32
+        assert torch.equal(engine.fuse(PROMPT).logits, fused.logits)
+    assert untouched(model)
+
+
+def test_several_tokens_and_checks_are_computed_so_too(products: list[int]) -> None:
+    model = model_of()
+    with engine_of(model, verify="always", prompt_lookup=4) as engine:
+        engine.warm(CHUNKS)
+        answer = engine.generate(PROMPT, max_new_tokens=12)
+    assert answer.report.verification.done
+    assert set(products) >= {1}
+    with engine_of(model, verify="always", prompt_lookup=4, prepack_weights=False) as engine:
+        engine.warm(CHUNKS)
+        assert engine.generate(PROMPT, max_new_tokens=12).token_ids == answer.token_ids
+
+
+def test_one_thread_computes_a_prompt_while_another_computes_tokens(products: list[int]) -> None:
+    model = model_of()
+    rows, layer = torch.randn(2, 32), model.model.layers[0].mlp.up_proj
+    with engine_of(model) as engine, engine.products(True), torch.no_grad():
+        expected = layer(rows)
+        assert len(products) == 1
+
+        def elsewhere() -> None:
+            with engine.products(), torch.no_grad():
+                layer(rows)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert len(products) == 1
+        assert torch.equal(layer(rows), expected)
+        layer(torch.randn(33, 32))
+        assert len(products) == 2, "more rows than serve"
+    assert untouched(model)
+
+
+# The others are of bfloat16.
+@pytest.mark.parametrize("change", [CHANGES[name] for name in CHANGES if name not in ("cast", "new module")])
+def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any], None], products: list[int]) -> None:
+    model = model_of()
+    ids = torch.tensor([[5, 6, 7]])
+    with engine_of(model) as engine:
+
+        def logits() -> torch.Tensor:
+            with engine.products(True), torch.no_grad():
+                return model(ids).logits
+
+        before = logits()
+        assert products
+        change(model)
+        with torch.no_grad():
+            expected = model(ids).logits
+        assert error(before, expected) > 0.05, "the change shows"
+        for _ in range(3):
+            assert error(logits(), expected) < 1e-5
+
+
+def test_copies_are_shared_and_go_with_the_last_engine() -> None:
+    model = model_of()
+    first, second = engine_of(model), engine_of(model)
+    found = prepacking._by_model[model]()
+    assert isinstance(found, Float16Copies)
+    kept = weakref.ref(found)
+    del found
+    first.close()
+    gc.collect()
+    assert kept() is not None
+    second.close()
+    del first, second
+    gc.collect()
+    assert kept() is None
+
+
+def test_copies_that_were_dropped_are_made_again(products: list[int]) -> None:
+    model = model_of()
+    expected = plain_tokens(model)
+    with engine_over(model) as engine:
+        for _ in range(2):
+            products.clear()
+            assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
+            assert products
+            prepacking.drop_copies(model)
+
+
+def test_weights_that_are_not_the_same_in_float16_are_multiplied_as_ever(products: list[int]) -> None:
+    model = tiny.model(initializer_range=0.1)
+    nn.init.ones_(model.model.layers[0].mlp.up_proj.weight)
+    expected = plain_tokens(model)
+    with engine_over(model) as engine:
+        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
+    assert len(products) == 5, "the one weight that is the same"
+
+
+def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacking, "total_memory", lambda: 10_000)
+
+
+def _without_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacking, "are_there", lambda: False)
+
+
+@pytest.mark.parametrize("lacking", [_without_memory, _without_operators])
+def test_nothing_is_packed_without_memory_or_operators(
+    lacking: Callable[[pytest.MonkeyPatch], None], products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking(monkeypatch)
+    with engine_over(model_of()) as engine:
+        assert len(engine.generate(PROMPT, max_new_tokens=3).token_ids) == 3
+    assert products == []
+
+
+def test_operators_that_fail_later_leave_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("no such operation")
+
+    model = model_of()
+    expected = plain_tokens(model)
+    with engine_over(model) as engine, caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(halves, "float16_product", fail)
+        for _ in range(2):
+            assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
+    assert caplog.text.count("weights are not prepacked") == 1
+
+
+def test_engine_that_packs_nothing_and_one_that_packs_stand_beside_each_other(products: list[int]) -> None:
+    model = model_of()
+    with engine_over(model) as engine, engine.with_config(prepack_weights=False) as plain:
+        assert isinstance(plain, BlendEngine)
+        assert plain.generate(PROMPT, max_new_tokens=3).token_ids == engine.generate(PROMPT, max_new_tokens=3).token_ids
+        seen = len(products)
+        assert seen
+        plain.generate(PROMPT, max_new_tokens=3)
+        assert len(products) == seen
