@@ -804,11 +804,12 @@ class BlendConfig:
         "auto",
         or_auto(FLAG),
         """
-        Multiply by oneDNN on a CPU. In bfloat16 it keeps copies of linear weights in oneDNN's order: faster for few
-        rows, for as much memory again, and a GGUF file of 4 bits has tokens multiplied by its codes. 'auto' does where
-        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory; in
-        float32 it goes without copies, on AMD's processors with AVX-512.
-        True refuses a model that cannot gain. Turn it off where memory is short. See
+        Multiply by copies of linear weights on a CPU, faster for few rows. In bfloat16 they are in oneDNN's order and
+        take as much memory again, and a GGUF file of 4 bits has tokens multiplied by its codes. 'auto' does where
+        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory. In
+        float32, too, where weights are the same in float16: tokens of answers read half of the bytes, and copies take
+        half as much memory again; other rows are multiplied by oneDNN on AMD's processors.
+        True is for bfloat16, and refuses a model that cannot gain. Turn it off where memory is short. See
         docs/explanation/engine.md#weight-prepacking.
         """,
     )
