@@ -50,11 +50,13 @@ def cases(count: int = 4) -> list[EvalCase]:
     ]  # fmt: skip
 
 
+NOISE = ["separator", "order", "one passage less", "8-bit weights", "8-bit products"]
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     with engine_of(tiny.model(num_hidden_layers=3)) as engine:
-        noise = ["separator", "order", "one passage less", "8-bit weights"]
-        measured = Yardstick(engine, cases(), METHODS, chunks=3, answers=["sink/none"], noise=noise)
+        measured = Yardstick(engine, cases(), METHODS, chunks=3, answers=["sink/none"], noise=NOISE)
         return [measured.measure(case, order) for case in cases() for order in ("0", "1")]
 
 
@@ -67,7 +69,7 @@ def test_recomputing_everything_is_full_prefill_and_reuse_is_not(rows: list[dict
         assert len({len(one["kl"]) for one in row["methods"].values()}) == 1
         works = [row["methods"][name]["work"] for name in ("sink/none", "context/boundary@0.2", "sink/boundary@1.0")]
         assert works == sorted(works)
-        assert set(row["noise"]) == {"separator", "order", "one passage less", "8-bit weights"}
+        assert set(row["noise"]) == set(NOISE)
     assert any(max(row["methods"]["sink/none"]["kl"]) > 1e-3 for row in rows)
     first, second = rows[:2]
     assert first["id"] != second["id"]

@@ -17,10 +17,10 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, another element type. Methods named by ``--answers`` also write their own answers, and so does full
-prefill under each noise. ``--only-right`` measures only prompts that full prefill answers rightly, and passes over the
-others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them: a table, its
-JSON, and a plot.
+weights of 8 bits, prompts multiplied in 8 bits, another element type. Methods named by ``--answers`` also write their
+own answers, and so does full prefill under each noise. ``--only-right`` measures only prompts that full prefill answers
+rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show``
+joins them: a table, its JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ from docs.benchmarks.scripts.variants import Variants
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
-NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16", "float32")
+NOISE = ("separator", "order", "one passage less", "8-bit weights", "8-bit products", "bfloat16", "float32")
 _ANSWER_TOKENS = 32
+_FEW_ROWS = 32  # up to which a product is of an answer, and in no fewer bits
 _KEPT_CHUNKS = 256  # of each condition, in memory
 _KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
 
@@ -434,16 +435,35 @@ class Yardstick:
 
     def _other_model(self, name: str) -> Any:
         if name not in self._other_models:
-            model = copy.deepcopy(self._engine.model)
-            if name in DTYPES:
+            own = self._engine.model
+            kept = {id(one): one for one in own.parameters()} if name == "8-bit products" else {}
+            model = copy.deepcopy(own, kept)
+            if name == "8-bit products":
+                for module in model.modules():
+                    if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
+                        module.forward = partial(_in_eight_bits, module)
+            elif name in DTYPES:
                 model = model.to(getattr(torch, name))
             else:
                 for module in model.modules():
                     if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
-                        scale = module.weight.data.abs().amax(dim=1, keepdim=True) / 127
-                        module.weight.data = (module.weight.data / scale).round() * scale
+                        module.weight.data = _in_steps(module.weight.data)
             self._other_models[name] = model
         return self._other_models[name]
+
+
+def _in_steps(rows: torch.Tensor) -> torch.Tensor:
+    """Each row on 255 even steps of its own."""
+    scale = rows.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny) / 127
+    return (rows / scale).round() * scale
+
+
+def _in_eight_bits(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """A product as a kernel of 8 by 8 bits gives it; few rows are of an answer and multiplied as ever."""
+    weight = module.weight
+    if rows.shape[-2] > _FEW_ROWS:
+        rows, weight = _in_steps(rows), _in_steps(weight)
+    return torch.nn.functional.linear(rows, weight, module.bias)
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
@@ -640,6 +660,7 @@ _SAID = {
     "one passage less": "full prefill, one passage left out",
     "separator": "full prefill, another separator",
     "8-bit weights": "full prefill, 8-bit weights",
+    "8-bit products": "full prefill, prompt in 8-bit products",
 }
 
 
