@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
@@ -43,8 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes what begins like a number below 0, such as ``-5m``, for a value and not for a flag."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
+    parser = _Parser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
