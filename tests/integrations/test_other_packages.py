@@ -40,6 +40,9 @@ OLLAMA = {
     "tfs_z": (2.0, "min_p"),
     "format": ("json", "response_format"),
     "keep_alive": ("5m", "from_pretrained"),
+    "think": (True, "use reasoning: True, False, 'low'"),
+    "thinking": (True, "use reasoning: True"),
+    "options": ({"temperature": 0.5}, "by itself"),
     "base_url": ("http://localhost:11434", "init_chat_model"),
     "client_kwargs": ({"timeout": 3}, "in this process"),
     "async_client_kwargs": ({"timeout": 3}, "in this process"),
@@ -213,6 +216,8 @@ def test_model_that_is_loaded_by_its_name_takes_keep_alive(kind: Any, saved: Pat
         call = made.invoke if kind is not LlamaIndexLLM else made.complete
         with pytest.raises(ConfigError, match=r"^keep_alive='1h' .*where the model is made"):
             call("What fell?", keep_alive="1h")
+        with pytest.raises(ConfigError, match=r"^think=True .*use reasoning: True"):
+            call("What fell?", think=True)
     finally:
         made.engine.close()
     with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
