@@ -78,4 +78,4 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
         return Treatment("refused", error.reason or str(error))
     except (OSError, ValueError, ImportError, KeyError) as error:
         fault = f"the config of model {name!r} cannot be read: {one_line(error)}"
-        raise ModelLoadError(f"{fault}; {name_remedy()}") from error
+        raise ModelLoadError(f"{fault}; {name_remedy(said=name)}") from error

@@ -81,6 +81,7 @@ NAMES = {
     "ROOT/half.gguf": "is damaged or incomplete: .*; fetch it anew",
     "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
     "llama3.2:3b": "a tag of Ollama's library is no name here: name the model's id",
+    "llama3.2": "if it is a name of Ollama's, name the model's id .*GGUF file that `ollama show --modelfile llama3.2`",
     "https://huggingface.co/some/model": "an address is no name of a model; use 'some/model'",
     "nobody/nothing": "not in the local cache, and no hub may be asked .*; check the name and the network",
 }
