@@ -286,7 +286,8 @@ class LLMBase(DecodeFields):
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
             config = dataclasses.replace(check_config(config), **options)
-        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store, processor=processor), **own)
+        given: dict[str, Any] = {"config": config, "store": store, "processor": processor}
+        return cls(engine=BlendEngine(model, tokenizer, **given, keep_alive=fields.get("keep_alive")), **own)
 
     # Documents -------------------------------------------------------------------------------
 

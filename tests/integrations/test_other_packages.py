@@ -224,6 +224,16 @@ def test_model_that_is_loaded_by_its_name_takes_keep_alive(kind: Any, saved: Pat
         kind.from_model_id(str(saved), keep_alive="soon", **QUICK)
 
 
+@pytest.mark.parametrize("make", [BlendEngine, *(kind.from_model for kind in KINDS)])
+def test_model_that_is_given_as_an_object_stays_in_memory(make: Any) -> None:
+    model, tokenizer = tiny_parts()
+    with pytest.raises(ConfigError, match=r"^keep_alive='5m' .*leave it out; a model given as an object stays in mem"):
+        make(model, tokenizer, keep_alive="5m")
+    with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
+        make(model, tokenizer, keep_alive="soon")
+    assert make(model, tokenizer, keep_alive=-1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_is_loaded_by_the_name_that_others_give_it(kind: Any, saved: Path) -> None:
     name = str(saved)

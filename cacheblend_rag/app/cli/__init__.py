@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
+    parser: argparse.ArgumentParser = _Parser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
