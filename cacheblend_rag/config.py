@@ -146,7 +146,7 @@ def read_reasoning(name: str, value: Any) -> Reasoning:
     return known
 
 
-REASONING = Kind("True, False, 'low', 'medium' or 'high'", read_reasoning)
+REASONING = Kind("True or 'on', False or 'off', 'low', 'medium' or 'high'", read_reasoning)
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
 FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)

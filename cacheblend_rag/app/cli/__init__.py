@@ -19,7 +19,9 @@ from cacheblend_rag.app.cli.models import add_models
 from cacheblend_rag.app.cli.other_packages import others_muted
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.config import BlendConfig, options_of
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 __all__ = ["main"]
 
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status: int = parsed.run(parsed)
         return status
     except CacheBlendError as error:
-        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        print(f"cacheblend-rag: {_by_its_flag(error, parsed)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,6 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cacheblend-rag: interrupted", file=sys.stderr)
         return 130
+
+
+def _by_its_flag(error: CacheBlendError, parsed: argparse.Namespace) -> CacheBlendError:
+    """An error about an option, by the flag and the text that gave it if one did."""
+    if isinstance(error, ConfigError):
+        for option in (*options_of(FolderRAGOptions), *options_of(BlendConfig)):
+            given = getattr(parsed, option.flag.replace("-", "_"), None) if option.flag else None
+            if error.field == option.name and given not in (None, option.default):
+                return ConfigError(f"--{option.flag}", given, error.remedy)
+    return error
 
 
 class _Parser(argparse.ArgumentParser):
