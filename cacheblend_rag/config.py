@@ -146,7 +146,7 @@ def read_reasoning(name: str, value: Any) -> Reasoning:
     return known
 
 
-REASONING = Kind("True, False, 'low', 'medium' or 'high'", read_reasoning)
+REASONING = Kind("True or 'on', False or 'off', 'low', 'medium' or 'high'", read_reasoning)
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
 FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)
@@ -324,7 +324,10 @@ BYTES = Kind(
 )
 
 
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+# Units of Go's durations, in seconds; both signs for micro are in use.
+_DURATIONS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = rf"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)({'|'.join(_DURATIONS)})"
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def read_keep_alive(name: str, value: Any) -> float | None:
@@ -333,25 +336,30 @@ def read_keep_alive(name: str, value: Any) -> float | None:
     Parameters
     ----------
     value : float, str or None
-        Seconds, or text such as ``"5m"``, ``"1h30m"`` or ``"90"``. Less than 0 is for ever.
+        Seconds, also as text (``"90"``), or a duration as Go writes it: ``"300ms"``, ``"1.5h"``, ``"2h45m"``. Less than
+        0 is for ever.
 
     Raises
     ------
     ConfigError
         If it is none of these.
     """
+    seconds = value
     if isinstance(value, str):
-        given = value.strip().lower()
-        parts = _DURATION.fullmatch(given.removeprefix("-"))
-        if parts and any(parts.groups()):
-            seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
-            return None if given.startswith("-") or math.isinf(seconds) else seconds
-    elif value is None or (_is_number(value) and value == value):  # NaN is not
-        return float(value) if value is not None and 0 <= value <= sys.float_info.max else None
-    raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
+        size = value.removeprefix("-") if value.startswith("-") else value.removeprefix("+")
+        if _SECONDS.fullmatch(size):
+            seconds = float(size)
+        elif re.fullmatch(f"({_PART})+", size):
+            seconds = sum(float(count) * _DURATIONS[unit] for count, unit in re.findall(_PART, size))
+        else:
+            raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
+        seconds = -seconds if value.startswith("-") else seconds
+    elif value is not None and (not _is_number(value) or value != value):  # NaN is not itself
+        raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
+    return float(seconds) if seconds is not None and 0 <= seconds <= sys.float_info.max else None
 
 
-KEEP_ALIVE = Kind('seconds, such as 300, or text such as "5m" or "1h"; -1 for ever', read_keep_alive)
+KEEP_ALIVE = Kind('seconds, such as 300, or text such as "5m" or "1h30m"; -1 for ever', read_keep_alive)
 
 
 @dataclass(frozen=True)
@@ -516,9 +524,18 @@ _SELECTION = kind_of(
     lambda value: isinstance(value, str) or callable(getattr(value, "keep", None)),
     toml=str,
 )
+
+
+def _can_be_written(value: Any) -> bool:
+    """Whether JSON and TOML both have such a value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _can_be_written(one) for name, one in value.items())
+    return all(map(_can_be_written, value)) if isinstance(value, (list, tuple)) else value is not None
+
+
 _RULE_OPTIONS = kind_of(
     'a dict of options, such as {"seed": 1}',
-    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+    lambda value: isinstance(value, Mapping) and _can_be_written(value),
     json.loads,
     dict,
     plain_options,

@@ -76,7 +76,7 @@ class Answering:
         ConfigError
             If the model shall think and cannot.
         """
-        check_reasoning(self.tokenizer, options.reasoning)
+        check_reasoning(self.tokenizer, options.reasoning, most_thought=options.reasoning_tokens)
         if isinstance(prompt, ImagePrompt):
             return partial(self.answer_images, prompt, options)
         return partial(self.answer, prompt, options, shared=shared)

@@ -20,7 +20,7 @@ from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.keep_alive import KeepAlive, check_keep_alive
+from cacheblend_rag.engine.keep_alive import KeepAlive, check_for_ever, check_keep_alive
 from cacheblend_rag.engine.model_in_use import ModelInUse, adapter_of
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
@@ -105,6 +105,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     beside : BlendEngine, optional
         An engine over another model on the same device. Requests of both wait for one another, as those of one model
         do. Without it both models may run at once, and each takes longer.
+    keep_alive : float or str, optional
+        For ever alone, as for -1: others may hold the model, so it stays in memory. `from_pretrained` takes a time.
 
     Raises
     ------
@@ -132,8 +134,10 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         fingerprint: str | None = None,
         processor: Any = None,
         beside: BlendEngine | None = None,
+        keep_alive: float | str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
+        check_for_ever(keep_alive)
         model, config = unwrap(model), check_config(config)
         adapter = adapter_of(model, config.like or None, config.check_model)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")

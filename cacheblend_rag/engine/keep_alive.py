@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from cacheblend_rag.config import default_data_path
+from cacheblend_rag.config import default_data_path, read_keep_alive
 from cacheblend_rag.engine.scheduler import held_if_idle, idle_seconds, is_wanted
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.errors import ConfigError
@@ -28,6 +28,21 @@ def check_keep_alive(seconds: float | None, model: Any) -> None:
     """
     if seconds is not None and (reason := why_kept(model)) is not None:
         raise ConfigError("keep_alive", seconds, f"leave it out; this model stays in memory: {reason}")
+
+
+def check_for_ever(given: float | str | None) -> None:
+    """Refuse to give back the memory of a model that comes as an object.
+
+    Raises
+    ------
+    ConfigError
+        If it is no time, or any but for ever.
+    """
+    if read_keep_alive("keep_alive", given) is not None:
+        remedy = "leave it out; a model given as an object stays in memory, as others may hold it"
+        raise ConfigError(
+            "keep_alive", given, f"{remedy}; from_pretrained (or from_model_id) takes its name and a time"
+        )
 
 
 class KeepAlive:

@@ -177,7 +177,7 @@ class LLMBase(DecodeFields):
         DecodeOptions(**self._arguments(None, {}))
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        self.engine = _engine_for(self.reasoning, self.engine, self._make_engine)
+        self.engine = _engine_for(self.engine, self._make_engine, self.reasoning, self.reasoning_tokens)
         self.blend = self.engine.config.asdict()
         if not self.model_name:
             path = getattr(self.engine.model.config, "_name_or_path", "")
@@ -286,7 +286,8 @@ class LLMBase(DecodeFields):
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
             config = dataclasses.replace(check_config(config), **options)
-        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store, processor=processor), **own)
+        given: dict[str, Any] = {"config": config, "store": store, "processor": processor}
+        return cls(engine=BlendEngine(model, tokenizer, **given, keep_alive=fields.get("keep_alive")), **own)
 
     # Documents -------------------------------------------------------------------------------
 
@@ -512,11 +513,13 @@ def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
     return {"documents": documents, "found": [one.asdict() for one in report.found]}
 
 
-def _engine_for(reasoning: Reasoning, given: BlendEngine | None, make: Callable[[], BlendEngine]) -> BlendEngine:
+def _engine_for(
+    given: BlendEngine | None, make: Callable[[], BlendEngine], reasoning: Reasoning, most_thought: int | None
+) -> BlendEngine:
     """The engine that was given, or else one that is made; it can think, if it shall."""
     engine = make() if given is None else given
     try:
-        check_reasoning(engine.tokenizer, reasoning)
+        check_reasoning(engine.tokenizer, reasoning, most_thought=most_thought)
     except ConfigError:
         if given is None:
             engine.close()

@@ -58,7 +58,8 @@ def hub_asked_once(
     if not _is_cached(name, where):
         raise ModelLoadError(
             f"model {name!r} could not be loaded: there is no such folder, it is not in the local cache, and {why}; "
-            f"check the name and the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy), or {name_remedy(kind)}"
+            "check the name and the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy), or "
+            f"{name_remedy(kind, name)}"
         )
     if not forbidden:
         _log.warning("%s; model %r is loaded from the local cache", why, name)

@@ -399,7 +399,9 @@ def _load(
             f"model {said!r} could not be loaded: its weights are damaged or cut off ({error}); {again}"
         ) from error
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelLoadError(f"model {said!r} could not be loaded: {one_line(error)}; {name_remedy()}") from error
+        raise ModelLoadError(
+            f"model {said!r} could not be loaded: {one_line(error)}; {name_remedy(said=said)}"
+        ) from error
     # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
@@ -533,7 +535,7 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ModelLoadError(
-            f"config and tokenizer of model {said!r} could not be loaded: {one_line(error)}; {name_remedy()}"
+            f"config and tokenizer of model {said!r} could not be loaded: {one_line(error)}; {name_remedy(said=said)}"
         ) from error
     return geometry, tokenizer
 

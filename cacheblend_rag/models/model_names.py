@@ -15,6 +15,7 @@ from cacheblend_rag.models.starters import starter_named, starters_of
 # How alike a name must be to a starter's to be taken for a slip of the pen.
 _ALIKE = 0.7
 _TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
+_PLAIN = re.compile(r"[\w.-]+")
 _URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 # Files that say how a folder is loaded: a model, an adapter, an embedder.
 _CONFIGS = ("config.json", "adapter_config.json", "modules.json")
@@ -65,20 +66,33 @@ def why_no_model(
     return None
 
 
-def name_remedy(kind: str = "language model") -> str:
-    """Everything that a model of a kind may be named by, as a phrase."""
+def name_remedy(kind: str = "language model", said: str = "") -> str:
+    """Everything that a model of a kind may be named by, as a phrase.
+
+    Parameters
+    ----------
+    kind : {"language model", "embedder"}
+    said : str
+        The name by which no model was found. One like ``"llama3.2"`` may be of Ollama's library, which is then said.
+    """
     kinds = "a folder of a saved model" + (", a GGUF file" if kind == "language model" else "")
-    return f"name {kinds}, a hub id or the starter model {' or '.join(map(repr, starters_of(kind)))}"
+    known = f"name {kinds}, a hub id or the starter model {' or '.join(map(repr, starters_of(kind)))}"
+    plain = kind == "language model" and _PLAIN.fullmatch(said) and not os.path.exists(said)
+    return f"if it is a name of Ollama's, {_instead_of(said)}; or {known}" if plain else known
 
 
 def tag_remedy(said: str | os.PathLike[str]) -> str:
     """The names to use in place of a tag of Ollama's library, such as ``"llama3.2:3b"``; empty of any other name."""
     if _TAG.fullmatch(os.fspath(said)) is None:
         return ""
+    return f"a tag of Ollama's library is no name here: {_instead_of(os.fspath(said))}"
+
+
+def _instead_of(name: str) -> str:
+    """The names to use in place of one of Ollama's library, as a phrase."""
     return (
-        "a tag of Ollama's library is no name here: name the model's id on the hub, such as "
-        f"'meta-llama/Llama-3.2-3B-Instruct', or the GGUF file that `ollama show --modelfile {os.fspath(said)}` "
-        "names behind FROM"
+        "name the model's id on the hub, such as 'meta-llama/Llama-3.2-3B-Instruct', or the GGUF file that "
+        f"`ollama show --modelfile {name}` names behind FROM"
     )
 
 

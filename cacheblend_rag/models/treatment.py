@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import AutoConfig
@@ -14,6 +14,7 @@ from cacheblend_rag.models.gguf import gguf_config, is_gguf
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.loading import auto_class, one_line
 from cacheblend_rag.models.model_names import name_remedy, why_no_model
+from cacheblend_rag.models.shape import context_window
 
 # Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
 _IN_FULL = ("bamba", "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba")
@@ -30,10 +31,13 @@ class Treatment:
         ``"plain"``: by its own prefill of each whole prompt; ``"refused"``.
     reason : str
         Why it is not blended; empty if it is.
+    window : int, optional
+        Tokens that its context window holds, if it is known.
     """
 
     how: Literal["blended", "plain, beginnings reused", "plain", "refused"]
     reason: str = ""
+    window: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.how + (self.reason and f": {self.reason}")
@@ -53,7 +57,7 @@ def treatment_of(config: Any) -> Treatment:
     if type(config) not in auto_class(config)._model_mapping:
         return Treatment("refused", f"transformers has no causal language model for {config.model_type!r}")
     if reason is None:
-        return Treatment("blended")
+        return Treatment("blended", window=context_window(config))
     ahead = getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
     in_full = ahead or config.get_text_config().model_type in _IN_FULL
     return Treatment("plain" if in_full else "plain, beginnings reused", reason)
@@ -78,4 +82,4 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
         return Treatment("refused", error.reason or str(error))
     except (OSError, ValueError, ImportError, KeyError) as error:
         fault = f"the config of model {name!r} cannot be read: {one_line(error)}"
-        raise ModelLoadError(f"{fault}; {name_remedy()}") from error
+        raise ModelLoadError(f"{fault}; {name_remedy(said=name)}") from error

@@ -183,16 +183,19 @@ def _added(tokenizer: Any) -> dict[int, Any]:
     return dict(getattr(tokenizer, "added_tokens_decoder", None) or {})
 
 
-def check_reasoning(tokenizer: Any, reasoning: Reasoning, name: str = "reasoning") -> None:
-    """Refuse to let a model think that marks no thoughts.
+def check_reasoning(
+    tokenizer: Any, reasoning: Reasoning, name: str = "reasoning", most_thought: int | None = None
+) -> None:
+    """Refuse to let a model think that marks no thoughts, and a length for thoughts that there are none of.
 
     Raises
     ------
     ConfigError
     """
-    if reasoning and not marks_of(tokenizer).known:
-        remedy = "leave it out, or use a model that thinks; this one's chat template and tokens mark no thoughts"
-        raise ConfigError(name, reasoning, remedy)
+    for field, value in ((name, reasoning), ("reasoning_tokens", most_thought)):
+        if value and not marks_of(tokenizer).known:
+            remedy = "leave it out, or use a model that thinks; this one's chat template and tokens mark no thoughts"
+            raise ConfigError(field, value, remedy)
 
 
 def has_switch(tokenizer: Any) -> bool:

@@ -109,6 +109,42 @@ def test_comparison_shows_every_method(
     assert 0 < float(line.removeprefix(said).rstrip(".")) < 10
 
 
+@pytest.mark.parametrize(
+    ("variable", "flags", "said"),
+    [
+        ("held", [], "The prompt was prefilled in full: verify='held' lets full prefill answer"),
+        ("off", ["--verify", "held"], "The prompt was prefilled in full: verify='held' lets full prefill answer"),
+        ("idle", [], "(4 hits, 0 misses"),  # the command ends with its answer: it is checked at once
+        ("off", ["--verify"], "(4 hits, 0 misses"),
+        ("off", ["--verify", "always"], "(4 hits, 0 misses"),
+    ],
+)
+def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
+    variable: str,
+    flags: list[str],
+    said: str,
+    model_path: Path,
+    docs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert ask(model_path, docs, tmp_path / "data", "--warm") == 0
+    capsys.readouterr()
+    monkeypatch.setenv("CACHEBLEND_RAG_VERIFY", variable)
+    assert ask(model_path, docs, tmp_path / "data", *flags) == 0
+    told = capsys.readouterr()
+    assert said in told.out + told.err
+    assert any(words in told.out for words in ("full model's answer", "Checked:", "Corrected:"))
+    assert "[new]" not in told.out
+
+
+def test_unknown_way_to_verify_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ask", "--verify", "Which leaf fell?"])
+    assert "use off, always, held, and write the question before it" in capsys.readouterr().err
+
+
 def test_full_store_leaves_chunks_out_and_still_answers(
     model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,12 +160,13 @@ def test_full_store_leaves_chunks_out_and_still_answers(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "2"], "recompute_ratio='2' is not usable: use a number from 0 to 1"),
+        (["--ratio", "2"], "--ratio='2' is not usable: use a number from 0 to 1"),
         (["--docs", "nowhere"], "the folder nowhere does not exist"),
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
-        (["--size-limit", "lots"], "size_limit='lots' is not usable"),
-        (["--reasoning", "loud"], "reasoning='loud' is not usable: use True, False, 'low', 'medium' or 'high'"),
-        (["--reasoning"], "reasoning=True is not usable: leave it out, or use a model that thinks"),
+        (["--size-limit", "lots"], "--size-limit='lots' is not usable"),
+        (["--reasoning", "loud"], "--reasoning='loud' is not usable: use True or 'on', False or 'off', 'low',"),
+        (["--reasoning"], "--reasoning='on' is not usable: leave it out, or use a model that thinks"),
+        (["--reasoning-tokens", "9"], "--reasoning-tokens=9 is not usable: leave it out, or use a model that thinks"),
     ],
 )
 def test_bad_values_are_named(
@@ -142,15 +179,15 @@ def test_bad_values_are_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "2"], "recompute_ratio='2' is not usable: use a number from 0 to 1"),
-        (["--top-k", "0"], "top_k=0 is not usable: use a whole number, 1 or more"),
-        (["--max-new-tokens", "0"], "max_new_tokens=0 is not usable"),
+        (["--ratio", "2"], "--ratio='2' is not usable: use a number from 0 to 1"),
+        (["--top-k", "0"], "--top-k=0 is not usable: use a whole number, 1 or more"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0 is not usable"),
         (["--dtype", "int8"], "dtype='int8' is not usable: use one of 'auto'"),
         (["--device", "gpu"], 'device=\'gpu\' is not usable: use "auto", "cpu"'),
         (["--docs", "FILE"], "is a file; name the folder that holds it"),
         (["--docs", "PICTURES"], "(there: 1 .png); add documents to it"),
-        (["--data-dir", ""], "data_dir='' is not usable: use the name of a folder"),
-        (["--data-dir", "FILE"], "data_dir='FILE' is not usable: File exists; name a folder that can be written"),
+        (["--data-dir", ""], "--data-dir='' is not usable: use the name of a folder"),
+        (["--data-dir", "FILE"], "--data-dir='FILE' is not usable: File exists; name a folder that can be written"),
         (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
         (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),
         (["--model", "qwen2.5-coder-1.5"], "did you mean the starter model 'qwen2.5-coder-1.5b'?"),

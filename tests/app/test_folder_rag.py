@@ -73,3 +73,5 @@ def test_models_that_think_answer_at_once_unless_they_are_asked_to_think(tmp_pat
             assert (answer.text, answer.thought) == ("It fell.", "Hm, leaves.")
     with pytest.raises(ConfigError, match="use a model that thinks"):
         FolderRAG(replace(toy(tmp_path / "other"), reasoning=True))
+    with pytest.raises(ConfigError, match=r"reasoning_tokens=9 .*use a model that thinks"):
+        FolderRAG(replace(toy(tmp_path / "other"), reasoning_tokens=9))

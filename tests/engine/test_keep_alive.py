@@ -536,14 +536,22 @@ def test_prepacked_copies_go_and_come_with_the_weights(tmp_path: Path, monkeypat
     [
         *[(None, None), (-1, None), ("-1", None), ("-1m", None), (float("inf"), None)],
         *[(10**400, None), (-(10**400), None), ("9" * 400 + "h", None)],
-        *[(0, 0.0), (2.5, 2.5), ("300", 300.0), ("5m", 300.0), ("1h30m", 5400.0), ("1.5h", 5400.0), (" 10S ", 10.0)],
+        *[(0, 0.0), (2.5, 2.5), ("300", 300.0), ("5m", 300.0), ("1h30m", 5400.0), ("1.5h", 5400.0)],
+        *[("500ms", 0.5), ("2h45m", 9900.0), (".5m", 30.0), ("1.m", 60.0), ("+90s", 90.0), ("30m1h", 5400.0)],
+        *[("1h15m30.918s", 4530.918), ("5us", 5e-6), ("5µs", 5e-6), ("5μs", 5e-6), ("7ns", 7e-9), ("-0", 0.0)],
     ],
 )
 def test_time_is_read_as_ollama_has_it(given: Any, seconds: float | None) -> None:
-    assert read_keep_alive("keep_alive", given) == seconds
+    assert read_keep_alive("keep_alive", given) == (seconds if seconds is None else pytest.approx(seconds))
 
 
-@pytest.mark.parametrize("given", ["", "soon", "5 minutes", "m5", True, float("nan"), [5], "5m5h"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *["", "soon", "m5", ".", "-", "s", ".s", "1h30", "1h 30m", "5 s", " 5m", "5m ", "5M", "10S", "1d", "5 minutes"],
+        *["1e3", "nan", "inf", "--5m", "٣m", True, False, float("nan"), [5], b"5m"],
+    ],
+)
 def test_other_times_are_refused_before_anything_is_loaded(given: Any, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^keep_alive=.*\"5m\""):
         BlendEngine.from_pretrained(folder / "not there", keep_alive=given)

@@ -274,7 +274,7 @@ def test_thoughts_are_not_kept_for_later_turns(thought: str) -> None:
 def test_bad_values_name_their_remedy() -> None:
     engine = thinking_engine("qwen3")
     for bad in ("loud", 3, "What fell?"):
-        with pytest.raises(ConfigError, match="use True, False, 'low'"):
+        with pytest.raises(ConfigError, match="use True or 'on', False or 'off', 'low'"):
             engine.generate("x", reasoning=bad)
     with pytest.raises(ConfigError, match="reasoning_tokens"):
         engine.generate("x", reasoning_tokens=-1)

@@ -40,6 +40,9 @@ OLLAMA = {
     "tfs_z": (2.0, "min_p"),
     "format": ("json", "response_format"),
     "keep_alive": ("5m", "from_pretrained"),
+    "think": (True, "use reasoning: True, False, 'low'"),
+    "thinking": (True, "use reasoning: True"),
+    "options": ({"temperature": 0.5}, "by itself"),
     "base_url": ("http://localhost:11434", "init_chat_model"),
     "client_kwargs": ({"timeout": 3}, "in this process"),
     "async_client_kwargs": ({"timeout": 3}, "in this process"),
@@ -213,10 +216,22 @@ def test_model_that_is_loaded_by_its_name_takes_keep_alive(kind: Any, saved: Pat
         call = made.invoke if kind is not LlamaIndexLLM else made.complete
         with pytest.raises(ConfigError, match=r"^keep_alive='1h' .*where the model is made"):
             call("What fell?", keep_alive="1h")
+        with pytest.raises(ConfigError, match=r"^think=True .*use reasoning: True"):
+            call("What fell?", think=True)
     finally:
         made.engine.close()
     with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
         kind.from_model_id(str(saved), keep_alive="soon", **QUICK)
+
+
+@pytest.mark.parametrize("make", [BlendEngine, *(kind.from_model for kind in KINDS)])
+def test_model_that_is_given_as_an_object_stays_in_memory(make: Any) -> None:
+    model, tokenizer = tiny_parts()
+    with pytest.raises(ConfigError, match=r"^keep_alive='5m' .*leave it out; a model given as an object stays in mem"):
+        make(model, tokenizer, keep_alive="5m")
+    with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
+        make(model, tokenizer, keep_alive="soon")
+    assert make(model, tokenizer, keep_alive=-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

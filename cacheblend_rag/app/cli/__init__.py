@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
@@ -17,7 +19,9 @@ from cacheblend_rag.app.cli.models import add_models
 from cacheblend_rag.app.cli.other_packages import others_muted
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.config import BlendConfig, options_of
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 __all__ = ["main"]
 
@@ -30,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status: int = parsed.run(parsed)
         return status
     except CacheBlendError as error:
-        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        print(f"cacheblend-rag: {_by_its_flag(error, parsed)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,8 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _by_its_flag(error: CacheBlendError, parsed: argparse.Namespace) -> CacheBlendError:
+    """An error about an option, by the flag and the text that gave it if one did."""
+    if isinstance(error, ConfigError):
+        for option in (*options_of(FolderRAGOptions), *options_of(BlendConfig)):
+            given = getattr(parsed, option.flag.replace("-", "_"), None) if option.flag else None
+            if error.field == option.name and given not in (None, option.default):
+                return ConfigError(f"--{option.flag}", given, error.remedy)
+    return error
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes what begins like a number below 0, such as ``-5m``, for a value and not for a flag."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
+    parser: argparse.ArgumentParser = _Parser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.app.options import stronger_model
+from cacheblend_rag.config import VERIFY
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.loading_bars import bars_hidden
 from cacheblend_rag.retrieval.documents import by_suffix
@@ -35,9 +36,23 @@ def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_rag_arguments(ask)
     add_arguments(ask, "top-k", "ratio", "max-new-tokens", "reasoning", "reasoning-tokens")
     ask.add_argument("--compare", action="store_true", help="answer by all four methods and show them side by side")
-    ask.add_argument("--verify", action="store_true", help="hold the answer against full prefill, and correct it")
+    ask.add_argument(
+        "--verify",
+        nargs="?",
+        const="always",
+        type=_way_to_verify,
+        metavar="HOW",
+        help="hold the answer against full prefill, and correct it: always (which --verify alone means), held or off",
+    )
     ask.add_argument("--warm", action="store_true", help="afterwards, compute and store the KV of all chunks")
     ask.set_defaults(run=_ask)
+
+
+def _way_to_verify(given: str) -> str:
+    # Not 'idle': the command ends with its answer.
+    if given not in (ways := [way for way in VERIFY if way != "idle"]):
+        raise argparse.ArgumentTypeError(f"use {', '.join(ways)}, and write the question before it, not {given!r}")
+    return given
 
 
 def _ask(parsed: argparse.Namespace) -> int:
@@ -47,11 +62,11 @@ def _ask(parsed: argparse.Namespace) -> int:
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
-        if parsed.verify:
-            rag.llm.verify = "always"
+        verify = parsed.verify or rag.engine.config.verify
+        rag.llm.verify = "always" if verify == "idle" else verify  # nothing is checked once the command has ended
         with screen.step("Answering…"):
             answer = rag.ask(parsed.question)
-        _show_answer(screen, parsed.question, answer)
+        _show_answer(screen, parsed.question, answer, read=verify != "held")
         if answer.info["misses"] and not answer.info["plain"]:
             with screen.step("Storing the KV of these passages for the next question…"):
                 rag.engine.flush()
@@ -124,7 +139,7 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
         screen.warn(f"{warmed.skipped} chunks were left out because the KV store is full; raise --size-limit")
 
 
-def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
+def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = True) -> None:
     info, report = answer.info, answer.report
     screen.show("")
     screen.show("Question: ", question)
@@ -134,7 +149,7 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     screen.show("")
     _show_verification(screen, report.verification)
     screen.show("Sources:")
-    unread = report.plain and not report.misses  # what is missing of others is stored now
+    unread = not read or (report.plain and not report.misses)  # what is missing of others is stored now
     tiers = {} if unread else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
     for number, source in enumerate(answer.sources, 1):
         page = f", page {source.metadata['page']}" if "page" in source.metadata else ""
@@ -181,6 +196,8 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
         least = rag.engine.config.min_tokens
         if report.chunk_tokens < least:
             yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
+        elif report.plain_reason and (not info["misses"] or rag.llm.verify == "held"):
+            yield f"The prompt was prefilled in full: {report.plain_reason}."
     elif info["misses"]:
         kept = rag.engine.config.write_back != "off" and not rag.engine.store.traits.read_only
         new = f"{info['misses']} of {len(answer.sources)} passages were new"

@@ -151,11 +151,11 @@ def shown_settings(settings: ServerSettings, given: Mapping[str, GivenValue]) ->
             value, one = getattr(owners[section], option.name), given.get(option.name)
             if _SECRET.search(option.name):
                 line = f"# {option.name} is {'set, and not shown' if value else 'not set'}"
-            elif one is None and option.default is None:
+            elif value is None or (one is None and option.default is None):
                 line = f"# {option.name}: {option.shown or 'none'}"
             else:
                 line = f"{option.name} = {_toml(value)}"
-            lines.append(f"{line:<50} # {one.origin if one else 'default'}")
+            lines.append(f"{line:<50} # {_toml(one.origin)[1:-1] if one else 'default'}")
     secret = [f"# keys of {name} are in the environment, and not shown" for name in keys_from_environment()]
     if os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY"):
         secret.append(f"# {ENV_PREFIX}ENCRYPTION_KEY is set, and not shown")
@@ -233,7 +233,10 @@ def _check_type(option: Option, value: Any, origin: str) -> Any:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(name)} = {_toml(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
+    if isinstance(value, float):
+        return repr(value)
+    shown = json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
+    return shown.replace("\x7f", "\\u007f")  # which JSON has as it is, and TOML has not

@@ -72,24 +72,42 @@ def _get(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.models.model_names import why_no_model
-    from cacheblend_rag.models.starters import STARTERS
-    from cacheblend_rag.models.treatment import expected_treatment
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_path
+    from cacheblend_rag.models.treatment import Treatment, expected_treatment
 
     refused = unread = 0
     for name in parsed.names:
         starter = STARTERS.get(name)
-        of_starter = "blended" if starter is None or starter.kind == "language model" else "finds passages"
         try:
-            found = expected_treatment(name) if starter is None else of_starter
+            if starter is None:
+                found = expected_treatment(name)
+            elif starter.kind == "embedder":
+                print(f"{name}: finds passages")
+                continue
+            else:
+                found = expected_treatment(starter_path(name)) if is_fetched(name) else Treatment("blended")
         except CacheBlendError as error:  # the others are looked at all the same
             print(f"{name}: {error}", file=sys.stderr)
             unread += 1
             continue
         print(f"{name}: {found}")
+        if found.how == "blended":
+            print(f"    {_about_blending(found.window)}")
         if starter is None and (fault := why_no_model(name)):  # a config without weights, which says enough for this
             print(f"{name}: {fault}", file=sys.stderr)
-        refused += str(found).startswith("refused")
+        refused += found.how == "refused"
     return 2 if unread else int(refused > 0)
+
+
+def _about_blending(window: int | None) -> str:
+    from cacheblend_rag.config import LEAST_RATIO, BlendConfig
+
+    rule = BlendConfig.default("selection")
+    room = "" if window is None else f"; its context window holds {window:,} tokens"
+    return (
+        "stored KV of chunks is reused wherever they stand; unless options, a profile or a calibration say otherwise, "
+        f"{LEAST_RATIO:.0%} of their tokens are recomputed, by the rule {rule!r}{room}"
+    )
 
 
 def _delete(parsed: argparse.Namespace) -> int:

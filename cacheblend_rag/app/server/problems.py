@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from cacheblend_rag.engine.given_arguments import request_remedy
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _WORD = re.compile(r"[\w.:-]{1,40}")
 _OF_WORDS = ("literal_error", "bool_wanted", "number_wanted", "unknown_word")
+# Requests for answers in OpenAI's form.
+_ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _FORMS = ("str", "int", "float", "bool", "none")
 
 
@@ -136,7 +139,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        where, message = _first_fault(error)
+        where, message = _first_fault(error, request.url.path in _ANSWERING)
         # As OpenAI answers; its clients raise their BadRequestError for nothing else.
         status = 400 if request.url.path.startswith("/v1/") else 422
         return Problem(status, "invalid", f"{where or 'body'}: {message}", field=where or None).response()
@@ -151,10 +154,12 @@ def add_handlers(app: FastAPI) -> None:
         return answer
 
 
-def _first_fault(error: RequestValidationError) -> tuple[str, str]:
+def _first_fault(error: RequestValidationError, answering: bool) -> tuple[str, str]:
     """The first field that is wrong, and how; empty if it is the whole body.
 
-    Of values only numbers are repeated, and single words where words are listed: others may be text of documents.
+    A field that only other servers have is answered with the one to use, where a request is for an answer
+    (`answering`). Of values only numbers are repeated, and single words where words are listed: others may be text of
+    documents.
     """
     found = error.errors()
     if found[0]["type"] == "json_invalid":
@@ -165,7 +170,8 @@ def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     parts = [str(part) for part in fault["loc"][:-1] if part != "body" and _names_field(part)]
     last, value = fault["loc"][-1], fault.get("input")
     if fault["type"] == "extra_forbidden":
-        return ".".join([*parts, str(last)[:100]]), "this is not supported here; leave it out"
+        remedy = request_remedy(str(last)) if answering and not parts else ""
+        return ".".join([*parts, str(last)[:100]]), f"this is not supported here; {remedy or 'leave it out'}"
     where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
     word = fault["type"] in _OF_WORDS and isinstance(value, str) and _WORD.fullmatch(value)
     number = isinstance(value, int | float) and fault["type"] != "value_error"

@@ -7,17 +7,28 @@ import json
 import logging
 import re
 import sys
+import tomllib
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import cacheblend_rag
 from cacheblend_rag.app.cli import _parser, configuration, main
-from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
+from cacheblend_rag.app.cli.configuration import (
+    SECTIONS,
+    GivenValue,
+    given_options,
+    given_sections,
+    server_settings,
+    shown_settings,
+)
 from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.server.keys_file import write_private
 from cacheblend_rag.app.server.services.logs import JsonFormatter, request_id
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, Option
+from cacheblend_rag.errors import ConfigError
 from tests.toy import EMBEDDER_PATH
 
 
@@ -37,6 +48,12 @@ def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) ->
     named = settings_of("--served-model-name", "house/model-1")
     assert named.served_model_name == "house/model-1"
     assert "0123456789abcdef" not in repr(settings)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("-1", None), ("-5m", None), ("-.5h", None), ("5m", 300.0)])
+def test_values_below_zero_follow_their_flag(given: str, seconds: float | None) -> None:
+    assert settings_of("--keep-alive", given).rag.keep_alive == seconds
+    assert settings_of(f"--keep-alive={given}").rag.keep_alive == seconds
 
 
 def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +229,38 @@ def test_print_config_shows_a_file_that_gives_the_same_options(
     before = settings_of("--config", str(file), "--port", "9002", "--queue", "8")
     file.write_text(shown, encoding="utf-8")
     assert settings_of("--config", str(file)) == before
+
+
+# Texts of every kind; each option is tried with those that it takes.
+VALUES = [
+    *["0", "1", "-1", "0.5", "2.5", "1e-7", "on", "off", "auto", "none", "high", "5m", "-5m", "300ms", "7ns", "20GB"],
+    *["cuda:1", "localhost", "house/model-1", "s3://bucket/kv", "valkey://host:6379/0", "postgresql://host/name"],
+    *['{"seed": 1, "ratios": [0.5, Infinity], "a \\"b": {"c": []}}', 'a "b"\\\n\t\x7f\x1b é…', "~/one, b=two"],
+]
+
+
+@pytest.mark.parametrize(
+    "option", [option for options in SECTIONS.values() for option in options], ids=attrgetter("name")
+)
+def test_every_value_of_every_option_is_read_again_as_it_was_printed(
+    option: Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_private(tmp_path / "0", '{"version": 1, "keys": []}')  # a file of keys
+    others = {} if option.name == "data_dir" else {"data_dir": GivenValue(str(tmp_path), "--data-dir")}
+    tried = 0
+    for text in [*VALUES, *re.findall(r"'(\w+)'", option.kind.words)]:
+        try:
+            given = {**others, option.name: GivenValue(option.read(text, "here"), 'a "b"\n.toml')}
+            settings = server_settings(given)
+        except ConfigError:  # it takes no such value
+            continue
+        shown = shown_settings(settings, given)
+        again = server_settings(given_options(None, given_sections(tomllib.loads(shown), "shown")))
+        if option.name != "salt":  # a secret
+            assert again == settings, (text, shown)
+        tried += f"{option.name} = " in shown
+    assert tried or option.name == "salt"
 
 
 def test_secrets_are_not_shown(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

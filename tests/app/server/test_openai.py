@@ -447,6 +447,32 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.Open
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "body: it is no JSON")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("num_predict", 64, "use max_tokens"),
+        ("max_new_tokens", 64, "use max_tokens"),
+        ("num_ctx", 4096, "the context window is the model's own"),
+        ("repeat_penalty", 1.1, "use repetition_penalty"),
+        ("mirostat", 2, "sample with temperature, top_p, top_k or min_p"),
+        ("format", "json", "use response_format"),
+        ("think", True, "use reasoning"),
+        ("keep_alive", "5m", "give it to the server, as serve --keep-alive"),
+        ("options", {"num_predict": 64}, "give each of the options by itself"),
+        ("device_map", "auto", "leave it out"),
+    ],
+)
+def test_fields_of_other_servers_are_answered_with_those_to_use(
+    client: openai.OpenAI, field: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=name_of(client), prompt="the", extra_body={field: value})
+    assert caught.value.param == field
+    assert caught.value.body["message"].startswith(f"{field}: this is not supported here; {remedy}")
+    with pytest.raises(openai.BadRequestError, match=f"{field}: this is not supported here; leave it out"):
+        client.embeddings.create(model=name_of(client), input="the", extra_body={field: value})
+
+
 def test_fields_that_ask_for_nothing_are_accepted(chat: openai.OpenAI) -> None:
     """Clients send fields that they do not use, and messages as they came."""
     messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]

@@ -73,7 +73,7 @@ def test_thoughts_are_off_by_default_and_a_call_turns_them_on() -> None:
 @pytest.mark.parametrize("wrong", [0, 1, "", [], {}, 2.5, "hard"])
 def test_wrong_kind_of_reasoning_is_refused(wrong: Any) -> None:
     model = model_of("qwen3", ANSWER)
-    with pytest.raises(ConfigError, match=r"reasoning=.* use True, False, 'low', 'medium' or 'high'"):
+    with pytest.raises(ConfigError, match=r"reasoning=.* use True or 'on', False or 'off', 'low', 'medium' or 'high'"):
         model.invoke("What fell?", reasoning=wrong)
 
 

