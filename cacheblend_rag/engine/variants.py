@@ -36,6 +36,8 @@ _LEAST_FIT = 0.5
 # Most tokens between two chunks behind which a variant is kept: separators, numbers, titles. Messages of a conversation
 # are longer with the marks around them, and no trace of them may come into another answer.
 _BETWEEN = 8
+# Tenants whose variants are known; the store is asked again for any other.
+_TENANTS = 1_000
 
 
 class Place(NamedTuple):
@@ -138,12 +140,15 @@ class Variants:
 
     def __init__(self, store: KVStore) -> None:
         self._store, self._lock = store, threading.Lock()
-        self._tenants: dict[str, _Known] = {}
+        self._tenants: OrderedDict[str, _Known] = OrderedDict()  # those used last come last
 
     def _known(self, salt: str, chunks: Iterable[str] = ()) -> _Known:
         """The variants of a tenant, with those that the store has of some chunks, by their digests."""
         with self._lock:
             known = self._tenants.setdefault(salt, _Known())
+            self._tenants.move_to_end(salt)
+            while len(self._tenants) > _TENANTS:
+                self._tenants.popitem(last=False)
             new = () if known.more is False else tuple({*chunks} - known.asked)
             known.asked.update(new)
         if new and any(one.traits.remote for one in (self._store, *self._store.traits.tiers)):  # it may take long

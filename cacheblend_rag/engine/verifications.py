@@ -279,7 +279,8 @@ class Verifications:
     @property
     def all(self) -> list[Verifications]:
         """These, and those of tenants that are used."""
-        return [self, *self._tenants.values()]
+        with self._lock:  # another thread may be adding one
+            return [self, *self._tenants.values()]
 
     @property
     def highest_minimum(self) -> float:
@@ -289,7 +290,7 @@ class Verifications:
 
     def wait(self) -> None:
         """Wait until no answer waits any more, of tenants either."""
-        for one in list(self._tenants.values()):
+        for one in self.all[1:]:
             one.wait()
         if threading.current_thread() is not self._thread:
             for future in list(self._results.values()):

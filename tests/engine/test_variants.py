@@ -16,6 +16,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.server.services.metrics import Metrics
+from cacheblend_rag.engine import variants
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import KEY_PREFIX, Place
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -464,6 +465,17 @@ def test_forgetting_leaves_another_tenants_variants_alone() -> None:
         engine.forget(TEXTS)
         assert len(kept(engine.store)) == 3
         assert used(other, 0, 1, 2) == (0, 1, 2)
+        assert used(engine, 0, 1, 2) == ()
+
+
+def test_tenants_that_were_not_seen_for_long_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "_TENANTS", 3)
+    with engine_with((0, 1, 2)) as engine:
+        for number in range(5):
+            used(engine.with_config(salt=f"tenant {number}"), 0, 1, 2)
+        assert len(engine.chunks.pipeline.variants._tenants) == 3
+        assert used(engine, 0, 1, 2) == (0, 1, 2)
+        engine.forget(TEXTS)
         assert used(engine, 0, 1, 2) == ()
 
 

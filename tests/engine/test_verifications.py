@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -35,6 +37,32 @@ def checked(engine: BlendEngine, answer: Generation) -> Verification:
     found = engine.verifications.result(answer.verification.id, wait=60)
     assert found is not None
     return found
+
+
+def test_verifications_of_tenants_are_looked_through_while_others_come() -> None:
+    """A server closes, or counts, while a request of a new tenant makes the first engine for it."""
+    engine, stop = engine_of(), threading.Event()
+    switched = sys.getswitchinterval()
+
+    def come() -> None:
+        for number in count():
+            if stop.is_set():
+                return
+            own = engine_of_tenant(engine, f"tenant-{number}", None)
+            assert own.verifications in engine.verifications.all
+
+    threads = [threading.Thread(target=come) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for one in threads:
+            one.start()
+        for _ in range(20_000):
+            assert engine.verifications in engine.verifications.all
+    finally:
+        stop.set()
+        for one in threads:
+            one.join()
+        sys.setswitchinterval(switched)
 
 
 @pytest.fixture

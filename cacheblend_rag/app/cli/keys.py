@@ -105,8 +105,10 @@ def _erase(parsed: argparse.Namespace, tenant: str, keys: Sequence[KeyEntry]) ->
 
     if tenant in keys_from_environment() or any(one.tenant == tenant for one in keys):
         return
+    from cacheblend_rag.app.server.keys_file import wait_for_servers
     from cacheblend_rag.app.server.storage.departed import erase_conversations
 
+    wait_for_servers()  # what one writes down until then is erased, too
     given = given_options(parsed)
     data = Path(given["data_dir"].value) if "data_dir" in given else default_data_path()
     done = erase_conversations(data, tenant, given["database"].value if "database" in given else None)

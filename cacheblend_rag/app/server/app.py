@@ -287,7 +287,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
         if service is not None:
             service.ended(one)
 
-    app.add_middleware(Gatekeeper, settings=settings, seen=seen)
+    app.add_middleware(Gatekeeper, settings=settings, keys=lambda: app.state.service.keys, seen=seen)
     app.add_middleware(RequestIds)  # outermost: what the gatekeeper refuses has an id too
     return app
 

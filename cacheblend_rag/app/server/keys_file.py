@@ -127,6 +127,11 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyE
         write_private(path, text + "\n")
 
 
+def wait_for_servers() -> None:
+    """Wait until every server that runs has looked at a changed file, and requests let in before have gone on."""
+    time.sleep(2 * _LOOKED)
+
+
 def secret_kept(path: Path, size: int) -> str:
     """The secret in a file, as hex. A missing or empty file gets one of so many random bytes."""
     try:
@@ -188,7 +193,8 @@ class KeysFile:
 
     @property
     def tenants(self) -> list[str]:
-        """All tenants that have a key."""
+        """All tenants that have a key now."""
+        self._look()
         return list(dict.fromkeys(one.tenant for one in self._keys.values() if one.tenant is not None))
 
     def entries(self) -> list[KeyEntry]:

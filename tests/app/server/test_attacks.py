@@ -89,6 +89,20 @@ def test_names_never_become_paths(guarded: Running, ada: httpx.Client, name: str
         assert ada.get(path).status_code == 404
 
 
+@pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "utf-16", "undefined", "no-such"])
+def test_name_in_any_charset_is_shown_as_text(ada: httpx.Client, charset: str) -> None:
+    id = new_collection(ada)
+    head = b'--B\r\nContent-Disposition: form-data; name="files"; filename="+2AA-\\ud800\xed\xa0\x80.txt"\r\n\r\n'
+    answer = ada.post(
+        f"/api/collections/{id}/documents",
+        content=head + passage(210).encode() + b"\r\n--B--\r\n",
+        headers={"Content-Type": f"multipart/form-data; boundary=B; charset={charset}"},
+    )
+    assert answer.status_code in (202, 400, 415)
+    listed = ada.get(f"/api/collections/{id}/documents")
+    assert len(listed.json()) == (answer.status_code == 202)
+
+
 def test_name_is_shown_without_invisible_characters(ada: httpx.Client) -> None:
     id = new_collection(ada, "a\x00b\u202e\nc")
     (shown,) = [one["name"] for one in ada.get("/api/state").json()["collections"] if one["id"] == id]

@@ -187,6 +187,23 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_unicode")
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_body_is_utf_8_and_nothing_else(path: str, asked: Running, client: httpx.Client) -> None:
+    """Halves of pairs hide in other encodings, and as bytes."""
+    for half in ("\ud800", "\\ud800"):
+        text = json.dumps(whole(asked, path, metadata={"label": "LABEL"}, user="LABEL")).replace("LABEL", half)
+        for encoding in ("utf-8", "utf-16", "utf-16-le", "utf-32"):
+            content = text.encode(encoding, "surrogatepass")
+            answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["code"]) in [
+                (400, "not_unicode"),
+                (400 if path.startswith("/v1/") else 422, "invalid"),
+            ]
+    marked = b"\xef\xbb\xbf" + json.dumps(whole(asked, path)).encode()  # as some programs of Windows write it
+    answer = client.post(path, content=marked, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 201)
+
+
 def test_whole_surrogate_pair_is_text(asked: Running, client: httpx.Client) -> None:
     path = "/v1/responses"
     for streamed in (False, True):

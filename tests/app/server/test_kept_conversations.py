@@ -234,6 +234,17 @@ def test_deleting_a_document_erases_the_answers_that_were_made_from_it(model: Pa
         assert bytes_in(tmp_path / "tenants", "only.txt", *gone) == []
 
 
+def test_question_that_follows_what_was_never_kept_is_told_so(ada: Any) -> None:
+    """As after an answer that a full disk did not keep: nothing was erased."""
+    body = {"question": "And?", "conversation": begin(ada), "stream": False}
+    history = {"question": "Which leaf?", "answer": "Red."}
+    refused = ada.post("/api/collections/archive/ask", json={**body, "history": [{**history, "turn": "never"}]})
+    assert refused.json()["error"]["message"] == (
+        "an answer that this question follows was never kept: leave out its turn, or load the conversation again"
+    )
+    assert ada.post("/api/collections/archive/ask", json={**body, "history": [history]}).status_code == 200
+
+
 def test_text_of_passages_is_kept_with_no_conversation(ada: Any, tmp_path: Path) -> None:
     ask(ada, begin(ada), turn="one")
     assert bytes_in(tmp_path / "tenants", passage(0).split("\n")[1]) == []

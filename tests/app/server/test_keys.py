@@ -350,6 +350,32 @@ def test_conversations_go_with_the_last_key_of_their_tenant(
         assert client.get("/api/conversations").json() == []
 
 
+def test_server_closes_what_is_open_for_tenants_that_have_left(
+    server: Running, tmp_path: Path, add: Callable[..., str]
+) -> None:
+    """Keys come and go while it runs; when the next tenant comes, it has as many open as there are."""
+    service = server.service
+    for number in range(3):
+        name, key = f"guest-{number}", add(f"guest-{number}")
+        with client_of(server, key) as client:
+            id = new_collection(client)
+            upload(client, id, {"a.txt": passage(900)})
+        settle(service)
+        assert set(service.sessions) == {"eve", "ada", name}
+        session = service.sessions[name]
+        assert not session.is_idle(), "it was here just now"
+        session.used -= 3_700
+        assert main(["keys", "revoke", name, "--data-dir", str(tmp_path)]) == 0
+    with client_of(server, add("guest-0")) as client:  # who comes back finds what is there
+        assert id not in [one["id"] for one in client.get("/api/state").json()["collections"]]
+        (mine,) = [one for one in client.get("/api/state").json()["collections"] if one["writable"]]
+        assert mine["documents"] == 1
+        upload(client, mine["id"], {"b.txt": passage(901)})
+        assert len(client.get(f"/api/collections/{mine['id']}/documents").json()) == 2
+    assert set(service.sessions) == {"eve", "ada", "guest-0"}
+    assert set(service.ingestion._libraries) == set(service.sessions)
+
+
 def test_conversations_can_stay_for_a_key_made_later(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
     key = add("flo")
     with client_of(server, key) as client:

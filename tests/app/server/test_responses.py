@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +20,18 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import NO_CALLS, Running, drop_last_prompts, passage, process_logits, running, settings_for
+from tests.app.server.common import (
+    NO_CALLS,
+    Running,
+    client_of,
+    drop_last_prompts,
+    passage,
+    process_logits,
+    running,
+    settings_for,
+)
 from tests.integrations.langchain.models import Script
+from tests.waiting import until
 
 KEY = "sk-none-needed-here"
 TOOL = {"type": "function", "name": "look_up", "description": "Look a leaf up.", "parameters": {"type": "object"}}
@@ -413,6 +425,27 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         client.responses.create(model="gpt-9", input="Which?")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_clients_that_leave_keep_nobody_waiting(chatty: Running, streamed: bool) -> None:
+    """In the middle of their own request, before the first event, and behind some."""
+    body = {"model": chatty.service.model_name, "input": "red leaf", "max_output_tokens": 1_500, "stream": streamed}
+    sent = json.dumps(body).encode()
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    place = chatty.server.servers[0].sockets[0].getsockname()
+    for number in range(24):
+        with socket.create_connection(place) as client:
+            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent))
+            client.sendall(sent[: 20 if number % 4 == 3 else None])
+            client.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                for _ in range(number % 4):
+                    client.recv(100)
+    until(lambda: not any(one.waiting or one.served for one in chatty.service.queue._tenants.values()))
+    with client_of(chatty) as client:
+        last = client.post("/v1/responses", json={**body, "max_output_tokens": 1, "stream": False})
+        assert last.json()["status"] == "incomplete"
 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI, asked: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ event loop, so a body must be small enough for it first.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -57,8 +58,12 @@ class _BoundedRequest(Request):
         HTTPException
             With the problem: 413 if there are too many values, 400 if a text is none.
         """
-        found = await super().json()
-        problem = _fault_of(found, _ESCAPED_HALF.search(await self.body()) is not None)
+        body = await self.body()
+        try:
+            found = json.loads(body.decode("utf-8-sig"))  # json guesses other encodings, and lets halves of pairs pass
+        except UnicodeDecodeError:
+            raise HTTPException(400, Problem(400, "not_unicode", "body: it is not UTF-8")) from None
+        problem = _fault_of(found, _ESCAPED_HALF.search(body) is not None)
         if problem is not None:
             raise HTTPException(problem.status, problem)  # FastAPI lets no other error through
         return found

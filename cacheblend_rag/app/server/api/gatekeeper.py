@@ -84,13 +84,21 @@ class Gatekeeper:
     ----------
     app : ASGI application
     settings : ServerSettings
+    keys : callable
+        Those of the server.
     seen : callable
         Gets each request once it has ended.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[ServedRequest], None]) -> None:
-        self._app, self._settings, self._seen = app, settings, seen
-        self._keys, self._uploads, self._under_way = Keys(settings), Counter[str | None](), Counter[str | None]()
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        keys: Callable[[], Keys],
+        seen: Callable[[ServedRequest], None],
+    ) -> None:
+        self._app, self._settings, self._keys, self._seen = app, settings, keys, seen
+        self._uploads, self._under_way = Counter[str | None](), Counter[str | None]()
         # Without keys all requests are those of one tenant, on its own machine.
         self._requests = RequestQuota(settings.limits.requests_per_minute if settings.guarded else None)
 
@@ -161,7 +169,7 @@ class Gatekeeper:
             return Problem(421, "wrong_host", "this server answers on its own machine only")
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
-                caller = scope["caller"] = self._keys.caller_of(headers.get("authorization"))
+                caller = scope["caller"] = self._keys().caller_of(headers.get("authorization"))
             except Problem as unknown:
                 return unknown
             if caller.tenant is None and scope["path"] not in _OF_METRICS:
@@ -175,6 +183,8 @@ class Gatekeeper:
                 return Problem(429, "busy", "as many requests of yours are under way as may be", retry_after=5)
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
+        if "\0" in scope["path"]:  # nothing has such an id, and PostgreSQL takes no such text
+            return Problem(404, "not_found", "Not Found")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and _split(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")

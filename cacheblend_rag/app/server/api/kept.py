@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, StringConstraints
 
 from cacheblend_rag.app.server.api.bodies import bounded_router
-from cacheblend_rag.app.server.api.rag_bodies import Among, AskAmong, AskBody, FoundChunk, WholeAnswer, _Body
+from cacheblend_rag.app.server.api.rag_bodies import Among, AskAmong, AskBody, FoundChunk, Name, WholeAnswer, _Body
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.problems import Problem, noted_problem
@@ -35,7 +35,7 @@ _Title = Annotated[str, StringConstraints(strip_whitespace=True, max_length=200)
 class NewConversation(_Body):
     """A conversation to be begun; ``collections`` are ids of what it is answered from."""
 
-    collections: Annotated[list[Annotated[str, StringConstraints(max_length=200)]], Field(min_length=1, max_length=50)]
+    collections: Annotated[list[Name], Field(min_length=1, max_length=50)]
 
 
 class ConversationChange(_Body):
@@ -159,6 +159,7 @@ async def _deleted(here: Session, ids: Sequence[str] | None) -> Response:
         if (answer := here.under_way.find(id)) is not None:
             answer.stop()
             here.under_way.forget(id)
+    here.verifications.forget_texts()
     here.service.ingestion.wake()
     return Response(status_code=204)
 
@@ -240,10 +241,12 @@ def _check_not_deleted(here: Session, answer: AnswerUnderWay) -> None:
     Raises
     ------
     Problem
-        404 if the conversation of the answer is gone, or a passage that it was made from.
+        404 if the conversation of the answer is gone, or a document that it was made from.
     """
     if answer.conversation is not None:
-        here.conversations.get(answer.conversation)
+        here.conversations.check_not_erased(answer.conversation, answer.id)
+    if not all(map(here.library.catalogue.holds, answer.made_from)):
+        raise Problem(404, "no_document", "a document that this answer was made from is not there any more")
     for one in answer.data("sources") or ():
         here.collection(one["collection"]).chunk(one["document_id"], one["chunk"])
 
@@ -284,7 +287,8 @@ async def going_on(
     async def noted(sources: Sequence[tuple[str, str]]) -> None:
         own = [document for of, document in sources if here.collection(of).writable]
         before = [one.document_id for turn in body.history for one in turn.sources]
-        await keeping.quote(own, before)
+        answer.made_from = await here.in_thread(_made_from, here, own, before)
+        await keeping.quote(answer.made_from)
 
     async def events() -> AsyncGenerator[Told]:
         yield "answer", {"id": id}
@@ -309,6 +313,12 @@ async def going_on(
     )
 
 
+def _made_from(here: Session, own: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Documents of the tenant that an answer is made from, with those of the questions before it."""
+    held = (one for one in dict.fromkeys(before) if here.library.catalogue.holds(one))
+    return list(dict.fromkeys([*own, *held]))
+
+
 class _Keeping:
     """An answer on its way into its conversation, if it has one. On a full disk it is given and not kept."""
 
@@ -327,11 +337,11 @@ class _Keeping:
                 raise
             self._give_up(problem)
 
-    async def quote(self, documents: Sequence[str], before: Sequence[str]) -> None:
+    async def quote(self, documents: Sequence[str]) -> None:
         """Write down what the answer is made from; an answer of which that is not known is not kept."""
         if self.kept is not None:
             try:
-                await self._here.in_thread(self.kept.quote, documents, before, self._follows)
+                await self._here.in_thread(self.kept.quote, documents, self._follows)
             except Problem as problem:
                 if problem.code != "disk_full":
                     raise

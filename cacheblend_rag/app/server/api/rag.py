@@ -25,6 +25,7 @@ from cacheblend_rag.app.server.api.rag_bodies import (
     Among,
     AskAmong,
     AskBody,
+    ChunkNumber,
     ChunkText,
     CollectionInfo,
     CompareAmong,
@@ -308,7 +309,7 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
 
 
 @router.get("/collections/{id}/documents/{document}/chunks/{number}")
-async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
+async def chunk(here: Here, id: str, document: str, number: ChunkNumber) -> ChunkText:
     """The text of one passage, and of those before and after it in the document."""
     return await here.in_thread(_shown, here.collection(id), document, number)
 

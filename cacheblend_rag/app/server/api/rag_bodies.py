@@ -12,7 +12,10 @@ from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.errors import ConfigError
 
-Name = Annotated[str, StringConstraints(max_length=500)]
+Name = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
+"""A name or an id; PostgreSQL takes no NUL."""
+ChunkNumber = Annotated[int, NO_FLAG, Field(ge=0, le=2**31 - 1)]
+"""The number of a passage in its document; databases take none that is larger by far."""
 TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
@@ -46,8 +49,8 @@ class SearchBody(_Body):
 class PassageRef(_Body):
     """Which passage of the collection it is."""
 
-    document_id: Annotated[str, StringConstraints(max_length=200)]
-    chunk: Annotated[int, NO_FLAG, Field(ge=0)]
+    document_id: Name
+    chunk: ChunkNumber
 
 
 class HistoryTurn(_Body):

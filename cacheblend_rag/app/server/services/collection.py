@@ -347,6 +347,6 @@ def shown_name(name: str) -> str:
 
     Empty if nothing of it can be seen.
     """
-    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", name)
     plain = "".join(" " if unicodedata.category(one).startswith("C") or one in _BLANK else one for one in text)
     return re.sub(r"\s+", " ", plain).strip()

@@ -32,25 +32,37 @@ class Conversations:
     limits : Limits
     kept : bool
         Whether there are any.
+    has_key : callable
+        Whether the tenant has a key now. What is kept goes with the last one, and nothing may come after.
     clock : callable
         Seconds since 1970.
     """
 
-    def __init__(self, library: Library, limits: Limits, kept: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        library: Library,
+        limits: Limits,
+        kept: bool,
+        has_key: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._library, self._limits, self._kept, self._clock = library, limits, kept, clock
+        self._has_key = has_key
         self._store = library.catalogue.kept
         self._given_up = set[tuple[str, str]]()  # turns whose answer could not be written down
         if kept:
             self._store.end_all()
 
     def check_kept(self) -> None:
-        """Refuse requests about conversations where none are kept.
+        """Refuse requests about conversations where none are kept, or not for this tenant any more.
 
         Raises
         ------
         Problem
-            403.
+            403, or 401 if the last key was revoked since the request came.
         """
+        if not self._has_key():
+            raise Problem(401, "unauthorized", "the key was revoked")
         if not self._kept:
             raise Problem(403, "not_kept", "this server keeps no conversations; its option keep_conversations says so")
 
@@ -112,6 +124,18 @@ class Conversations:
         """All turns of one."""
         return [self._as_known(id, one) for one in self._store.turns(id)]
 
+    def check_not_erased(self, id: str, answer_id: str) -> None:
+        """Refuse an answer whose conversation is gone, or that was made from what is deleted.
+
+        Raises
+        ------
+        Problem
+            404.
+        """
+        self.get(id)
+        if any(one.answer_id == answer_id and one.state == ERASED for one in self._store.turns(id)):
+            raise Problem(404, "no_answer", "this answer was erased: a document that it was made from is deleted")
+
     def delete(self, ids: Iterable[str] | None) -> list[str]:
         """Delete some, or all; ids of their answers that are under way.
 
@@ -145,12 +169,15 @@ class Conversations:
         if known.turns >= _TURNS:
             raise Problem(409, "too_many_turns", f"a conversation may have {_TURNS:,} questions; begin another")
         for one in asked["follows"]:
-            if (before := self._store.turn(conversation, one)) is None or before.state == ERASED:
-                message = "an answer that this question follows was erased; load the conversation again"
+            before = self._store.turn(conversation, one)
+            if before is None or before.state == ERASED:
+                why = "was never kept: leave out its turn, or" if before is None else "was erased:"
+                message = f"an answer that this question follows {why} load the conversation again"
                 raise Problem(409, "history_erased", message, field="history")
         longest = self._limits.queue_seconds + self._limits.answer_seconds + 60.0
         now = self._now()
         if not self._store.begin(conversation, turn, question, asked, answer_id, now, now + int(longest * 1000)):
+            self.get(conversation)  # it may be gone by now
             raise Problem(409, "turn_known", "this conversation has a turn of this id already", field="turn")
         return KeptAnswer(self._library, conversation, turn, lambda: self._given_up.add((conversation, turn)))
 
@@ -196,14 +223,12 @@ class KeptAnswer:
     """An answer that a conversation is to have; `give_up` is called where it cannot have it."""
 
     def __init__(self, library: Library, conversation: str, turn: str, give_up: Callable[[], object]) -> None:
-        self._library, self._store, self.give_up = library, library.catalogue.kept, give_up
+        self._store, self.give_up = library.catalogue.kept, give_up
         self._conversation, self._turn = conversation, turn
 
-    def quote(self, documents: Sequence[str], before: Sequence[str], followed: Sequence[str]) -> None:
-        """Note documents of the tenant that it is made from, those of questions before it, and the turns it follows."""
-        holds = self._library.catalogue.holds
-        cited = {*documents, *(one for one in dict.fromkeys(before) if holds(one))}
-        self._store.quote(self._conversation, self._turn, cited, followed)
+    def quote(self, documents: Sequence[str], followed: Sequence[str]) -> None:
+        """Note documents of the tenant that it is made from, and the turns that it follows."""
+        self._store.quote(self._conversation, self._turn, documents, followed)
 
     def finish(self, answer: AnswerUnderWay) -> None:
         """Write it down; of its passages, where they are found."""
@@ -218,8 +243,8 @@ class KeptAnswer:
             told |= {"report": {**report, "prompt": []}, "verification": report.get("verification")}
         if answer.error is not None:
             told["error"] = answer.error.message
-        text = answer.text().replace("\0", "\N{REPLACEMENT CHARACTER}")  # which PostgreSQL does not take
-        self._store.finish(self._conversation, self._turn, answer.state, _final(text, told.get("verification")), told)
+        text = _final(answer.text(), told.get("verification"))
+        self._store.finish(self._conversation, self._turn, answer.state, text, told)
 
     def verified(self, first: str, found: Verification) -> None:
         """Write down how it was verified; a correction stands in its place."""
@@ -232,7 +257,7 @@ class KeptAnswer:
 
 def _final(text: str, verification: dict[str, Any] | None) -> str:
     """The text that stands in the place of an answer, once it is known how that was verified."""
-    if verification is None or verification["status"] != "corrected":
-        return text
-    kept = text[: verification["position"]]
-    return kept + verification["after"] if text == kept + verification["before"] else text
+    if verification is not None and verification["status"] == "corrected":
+        kept = text[: verification["position"]]
+        text = kept + verification["after"] if text == kept + verification["before"] else text
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")  # PostgreSQL takes no NUL

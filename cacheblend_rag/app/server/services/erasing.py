@@ -44,6 +44,8 @@ class Erasing:
         self._engines, self._shared = engines, shared
         self.unfinished = False
         """Whether something that was deleted is still to be erased."""
+        self.forget_answers: Callable[[], None] = lambda: None
+        """Called when documents are deleted: answers in memory may be made from them."""
 
     def recall(self) -> None:
         """Let no record be read any more that is still to be erased."""
@@ -92,6 +94,8 @@ class Erasing:
     def forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         """Look for texts in no prompt any more, and read none of these records."""
         self._tenant.known.discard(texts)
+        if texts:
+            self.forget_answers()
         if not self._catalogue.backend.shared:  # else it follows once this is written down
             self.store.bury(keys)
 

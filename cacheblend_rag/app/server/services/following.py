@@ -126,7 +126,7 @@ class Following:
             with self._erasing.store.near():
                 texts, keys = self._erasing.find(documents)
             self.peers.note_left(documents, keys, again=lasting is not None)
-            self._tenant.known.discard(texts)
+            self._erasing.forget(texts, keys)
             self._erasing.store.bury(keys)
 
     @property

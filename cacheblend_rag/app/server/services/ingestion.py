@@ -156,9 +156,9 @@ class Jobs:
     def follow(self, libraries: Mapping[str, Library]) -> None:
         """Tell how far uploads are that other servers are at work on, too."""
         for (tenant, id), job in list(self._jobs.items()):
-            library, uploads = libraries[tenant], libraries[tenant].catalogue.uploads
-            if job.ended:
+            if job.ended or tenant not in libraries:
                 continue
+            library, uploads = libraries[tenant], libraries[tenant].catalogue.uploads
             if id not in dict(uploads.jobs()):
                 self._tell_end(library, job)
                 continue
@@ -327,6 +327,10 @@ class Ingestion:
         self._libraries = {**self._libraries, name: library}  # the thread may be looking through it
         self.wake()
 
+    def leave(self, name: str) -> None:
+        """Look after a tenant no more."""
+        self._libraries = {other: library for other, library in self._libraries.items() if other != name}
+
     def accepted(self, tenant: str, job: str, files: Iterable[PendingFile]) -> None:
         """An upload was taken in: get to it."""
         self._jobs.accepted(self._libraries[tenant], job, files)
@@ -440,12 +444,18 @@ class Ingestion:
 
     def _index(self) -> bool:
         """One turn of one tenant; whether there was anything to be done."""
+        for name in [one for one in self._not_before if one not in self._libraries]:  # who has left
+            self._begun.pop(name, None)
+            del self._not_before[name]
+            self._indexing.remove(name)
+            self._warming.remove(name)
         for name in [one for one in self._libraries if one not in self._not_before]:  # who has come meanwhile
             self._not_before[name] = 0.0
             self._indexing.append(name)
             self._warming.append(name)
         for name in self._next(self._indexing):
-            library = self._libraries[name]
+            if (library := self._libraries.get(name)) is None:
+                continue
             work = self._begun.pop(name, None)
             if work is None and (files := library.catalogue.uploads.waiting(_FILES)):
                 work = self._take_in(name, library, files)
@@ -580,7 +590,9 @@ class Ingestion:
                 if self._shared.step():
                     return True
                 continue
+            if (library := self._libraries.get(name)) is None:
+                continue
             with self._for(name):
-                if self._warming_up.step(name, self._libraries[name]):
+                if self._warming_up.step(name, library):
                     return True
         return False

@@ -57,6 +57,8 @@ _MANUAL_ID = "documentation"
 
 _T = TypeVar("_T")
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
+# Seconds after its last request in which a tenant may have something under way.
+_IDLE_SECONDS = 3_600.0
 # Seconds in which a thread must be free for the server to be ready.
 _THREAD_SECONDS = 3.0
 # For which KV that waits is still stored when the server ends.
@@ -171,12 +173,23 @@ class Service:
         return [one.library.following for one in self.sessions.values() if one.library.following is not None]
 
     def joined(self, name: str) -> Session:
-        """The session of a tenant, whose key may have been made while the server runs."""
+        """The session of a tenant, whose key may have been made while the server runs; those that have left are closed.
+
+        A tenant has left that has no key any more, once nothing of it is left to be done.
+        """
         with self._joining:
             if name not in self.sessions:
+                known = self.keys.tenants
+                left = {
+                    one: session for one, session in self.sessions.items() if one not in known and session.is_idle()
+                }
+                for one, gone in left.items():
+                    self.ingestion.leave(one)
+                    gone.library.close()
                 session = self._session(name)
                 self.ingestion.join(name, session.library)
-                self.sessions = {**self.sessions, name: session}  # others may be looking through it
+                # Made anew: others may be looking through it.
+                self.sessions = {one: its for one, its in self.sessions.items() if one not in left} | {name: session}
             return self.sessions[name]
 
     def _tombstoned(self, store: KVStore) -> KVStore:
@@ -351,11 +364,27 @@ class Session:
             shared,
             peers,
         )
-        self.conversations = Conversations(self.library, service.limits, service.settings.keeps_conversations)
+        self.library.erasing.forget_answers = self.verifications.forget_texts
+        self.conversations = Conversations(
+            self.library,
+            service.limits,
+            service.settings.keeps_conversations,
+            lambda: tenant.name in service.keys.tenants,
+        )
         self.shares = SharedConversations(self.library, self.conversations, service.limits)
         self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
+        self.used = time.monotonic()
+        """When its last request came."""
         self._thread = asyncio.Lock()
+
+    def is_idle(self) -> bool:
+        """Whether no request can be under way, and no upload or deletion waits."""
+        try:
+            waits = self.library.erasing.unfinished or self.library.catalogue.uploads.jobs()
+        except (Problem, DatabaseFault):  # the database is away
+            return False
+        return not waits and time.monotonic() - self.used > _IDLE_SECONDS
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run something short that needs no slot at the model in a thread; one at a time of each tenant.

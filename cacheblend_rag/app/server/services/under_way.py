@@ -44,6 +44,8 @@ class AnswerUnderWay:
     ) -> None:
         self.id, self.conversation = id, conversation
         self.told: list[Told] = []
+        self.made_from: list[str] = []
+        """Documents of the tenant whose text is in its prompt, or in answers before it there."""
         self.state = "running"
         self.error: Problem | None = None
         self.over = False

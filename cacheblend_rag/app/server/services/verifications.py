@@ -116,6 +116,13 @@ class AnswerVerifications:
             await asyncio.wait({done}, timeout=min(left, _LOOKING))
         return result.result() if result.done() else Verification("waiting", id=id)
 
+    def forget_texts(self) -> None:
+        """Forget corrections: they hold text of answers, which may be made from what is deleted now."""
+        with self._lock:
+            for id, known in list(self._results.items()):
+                if known.done() and known.result().status == "corrected":
+                    del self._results[id]
+
     def latest(self, model: str) -> LatestAnswers:
         """Counts of a model."""
         with self._lock:
