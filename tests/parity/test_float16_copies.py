@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -159,7 +161,8 @@ def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any],
 
         def logits() -> torch.Tensor:
             with engine.products(True), torch.no_grad():
-                return model(ids).logits
+                logits: torch.Tensor = model(ids).logits
+            return logits
 
         before = logits()
         assert products
@@ -185,6 +188,20 @@ def test_copies_are_shared_and_go_with_the_last_engine() -> None:
     del first, second
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[Any], Any]) -> None:
+    layers = nn.Sequential(linear(64, 32), linear(32, 64))
+    rows = torch.randn(2, 32)
+    with Float16Copies(layers).decoding(), torch.no_grad():
+        expected = layers(rows)
+        twin = copied(layers)
+        for layer in twin:
+            layer.weight.zero_()
+        assert not twin(rows).any()
+        assert torch.equal(layers(rows), expected)
+    assert untouched(layers)
 
 
 def test_copies_are_freed_without_waiting_for_the_garbage_collector() -> None:
