@@ -192,9 +192,9 @@ def test_copies_are_shared_and_go_with_the_last_engine() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[Any], Any]) -> None:
-    layers = nn.Sequential(linear(64, 32), linear(32, 64))
-    rows = torch.randn(2, 32)
-    with Float16Copies(layers).decoding(), torch.no_grad():
+    both = [linear(64, 32), linear(32, 64)]
+    layers, rows = nn.Sequential(*both), torch.randn(2, 32)
+    with Float16Copies(both).decoding(), torch.no_grad():
         expected = layers(rows)
         twin = copied(layers)
         for layer in twin:
