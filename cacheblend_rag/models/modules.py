@@ -142,7 +142,7 @@ class ForwardOverride:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own module."""
-        return types.MethodType, (type(self.module).forward, self.module)
+        return type(self.module).forward.__get__, (self.module,)
 
 
 class ForwardOverrides(Generic[_Forward]):

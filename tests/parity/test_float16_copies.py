@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import os
+import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -46,6 +51,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def model_of(family: str = "llama", **changes: Any) -> Any:
     """A model whose weights are the same in float16."""
     return tiny.model(family, initializer_range=0.1, **changes).half().float()
+
+
+def linear(out: int, width: int) -> nn.Linear:
+    """A layer whose weight is the same in float16."""
+    layer = nn.Linear(width, out, bias=False)
+    layer.weight = nn.Parameter(layer.weight.detach().half().float())
+    return layer
 
 
 def engine_over(model: Any, **options: Any) -> BlendEngine:
@@ -149,7 +161,8 @@ def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any],
 
         def logits() -> torch.Tensor:
             with engine.products(True), torch.no_grad():
-                return model(ids).logits
+                logits: torch.Tensor = model(ids).logits
+            return logits
 
         before = logits()
         assert products
@@ -175,6 +188,34 @@ def test_copies_are_shared_and_go_with_the_last_engine() -> None:
     del first, second
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[Any], Any]) -> None:
+    both = [linear(64, 32), linear(32, 64)]
+    layers, rows = nn.Sequential(*both), torch.randn(2, 32)
+    with Float16Copies(both).decoding(), torch.no_grad():
+        expected = layers(rows)
+        twin = copied(layers)
+        for layer in twin:
+            layer.weight.zero_()
+        assert not twin(rows).any()
+        assert torch.equal(layers(rows), expected)
+    assert untouched(layers)
+
+
+def test_copies_are_freed_without_waiting_for_the_garbage_collector() -> None:
+    layer = linear(400, 100)
+    copies = Float16Copies([layer])
+    with copies.decoding(), torch.no_grad():
+        layer(torch.randn(1, 100))
+    gone = weakref.ref(copies)
+    gc.disable()
+    try:
+        del copies
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_copies_that_were_dropped_are_made_again(products: list[int]) -> None:
@@ -228,6 +269,77 @@ def test_operators_that_fail_later_leave_the_plain_path(
         for _ in range(2):
             assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
     assert caplog.text.count("weights are not prepacked") == 1
+
+
+def test_packing_that_fails_is_tried_once_and_leaves_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def fail(copies: Float16Copies) -> None:
+        tried.append(1)
+        raise MemoryError("no room for a copy")
+
+    model = model_of()
+    expected = plain_tokens(model)
+    with engine_over(model) as engine, caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(Float16Copies, "pack_all", fail)
+        for _ in range(2):
+            assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
+    assert tried == [1]
+    assert caplog.text.count("weights are not prepacked") == 1
+
+
+_WITHOUT_ROOM = """
+import resource
+import torch
+from torch import nn
+from cacheblend_rag.models.cpu.float16_copies import Float16Copies, are_there
+
+assert are_there()
+torch.set_num_threads(1)
+layer, rows = nn.Linear(1024, 2**15, bias=False), torch.randn(1, 1024)
+nn.init.ones_(layer.weight)
+copies = Float16Copies([layer])
+with torch.inference_mode():
+    expected = layer(rows)
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * copies.nbytes // 4, resource.RLIM_INFINITY))
+    with copies.decoding():
+        assert torch.equal(layer(rows), expected)
+assert copies.trouble.seen
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
+def test_packing_without_memory_does_not_end_the_process() -> None:
+    environment = {**os.environ, "CACHEBLEND_RAG_ONEDNN": "off"}
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_ROOM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted as Linux does")
+def test_packing_starts_a_thread_for_each_of_pytorchs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, threads, most = [linear(2048, 512) for _ in range(12)], torch.get_num_threads(), list[int]()
+    packing = halves._packed
+
+    def counted(weight: torch.Tensor) -> Any:
+        most.append(len(os.listdir("/proc/self/task")))
+        return packing(weight)
+
+    monkeypatch.setattr(halves, "_packed", counted)
+    torch.set_num_threads(6)
+    try:
+        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+        torch.randn(1000, 1000).half()  # PyTorch has its threads
+        before = len(os.listdir("/proc/self/task"))
+        copies = Float16Copies(layers)
+        with copies.decoding(), torch.no_grad():
+            layers[0](torch.randn(1, 512))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(most) == len(layers)
+    assert max(most) <= before + 6
 
 
 def test_engine_that_packs_nothing_and_one_that_packs_stand_beside_each_other(products: list[int]) -> None:

@@ -412,6 +412,16 @@ def test_copies_must_fit_into_memory_unless_they_were_asked_for(
         assert prepacks(engine)
 
 
+def test_small_layers_in_float32_leave_the_others_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(prepacking, "in_hardware", lambda dtype: True)
+    model = model_of()
+    model.model.layers[0].mlp.chooser = nn.Linear(32, 4)  # as that which chooses experts
+    with engine_of(model) as engine:
+        assert prepacks(engine)
+        assert isinstance(prepacking._by_model[model](), prepacking._PrepackedWeights)
+
+
 @needs_bfloat16
 def test_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)

@@ -88,7 +88,7 @@ class CopyForward(ForwardOverride):
 
     def __init__(self, module: nn.Linear, weights: CopiedWeights) -> None:
         super().__init__(module)
-        self.weights = weights
+        self.weights: CopiedWeights = weakref.proxy(weights)  # in a circle, copies would outlive the last engine
         self.seen: WeightState | None = None  # the weight as it was when a pass last began, if it can be copied
         self.copy: WeightCopy | None = None
 
@@ -101,9 +101,8 @@ class CopyForward(ForwardOverride):
                     product = copy.product(input, bias)
                     if product is not None:
                         return product
-                except (RuntimeError, AttributeError, TypeError) as error:
-                    self.copy = None
-                    self.weights.trouble.note(error)
+                except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
+                    self.weights.fail(error)
         return self.weights.otherwise(self, input)
 
     def weight(self) -> nn.Parameter | None:
@@ -199,11 +198,15 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
             try:
                 self.make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
             except (RuntimeError, AttributeError, TypeError) as error:
-                self.trouble.note(error)
-                self._drop()
+                self.fail(error)
         for forward in self._forwards:
             if forward.copy is not None:
                 forward.put()
+
+    def fail(self, error: object) -> None:
+        """Make no copies any more, and use none."""
+        self.trouble.note(error)
+        self._drop()
 
     def _drop(self) -> None:
         for forward in self._forwards:

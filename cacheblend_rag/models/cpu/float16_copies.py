@@ -9,6 +9,7 @@ in float16 has no copy.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,10 +72,19 @@ class Float16Copies(CopiedWeights):
         return bool(self._decoding.users) and are_few(rows)
 
     def pack_all(self) -> None:
-        """Pack all weights that are not yet."""
+        """Pack all weights that are not yet.
+
+        Raises
+        ------
+        RuntimeError, MemoryError
+            If there is no memory for it, or no thread.
+        """
         with self._packing, ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")  # FBGEMM crashes where there is no memory
             copies = [forward.copy.product for forward in self._forwards if forward.copy is not None]
-            list(threads.map(_Float16Copy.pack, (one for one in copies if isinstance(one, _Float16Copy))))
+            ours = (one for one in copies if isinstance(one, _Float16Copy))
+            # Compared on this thread: for each other one that compares, PyTorch starts as many again.
+            list(threads.map(_Float16Copy.pack, (one for one in ours if one.is_to_be_packed())))
 
     def least(self) -> int:
         """See `CopiedWeights.least`."""
@@ -107,7 +117,8 @@ class _Float16Copy:
     __slots__ = ("_done", "_module", "_packed", "_seen", "_weights")
 
     def __init__(self, weights: Float16Copies, module: nn.Linear, seen: WeightState) -> None:
-        self._weights, self._module, self._seen = weights, module, seen
+        self._weights: Float16Copies = weakref.proxy(weights)  # see `CopyForward`
+        self._module, self._seen = module, seen
         self._done, self._packed = False, None
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -117,12 +128,19 @@ class _Float16Copy:
             self._weights.pack_all()
         return None if self._packed is None else float16_product(rows, self._packed, bias)
 
-    def pack(self) -> None:
-        """Pack the weight, if it is still the one that was seen and the same in float16."""
+    def is_to_be_packed(self) -> bool:
+        """Whether the weight is not packed yet, is still the one that was seen, and is the same in float16."""
         weight = self._module.weight
-        if not self._done and self._seen.still(weight):
-            self._packed = packed(weight)
-        self._done = True
+        if self._done or not self._seen.still(weight):
+            return False
+        self._done = not is_same(weight)
+        return not self._done
+
+    def pack(self) -> None:
+        """Pack the weight, if it is still the one that was seen."""
+        weight = self._module.weight
+        if self._seen.still(weight):
+            self._packed, self._done = _packed(weight), True
 
 
 @cache
@@ -139,11 +157,18 @@ def are_few(rows: torch.Tensor) -> bool:
     return rows.shape[:-1].numel() <= _ROWS
 
 
-@torch.no_grad()
 def packed(weight: torch.Tensor) -> Any:
     """A float32 weight ``[out, in]`` in float16, in FBGEMM's order; None if it is not the same in float16."""
-    if not all(map(_is_same, torch.split(weight, _TOGETHER))):
-        return None
+    return _packed(weight) if is_same(weight) else None
+
+
+@torch.no_grad()
+def is_same(weight: torch.Tensor) -> bool:
+    """Whether a weight is the same in float16."""
+    return all(map(_is_same, torch.split(weight, _TOGETHER)))
+
+
+def _packed(weight: torch.Tensor) -> Any:
     return torch.ops.quantized.linear_prepack_fp16.default(weight.detach(), None)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -115,7 +116,10 @@ def _copies(
     model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool
 ) -> Float16Copies | _PrepackedWeights | None:
     """The copies that all who run the model share; None where there are none, and none are asked for."""
-    wide = option == "auto" and any(layer.weight.dtype is torch.float32 for layer in layers)
+    elements = Counter[torch.dtype]()
+    for layer in layers:  # some models keep small layers in float32, as that which chooses experts
+        elements[layer.weight.dtype] += layer.weight.numel()
+    wide = option == "auto" and elements[torch.float32] > elements[_DTYPE]
     kind = Float16Copies if wide else _PrepackedWeights
     with _table_lock:
         known = _by_model.get(model)

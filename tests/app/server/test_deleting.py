@@ -120,6 +120,40 @@ def test_full_disk_makes_deleting_fail(model: Path, docs: Path, small_disk: Path
         assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
 
 
+def test_replaced_document_is_erased_with_what_stood_behind_it_and_the_rest_is_stored_again(
+    model: Path, docs: Path, tmp_path: Path
+) -> None:
+    first, second = passage(900, 240), passage(901, 240)
+    with TestClient(create_app(settings_for(model, docs, tmp_path, prompt_cache=0)), base_url=BASE) as client:
+        service, id = service_of(client), new_collection(client)
+        library, store = service.sessions["local"].library, service.tombstones
+        upload(client, id, {"x.txt": passage(950)})
+        settle(service)
+        assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['x.txt']}").status_code == 204
+        assert store.tombstones, "of another document, a short while ago"
+        upload(client, id, {"a.txt": f"{first}\n{second}"})
+        settle(service)
+        texts = library.catalogue.texts_of(ids_of(client, id)["a.txt"])
+        (behind,) = (text for text in texts if text.startswith("Passage 901"))
+        leaving = next(text for text in texts if text.startswith("Passage 900"))
+        (record,) = service.engine.chunks.records_of([behind], dependent=False)
+        assert record in service.engine.chunks.records_of([leaving]), "it was computed behind that"
+        store.lasting = 0.5
+        upload(client, id, {"a.txt": second})
+        settle(service)
+        assert not library.catalogue.deletions.tombstones()
+        assert not library.catalogue.deletions.has_unfinished(), "nor is its text there any more"
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": name, "prompt": "Which leaf?", "documents": [behind], "max_tokens": 1}
+
+        def is_read() -> bool:
+            hits = client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"]
+            service.engine.flush()
+            return bool(hits)
+
+        until(is_read)
+
+
 def test_failed_erasing_is_retried_and_its_kv_is_not_read(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

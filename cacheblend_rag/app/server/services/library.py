@@ -356,7 +356,7 @@ class Library:
             staying = [one for one in taken if latest[one[0].name] == one[0].id]
             texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
             leaving, keys = self.erasing.find(replaced, texts)
-            allowed = self.erasing.allowed(texts)
+            allowed = self.erasing.allowed(texts) - keys  # what was computed behind text that leaves goes with it
             double = [file.id for file, _, _ in taken if latest[file.name] != file.id]
 
             def change() -> None:
@@ -369,6 +369,8 @@ class Library:
                 self.erasing.store.allow(allowed)
             self.erasing.forget(leaving, keys)
             self.tenant.known.add(texts)
+        if replaced or double:
+            self.erasing.erase()
         return [file for file, _, _ in taken]
 
     def forget_behind(self, texts: Sequence[str]) -> None:
