@@ -87,9 +87,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model, perhaps with LoRA adapters, or a model that takes images too.
-        Nothing is left behind on it. Several engines may share one: their requests wait for one another. A call without
-        an engine, on whatever thread, gets the model's own results.
+        A causal language model, perhaps with LoRA adapters, or one that takes images too. Nothing is left behind on it.
+        Several engines may share one: their requests take turns. A call without an engine gets the model's own results.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -98,13 +97,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         Where KV is kept: a store; a folder; a store that machines share, such as ``"s3://bucket/kv"`` or
         ``"valkey://host:6379/0"``; several of these, the nearest first; or memory.
     fingerprint : str, optional
-        Identity of the model's own weights, adapters aside, where it is known already; by default they are read
-        through.
+        Identity of the model's own weights, adapters aside, if it is known; by default they are read through.
     processor : transformers processor, optional
         The model's own, for prompts that hold images. Without it, such prompts are refused.
     beside : BlendEngine, optional
-        An engine over another model on the same device. Requests of both wait for one another, as those of one model
-        do. Without it both models may run at once, and each takes longer.
+        One over another model on the same device: requests of both take turns. Else each may take longer.
     keep_alive : float or str, optional
         For ever alone, as for -1: others may hold the model, so it stays in memory. `from_pretrained` takes a time.
 

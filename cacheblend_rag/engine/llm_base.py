@@ -278,10 +278,7 @@ class LLMBase(DecodeFields):
         config: BlendConfig | None = None,
         **fields: Any,
     ) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
-
-        Messages with images need the model's ``processor`` too.
-        """
+        """Take the user's transformers model and tokenizer, and leave nothing on them; images need ``processor``."""
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}
         if options:

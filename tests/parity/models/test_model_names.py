@@ -136,7 +136,9 @@ def test_command_line_says_it_in_one_line(folders: Path, capsys: pytest.CaptureF
     assert slip.startswith("smolm2: ")
     assert "did you mean the starter model 'smollm2'?" in slip
     assert "fetch it anew" in half
-    assert seen.out == f"{folders / 'whole'}: blended\n"
+    said, meaning = seen.out.splitlines()
+    assert said == f"{folders / 'whole'}: blended"
+    assert "context window holds 2,048 tokens" in meaning
     for command in (["ask", "What?"], ["serve"]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CACHEBLEND_RAG_DATA_DIR", str(folders / "data"))
