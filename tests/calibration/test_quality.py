@@ -140,8 +140,8 @@ def test_the_command_counts_known_answers(
     ("arguments", "message"),
     [
         (["--prompts", "0"], "prompts=0 is not usable"),
-        (["--ratio", "2"], "recompute_ratio='2' is not usable"),
-        (["--max-new-tokens", "0"], "max_new_tokens=0 is not usable"),
+        (["--ratio", "2"], "--ratio='2' is not usable"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0 is not usable"),
         (["--data", "no.jsonl"], "'no.jsonl' cannot be read"),
         (["--data", "no.jsonl", "--docs", "."], "use it without --docs"),
         (["--prompt", "stuff"], "use it with --data"),

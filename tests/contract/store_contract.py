@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "hold": (["key"], False),
     "volume": (),
     "prefetch": ("key",),
+    "refuses": ("key",),
     "delete": ("key",),
     "claim": ("key", 0.5),
     "stats": (),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from cacheblend_rag.app.server.services.under_way import AnswerUnderWay
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
@@ -183,15 +184,21 @@ def test_another_conversation_can_be_opened_while_an_answer_goes_on(
 
 
 def test_stop_ends_the_answer_on_the_server(
-    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, gate: Gate
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stop = AnswerUnderWay.stop
+
+    def stopped_before_the_next_token(answer: AnswerUnderWay) -> None:
+        stop(answer)
+        gate.open.set()
+
+    monkeypatch.setattr(AnswerUnderWay, "stop", stopped_before_the_next_token)
     with keyed(model, docs, tmp_path) as server:
         page = open_page(ada, server.url)
         turn = send(page, "Which leaf?")
         assert gate.reached.wait(60)
         with page.expect_response("**/api/answers/*") as stopped:
             page.get_by_role("button", name="Stop").click()
-            gate.open.set()
         assert stopped.value.status == 204
         expect(turn.locator(".status")).to_contain_text("Stopped before the end.")
         page.reload()
