@@ -215,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write what was found; 1 if anything of one tenant shows to the other."""
     parser = script_parser("isolation", __doc__)
     parser.add_argument("--questions", type=int, default=200, help="of the tenant that is watched")
+    parser.add_argument("--seed", type=int, default=0, help="of what is asked, and in which order")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parsed = parser.parse_args(arguments)
     from tests import tiny
@@ -239,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['ben']}"}, timeout=60) as ben,
             ):
                 _until_stored(ben, stored_ahead, folder / "log")
-                found = watch(ada, ben, passages, lambda: time.sleep(0.15))
-            runs.append({"stored_ahead": stored_ahead, "machine": machine(), **summary(found)})
+                found = watch(ada, ben, passages, lambda: time.sleep(0.15), seed=parsed.seed)
+            runs.append({"stored_ahead": stored_ahead, "seed": parsed.seed, "machine": machine(), **summary(found)})
             print(json.dumps(runs[-1], indent=1), flush=True)
     if parsed.json:
         parsed.json.write_text(json.dumps({"bound": BOUND, "runs": runs}, indent=1) + "\n")
