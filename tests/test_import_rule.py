@@ -37,6 +37,15 @@ ORDER = (
 FLOORS = (("app", "api"), ("services",), ("storage",), ("security",), ("settings", "keys_file", "problems"))
 # It receives an iterator of per-layer KV.
 FORBIDDEN = {"fusor": ("store",)}
+# Memories of all tenants together. None may be asked for a text or its ids: by the time that an answer takes, another
+# tenant would see what is in it.
+REMEMBERED = {
+    # about this machine, its packages and what PyTorch does here
+    *("_agrees", "_auto_limit", "_multiprocessors", "_side_stream", "agrees", "are_there", "kernels_run_on"),
+    *("rows_worth_it", "_arguments", "_options_of", "_tracer", "_instruments"),
+    # a text of ours, numbers of samples, and models' own templates
+    *("_passages", "_draw", "template_variables"),
+}
 # The only homes of an outside package, at module level or within a function.
 HOMES = {
     # The fusor's check at load names transformers' version, no more.
@@ -310,6 +319,18 @@ def test_classes_stay_small_enough_to_hold_in_mind() -> None:
     grown = {name: size for name, size in large.items() if size[0] > LARGE[name][0] or size[1] > LARGE[name][1]}
     assert grown == {}, f"the exceptions only shrink, and were {LARGE}"
     assert LARGE.keys() - large.keys() == set(), "these fit now: take them off the list"
+
+
+def test_memories_of_all_tenants_are_asked_for_no_text() -> None:
+    """Found once: digests of token ids, remembered in one place, told what others had asked about."""
+    found = {
+        node.name
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef)
+        if any("cache" in ast.unparse(one).split("(")[0] for one in node.decorator_list)
+    }
+    assert found == REMEMBERED
 
 
 def test_every_module_says_what_it_is_and_asserts_nothing() -> None:

@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -254,9 +254,8 @@ class Variants:
                     known.drop(key)
 
 
-@lru_cache(1024)
 def digest(ids: tuple[int, ...]) -> str:
-    """Digest of token ids; remembered, since the same chunks come back again and again."""
+    """Digest of token ids; not remembered, as other tenants would see it by the time that it takes."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
 
 

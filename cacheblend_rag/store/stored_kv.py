@@ -6,14 +6,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from cacheblend_rag.models.kv import SegmentKV
-
-# Most ids of which the text is remembered; longer ones stand before a variant, and seldom come again.
-_REMEMBERED = 2048
 
 
 @dataclass(frozen=True)
@@ -197,11 +193,5 @@ def record_key(
 
 
 def _join(ids: Sequence[int]) -> str:
-    ids = tuple(ids)
-    return _joined(ids) if len(ids) <= _REMEMBERED else ",".join(map(str, ids))
-
-
-@lru_cache(1024)
-def _joined(ids: tuple[int, ...]) -> str:
-    """Remembered: the same chunks come back again and again."""
-    return ",".join(map(str, ids))
+    # In one call, and not remembered: other tenants would see by the time of a look-up which texts were asked about.
+    return ("%d," * len(ids) % tuple(ids))[:-1]
