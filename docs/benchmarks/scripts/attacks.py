@@ -24,7 +24,7 @@ import httpx
 
 from docs.benchmarks.scripts.served import served
 
-__all__ = ["Line", "fuzzed_uploads", "generated_requests", "main", "slow_clients"]
+__all__ = ["PATIENCE", "Line", "asking", "fuzzed_uploads", "generated_requests", "main", "slow_clients"]
 
 KEY = "ada-0123456789abcdef"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -40,8 +40,8 @@ _CHECKS = (
 )
 _SLOW = {"-H": "heads that do not end", "-B": "bodies that do not end", "-X": "answers that are read a byte at a time"}
 _CONNECTIONS = 1_000
-# Seconds within which another client must be answered meanwhile.
-_PATIENCE = 5.0
+PATIENCE = 5.0
+"""Seconds within which another client must be answered meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Line:
     detail: str
 
 
-def generated_requests(url: str, seconds: float) -> Line:
+def generated_requests(url: str, seconds: float, key: str = KEY) -> Line:
     """Requests and chains of requests made from the OpenAPI document by schemathesis."""
     command = ["schemathesis", "run", f"{url}/openapi.json", "--phases", "examples,coverage,fuzzing,stateful"]
     command += ["--max-time", f"{seconds:.0f}", "--checks", ",".join(_CHECKS), "--header"]
-    command += [f"Authorization: Bearer {KEY}", "--suppress-health-check", "all", "--continue-on-failure"]
+    command += [f"Authorization: Bearer {key}", "--suppress-health-check", "all", "--continue-on-failure"]
     command += ["--request-timeout", "300"]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     if said.returncode:
@@ -125,26 +125,26 @@ def slow_clients(url: str, mode: str, seconds: float) -> Line:
     """Connections of slowhttptest, while another client on another address goes on asking."""
     command = ["slowhttptest", mode, "-c", str(_CONNECTIONS), "-r", "200", "-i", "2", "-l", f"{seconds:.0f}"]
     command += ["-u", f"{url}/v1/models" if mode != "-X" else f"{url}/", "-p", "3"]
-    with _asking(url) as seen:
+    with asking(url) as seen:
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
     closed = _last(r"closed: +(\d+)", plain)
     detail = f"{closed} were closed; {len(seen)} requests beside them, the slowest took {max(seen):.2f} s"
-    return Line(f"slowhttptest: {_SLOW[mode]}", _CONNECTIONS, sum(one > _PATIENCE for one in seen), detail)
+    return Line(f"slowhttptest: {_SLOW[mode]}", _CONNECTIONS, sum(one > PATIENCE for one in seen), detail)
 
 
 @contextmanager
-def _asking(url: str) -> Iterator[list[float]]:
+def asking(url: str, path: str = "/v1/models", key: str = KEY) -> Iterator[list[float]]:
     """Seconds of each request of a client on an address of its own; one that fails took for ever."""
-    seen, ended = list[float](), threading.Event()
+    seen, ended, headers = list[float](), threading.Event(), {"Authorization": f"Bearer {key}"}
 
     def ask() -> None:
         transport = httpx.HTTPTransport(local_address="127.0.0.2")
         while not ended.is_set():
             began = time.monotonic()
             try:
-                with httpx.Client(transport=transport, base_url=url, headers=HEADERS, timeout=30) as client:
-                    fine = client.get("/v1/models").status_code == 200
+                with httpx.Client(transport=transport, base_url=url, headers=headers, timeout=30) as client:
+                    fine = client.get(path).status_code == 200
             except httpx.HTTPError:
                 fine = False
             seen.append(time.monotonic() - began if fine else float("inf"))
