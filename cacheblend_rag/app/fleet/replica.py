@@ -105,7 +105,7 @@ class Replica:
     """
 
     def __init__(self, given: Mapping[str, GivenValue], version: str) -> None:
-        from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
+        from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app, freeze_loaded
         from cacheblend_rag.app.server.services.logs import configure_logs
 
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -119,6 +119,7 @@ class Replica:
         plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         arguments = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
         threading.Thread(target=self._store.read, args=arguments, daemon=True).start()
+        freeze_loaded()
 
     async def answer(self, call: Call, *, chunks: Mapping[int, int], ids: str = "") -> AsyncIterator[Head | bytes]:
         """Answer a request.
