@@ -38,7 +38,7 @@ def asked(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
-def test_what_is_loaded_is_not_looked_at_while_a_body_is_read(
+def test_collector_leaves_alone_what_is_loaded_before_a_body_is_read(
     chat_model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body of 1,300,000 lists took three seconds of the loop, in which five passes looked at all objects."""
