@@ -91,6 +91,15 @@ class Found:
     differing: list[str] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
 
+    def add(self, other: Found) -> None:
+        """Count what was seen of other questions, too."""
+        self.questions += other.questions
+        self.differing += other.differing
+        self.counted += other.counted
+        for name, one in other.guesses.items():
+            own = self.guesses[name]
+            self.guesses[name] = Guesses(own.right + one.right, own.of + one.of, own.undecided + one.undecided)
+
     @property
     def least_p(self) -> float:
         """The least probability of all ways of guessing, times their number (Bonferroni)."""
@@ -211,38 +220,44 @@ def summary(found: Found) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write what was found; 1 if anything of one tenant shows to the other."""
-    parser = script_parser("isolation", __doc__)
-    parser.add_argument("--questions", type=int, default=200, help="of the tenant that is watched")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked, and in which order")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
-    parsed = parser.parse_args(arguments)
+def _round(stored_ahead: bool, questions: int, seed: int) -> Found:
+    """A server of its own with random weights, and what one tenant saw of the other there."""
     from tests import tiny
     from tests.toy import EMBEDDER_PATH
 
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny.model(num_hidden_layers=4, max_position_embeddings=2048).save_pretrained(folder / "model")
+        tiny.tokenizer().save_pretrained(folder / "model")
+        passages = write_passages(folder / "docs", 2 * questions + 2, seed=seed)
+        (folder / "options.toml").write_text(
+            '[engine]\nmin_tokens = 0\nrecompute_ratio = 0.3\nsize_limit = "%s"\n' % ("2GB" if stored_ahead else "8MB")
+        )
+        options = ["--docs", folder / "docs", "--model", folder / "model", "--embedder", EMBEDDER_PATH]
+        options += ["--config", folder / "options.toml", "--top-k", "1", "--requests-per-minute", "1000000"]
+        with (
+            served(folder, KEYS, list(map(str, options))) as url,
+            httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['ada']}"}, timeout=60) as ada,
+            httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['ben']}"}, timeout=60) as ben,
+        ):
+            _until_stored(ben, stored_ahead, folder / "log")
+            return watch(ada, ben, passages, lambda: time.sleep(0.15), seed=seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write what was found; 1 if anything of one tenant shows to the other."""
+    parser = script_parser("isolation", __doc__)
+    parser.add_argument("--questions", type=int, default=200, help="of the tenant that is watched, each round")
+    parser.add_argument("--rounds", type=int, default=1, help="each over other passages, in another order")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parsed = parser.parse_args(arguments)
     runs = []
     for stored_ahead in (True, False):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            tiny.model(num_hidden_layers=4, max_position_embeddings=2048).save_pretrained(folder / "model")
-            tiny.tokenizer().save_pretrained(folder / "model")
-            passages = write_passages(folder / "docs", 2 * parsed.questions + 2)
-            (folder / "options.toml").write_text(
-                '[engine]\nmin_tokens = 0\nrecompute_ratio = 0.3\nsize_limit = "%s"\n'
-                % ("2GB" if stored_ahead else "8MB")
-            )
-            options = ["--docs", folder / "docs", "--model", folder / "model", "--embedder", EMBEDDER_PATH]
-            options += ["--config", folder / "options.toml", "--top-k", "1", "--requests-per-minute", "1000000"]
-            with (
-                served(folder, KEYS, list(map(str, options))) as url,
-                httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['ada']}"}, timeout=60) as ada,
-                httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS['ben']}"}, timeout=60) as ben,
-            ):
-                _until_stored(ben, stored_ahead, folder / "log")
-                found = watch(ada, ben, passages, lambda: time.sleep(0.15), seed=parsed.seed)
-            runs.append({"stored_ahead": stored_ahead, "seed": parsed.seed, "machine": machine(), **summary(found)})
-            print(json.dumps(runs[-1], indent=1), flush=True)
+        found = Found()
+        for seed in range(parsed.rounds):
+            found.add(_round(stored_ahead, parsed.questions, seed))
+        runs.append({"stored_ahead": stored_ahead, "rounds": parsed.rounds, "machine": machine(), **summary(found)})
+        print(json.dumps(runs[-1], indent=1), flush=True)
     if parsed.json:
         parsed.json.write_text(json.dumps({"bound": BOUND, "runs": runs}, indent=1) + "\n")
     shows = any(one["least_p_of_all"] < BOUND or one["fields_that_differ"] or one["counts_that_change"] for one in runs)
