@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
 from cacheblend_rag.config import (
@@ -119,9 +119,6 @@ class LLMBase(DecodeFields):
     is refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has
     one.
     """
-
-    # Pydantic would look for texts behind fields in every model's source and in that of its options: half a second.
-    model_config = ConfigDict(use_attribute_docstrings=False)
 
     engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     config: BlendConfig | None = Field(default=None, exclude=True, repr=False)
