@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pty
 import subprocess
@@ -15,6 +16,7 @@ import torch
 from cacheblend_rag import __version__
 from cacheblend_rag.app import options
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.folder_rag import Answer, FolderRAG
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
 from tests import tiny
@@ -217,6 +219,27 @@ def test_wrong_options_are_refused_before_anything_heavy_is_imported(
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_garbage_is_searched_for_as_before_once_models_are_loaded_or_refused(
+    model_path: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: bool
+) -> None:
+    seen, plainly = [], FolderRAG.ask
+
+    def noted(rag: FolderRAG, question: str) -> Answer:
+        seen.append(gc.isenabled())
+        return plainly(rag, question)
+
+    monkeypatch.setattr(FolderRAG, "ask", noted)
+    if not searched:
+        gc.disable()
+    try:
+        assert ask(model_path, docs, tmp_path / "data") == 0
+        assert ask(docs, docs, tmp_path / "data") == 2, "a folder without a model"
+        assert [*seen, gc.isenabled()] == [searched, searched]
+    finally:
+        gc.enable()
 
 
 def test_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
