@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.config import VERIFY
 from cacheblend_rag.errors import ConfigError
@@ -88,30 +88,12 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen = Screen()
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     with screen.mute_logs(), bars_hidden():
-        with _no_search_for_garbage():
+        with no_search_for_garbage():
             from cacheblend_rag.app.folder_rag import FolderRAG
 
             made = FolderRAG(options)
         with made as rag:
             yield screen, rag
-
-
-@contextmanager
-def _no_search_for_garbage() -> Iterator[None]:
-    """Within this, reference cycles are not looked for; later, not among what was made until then.
-
-    Imports make some 800,000 objects, nearly all of them for the life of the process. Python would walk over them again
-    and again, and a last time at its end.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _index(screen: Screen, rag: FolderRAG) -> None:

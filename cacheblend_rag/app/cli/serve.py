@@ -13,6 +13,7 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
+from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading_bars import bars_hidden
@@ -58,7 +59,8 @@ def _serve(parsed: argparse.Namespace) -> int:
                 raise MissingExtraError(error.name or "ray", "app,ray") from error
             return serve_fleet(given, replicas)
         try:
-            from cacheblend_rag.app.server.app import serve
+            with no_search_for_garbage():
+                from cacheblend_rag.app.server.app import serve
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "fastapi", "app") from error
         with bars_hidden():

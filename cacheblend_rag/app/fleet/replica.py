@@ -22,6 +22,7 @@ import ray
 from cacheblend_rag.app.cli.configuration import GivenValue, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
+from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import ENV_PREFIX, BlendConfig, options_of
 from cacheblend_rag.errors import ConfigError
@@ -105,21 +106,21 @@ class Replica:
     """
 
     def __init__(self, given: Mapping[str, GivenValue], version: str) -> None:
-        from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app, freeze_loaded
+        from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
         from cacheblend_rag.app.server.services.logs import configure_logs
 
         sys.setswitchinterval(SWITCH_INTERVAL)
         settings = server_settings(given)
-        self._place, self._service, self._store = _started(settings)
+        with no_search_for_garbage():
+            self._place, self._service, self._store = _started(settings)
+            self._app = create_app(settings, self._service)
         agree(version, terms_of(self._service))
         configure_logs(settings.access_log)
-        self._app = create_app(settings, self._service)
         self._app.state.service = self._service
         engine = self._service.engine
         plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         arguments = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
         threading.Thread(target=self._store.read, args=arguments, daemon=True).start()
-        freeze_loaded()
 
     async def answer(self, call: Call, *, chunks: Mapping[int, int], ids: str = "") -> AsyncIterator[Head | bytes]:
         """Answer a request.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import json
 import logging
@@ -26,6 +25,7 @@ from fastapi.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
+from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
 from cacheblend_rag.app.server.api.kept import router as kept_router
 from cacheblend_rag.app.server.api.openai import router as openai_router
@@ -388,16 +388,6 @@ def server_config(app: FastAPI, settings: ServerSettings, *, grace: int = _GRACE
     )
 
 
-def freeze_loaded() -> None:
-    """Take what this process holds now out of the passes of Python's collector.
-
-    Reading a large body makes several full passes, on the loop that serves everybody, and the packages that are loaded
-    leave 700,000 objects to look at.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def serve(settings: ServerSettings) -> int:
     """Serve until interrupted; the process's exit status.
 
@@ -408,12 +398,13 @@ def serve(settings: ServerSettings) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
-    service = Service(settings)
+    with no_search_for_garbage():
+        service = Service(settings)
+        app = create_app(settings, service)
     configure_logs(settings.access_log)
     if service.engine.config.finds_repeated:
         print(_REPEATED, file=sys.stderr)
-    server = _AnnouncingServer(server_config(create_app(settings, service), settings))
-    freeze_loaded()
+    server = _AnnouncingServer(server_config(app, settings))
     try:
         server.run()
     except KeyboardInterrupt:  # what uvicorn raises again once all is closed
