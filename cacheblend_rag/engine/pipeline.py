@@ -580,16 +580,11 @@ class Pipeline:
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
         known = segments.contexts([one.text for one in located if not one.found]) if lookup.found else contexts
-        unread = [one for one in lookup.chunks if one.token_ids and one.key not in lookup.records]
-        missing = [one.usual if one.kind == "variant" and one.usual is not None else one for one in unread]
-        missing = [one for one in missing if one.usual is None]  # what was stored for all is there, only not read
-        missing = [one for one in missing if not self.store.refuses(one.key)]
-        for segment in sorted(missing, key=lambda one: len(one.own_ids)):  # those of like length side by side
-            if segment.key not in lookup.records and not is_stored(self, lookup, segment.key):
-                beside = contexts if segment.key.startswith(FOUND) else known
-                behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
-                one = partial(self.compute_and_store, [behind])
-                jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
+        for segment in _to_store(self, lookup):
+            beside = contexts if segment.key.startswith(FOUND) else known
+            behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
+            one = partial(self.compute_and_store, [behind])
+            jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
         return jobs
 
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
@@ -606,6 +601,20 @@ def _open_all(
     found = {key: stored[key] for key, one in wanted.items() if key in stored and pipeline.is_of(stored[key], one)}
     opened += found.items()
     return found
+
+
+def _to_store(pipeline: Pipeline, lookup: Lookup) -> list[Segment]:
+    """The segments of chunks that are not stored yet and may be, those of like length side by side."""
+    found = []
+    for one in lookup.chunks:
+        if not one.token_ids or one.key in lookup.records:
+            continue
+        if one.kind == "variant" and one.usual is not None:
+            one = one.usual
+        there = one.usual is not None or one.key in lookup.records  # stored for all tenants, only not read
+        if not there and not pipeline.store.refuses(one.key) and not is_stored(pipeline, lookup, one.key):
+            found.append(one)
+    return sorted(found, key=lambda one: len(one.own_ids))
 
 
 def is_stored(pipeline: Pipeline, lookup: Lookup, key: str) -> bool:
