@@ -296,8 +296,8 @@ async def going_on(
             async for one in told:
                 yield one
 
-    kept = keeping.kept is not None
-    answer = AnswerUnderWay(id, events(), keeping.end, None if kept else _UNREAD, body.conversation if kept else None)
+    unread, conversation = (_UNREAD, None) if keeping.kept is None else (None, body.conversation)
+    answer = AnswerUnderWay(id, events(), keeping.end, unread, conversation, here.has_key)
     here.under_way.add(answer)
     if body.stream:
         await unless_gone(request, answer.begun())
