@@ -24,7 +24,9 @@ def add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add = kinds.add_parser("add", help="make a key and show it, once")
     add.add_argument("name", metavar="NAME", help="of the key, such as who uses it")
     whose = add.add_mutually_exclusive_group()
-    whose.add_argument("--tenant", metavar="T", help="whose documents it opens (default: the key's name)")
+    whose.add_argument(
+        "--tenant", metavar="T", help="whose documents and conversations it opens (default: the key's name)"
+    )
     whose.add_argument("--metrics", action="store_true", help="it reads counts of all tenants, and nothing else")
     listing = kinds.add_parser("list", help="names, tenants and when they were made; keys themselves are not kept")
     add_use(kinds)

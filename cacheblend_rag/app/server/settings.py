@@ -219,7 +219,7 @@ class ServerSettings:
     keep_conversations: bool | str = option(
         "auto",
         or_auto(FLAG),
-        "Keep the conversations of the page on the server, for their key, until they are deleted. 'auto' keeps them "
+        "Keep the conversations of the page on the server, for their tenant, until they are deleted. 'auto' keeps them "
         "where requests need a key; elsewhere the browser keeps its own.",
         flag="keep-conversations",
         metavar="on|off",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,19 +19,21 @@ import pytest
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server import keys_file
 from cacheblend_rag.app.server.keys_file import KEYS_FILE, KeysFile, change_keys, new_key, read_keys
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.errors import ConfigError
 from tests.app.server.common import (
     Running,
     client_of,
     new_collection,
     passage,
+    process_logits,
     read_events,
     running,
     settings_for,
     settle,
     upload,
 )
-from tests.waiting import Clock
+from tests.waiting import Clock, until
 
 ENV_KEY = "env-0123456789abcdef"
 
@@ -348,6 +352,77 @@ def test_conversations_go_with_the_last_key_of_their_tenant(
     assert files_with_it() == []
     with client_of(server, add("ada")) as client:
         assert client.get("/api/conversations").json() == []
+
+
+class Stream:
+    """An answer that a thread reads, until it ends or is broken off."""
+
+    def __init__(self, client: httpx.Client, method: str, path: str, body: dict[str, object] | None = None) -> None:
+        self.text, self.broken, self.status = "", False, 0
+        self._thread = threading.Thread(target=self._read, args=(client, method, path, body))
+        self._thread.start()
+
+    def _read(self, client: httpx.Client, method: str, path: str, body: dict[str, object] | None) -> None:
+        try:
+            with client.stream(method, path, json=body) as answer:
+                self.status = answer.status_code
+                for piece in answer.iter_text():
+                    self.text += piece
+        except httpx.RemoteProtocolError:
+            self.broken = True
+
+    @property
+    def goes_on(self) -> bool:
+        return self._thread.is_alive()
+
+
+def test_revoked_key_ends_what_it_reads_and_the_last_key_ends_the_answer(
+    server: Running, tmp_path: Path, add: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, go_on = FileReader.read, threading.Event()
+
+    def slow(ids: object, scores: Any) -> Any:
+        time.sleep(0.02)
+        scores[..., 2] = -math.inf  # the end of a text
+        return scores
+
+    def held(self: FileReader, *given: Path | str) -> object:
+        assert go_on.wait(60)
+        return file(self, *given)  # type: ignore[arg-type]
+
+    process_logits(monkeypatch, slow)
+    monkeypatch.setattr(FileReader, "read", held)
+    with client_of(server, add("ben")) as one, client_of(server, add("ben-2", "--tenant", "ben")) as other:
+        id = one.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]
+        sent = [("files", ("a.txt", passage(900)))]
+        job = one.post(f"/api/collections/{new_collection(one)}/documents", files=sent).json()["job"]
+        long = {"max_tokens": 2_000, "stop_repetition": False}
+        model = one.get("/v1/models").json()["data"][0]["id"]
+        asked = {"question": "Which leaf?", "conversation": id, "turn": "one", **long}
+        streams = [
+            Stream(one, "POST", "/api/collections/archive/ask", asked),
+            Stream(one, "POST", "/v1/completions", {"model": model, "prompt": "Which?", "stream": True, **long}),
+            Stream(one, "GET", f"/api/jobs/{job}/events"),
+        ]
+        until(lambda: all("data: " in stream.text for stream in streams))
+        streams.append(Stream(one, "POST", "/v1/completions", {"model": model, "prompt": "Which?"}))
+        until(lambda: server.service.queue.waiting_of("ben"))  # a tenant has half of the slots
+        followed = Stream(other, "GET", "/api/answers/one/events")
+        assert main(["keys", "revoke", "ben", "--data-dir", str(tmp_path)]) == 0
+        until(lambda: not any(stream.goes_on for stream in streams), 30)
+        assert [stream.broken for stream in streams] == [True, True, True, False]
+        assert (streams[3].status, json.loads(streams[3].text)["error"]["message"]) == (401, "the key was revoked")
+        seen = followed.text
+        until(lambda: followed.goes_on and followed.text != seen)
+        (answer,) = server.service.sessions["ben"].under_way._known.values()
+        assert answer.state == "running"
+        assert main(["keys", "revoke", "ben-2", "--data-dir", str(tmp_path)]) == 0
+        until(lambda: answer.over and not followed.goes_on, 30)
+        assert answer.state == "stopped"
+        go_on.set()
+        settle(server.service)
+    counted = server.service.metrics.text().decode()
+    assert 'tenant_requests_total{key="ben",status="4xx",tenant="ben"} 4.0' in counted
 
 
 def test_server_closes_what_is_open_for_tenants_that_have_left(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from docs.benchmarks.scripts import other_clients
+from docs.benchmarks.scripts import attacks, other_clients
 from tests.app.server.common import Running, running, settings_for
 
 
@@ -60,3 +61,23 @@ def test_outcomes_that_are_wrong_are_told(attacked: Running) -> None:
         attacked.url, psutil.Process(), lambda: [("503", ""), ("200", "other text"), ("200", "")]
     )
     assert found["failures"] == {"503": 1, "other text": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "wrong"),
+    [
+        ("", 0, 1),
+        ("Tested: 3\n12 generated, 12 passed", 0, 0),
+        ("12 generated, 10 passed", 1, 2),
+        ("12 generated, 12 passed", 1, 1),
+    ],
+)
+def test_tool_that_makes_no_request_finds_nothing_right(
+    said: str, status: int, wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "schemathesis"
+    tool.write_text(f"#!/bin/sh\necho '{said}'\nexit {status}\n")
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = attacks.generated_requests("http://127.0.0.1:9", 5.0)
+    assert (found.tried, found.wrong) == (12 if said else 0, wrong)

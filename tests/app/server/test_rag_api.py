@@ -134,9 +134,24 @@ def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) ->
         assert text.removeprefix("<s>").startswith(told or default)
         assert (told is None) == (default in text)
         assert report["misses"] == 0
-    long = client.post("/api/collections/archive/ask", json={"question": QUESTION, "instructions": "x" * 5_000})
-    assert long.status_code == 413
-    assert long.json()["error"]["field"] == "instructions"
+
+
+@pytest.mark.parametrize("length", [4_001, 100_001])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/api/collections/archive/ask", "question"),
+        ("/api/collections/archive/ask", "instructions"),
+        ("/api/collections/archive/compare", "question"),
+        ("/api/collections/archive/search", "query"),
+    ],
+)
+def test_question_has_one_limit(client: Any, path: str, field: str, length: int) -> None:
+    body = {"query" if field == "query" else "question": QUESTION, field: "x" * length}
+    answer = client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["field"]) == (413, "too_long", field)
+    assert error["message"] == f"{field} may have 4,000 characters"
 
 
 def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:

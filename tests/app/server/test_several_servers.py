@@ -25,6 +25,7 @@ from cacheblend_rag.app.server.storage.tables import turns
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import (
     BASE,
+    drop_last_prompts,
     new_collection,
     passage,
     process_logits,
@@ -518,6 +519,29 @@ def test_conversation_goes_on_at_another_server(keeping: tuple[Any, Any], postgr
     assert not postgres.holds(b"About apricots")
     assert b.get(f"/api/conversations/{id}").status_code == 404
     assert b.get("/api/conversations").json() == []
+
+
+@pytest.mark.parametrize("deleted", ["conversation", "document"])
+def test_correction_is_not_told_once_its_answer_is_deleted_at_another_server(
+    keeping: tuple[Any, Any], deleted: str
+) -> None:
+    a, b = keeping
+    mine = new_collection(a)
+    upload(a, mine, {"a.txt": passage(995), "b.txt": passage(995).replace("Passage", "Page")})
+    id = a.post("/api/conversations", json={"collections": [mine]}).json()["id"]
+    talk(a, id, mine, "first")
+    settle(service_of(a))
+    drop_last_prompts(service_of(a))
+    more: dict[str, Any] = {"verify": "idle", "rule": "none", "stream": False}
+    told = [talk(a, id, mine, "one", question="Which stone?", **more)]
+    if deleted == "document":  # then also of an answer that is kept nowhere
+        told.append(a.post(f"/api/collections/{mine}/ask", json={"question": "Which river?", **more}).json())
+    paths = [f"/api/answers/{one['report']['verification']['id']}/verification" for one in told]
+    assert [a.get(path, params={"wait": 30}).json()["status"] for path in paths] == ["corrected"] * len(paths)
+    gone = f"conversations/{id}" if deleted == "conversation" else f"collections/{mine}"
+    assert b.delete(f"/api/{gone}").status_code == 204
+    assert [a.get(path).status_code for path in paths] == [404] * len(paths)
+    assert {a.get(path).json()["error"]["code"] for path in paths} == {"no_verification"}, "they are forgotten"
 
 
 def test_shared_conversation_is_read_and_ended_at_another_server(

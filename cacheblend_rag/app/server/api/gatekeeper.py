@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +22,8 @@ from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, 
 from cacheblend_rag.app.server.settings import ServerSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
+# Seconds after which the key of a request under way is looked at again.
+_LOOKED = 1.0
 # Paths that need a key, where there are keys; what a key for metrics reads, and what no other does.
 _GUARDED = ("/api/", "/v1/", "/metrics")
 _OF_METRICS, _OF_METRICS_ALONE = ("/metrics", "/api/tenants"), ("/api/tenants",)
@@ -121,7 +124,8 @@ class Gatekeeper:
                 add_to_span(one)
             await send(message)
 
-        limited = _Limited(receive, noted, self._settings.limits.body_of(scope["path"].endswith("/documents")))
+        most = self._settings.limits.body_of(scope["path"].endswith("/documents"))
+        limited = _Limited(receive, noted, most, lambda: self._is_revoked(scope))
         try:
             problem = self._refusal(scope, limited.most)
             one.caller = scope.get("caller")
@@ -143,6 +147,8 @@ class Gatekeeper:
             one.path = getattr(scope.get("route"), "path", None) or "other"  # never what the client wrote
             if scope.get("state", {}).get("gone") or not one.status:
                 one.status = 499
+            if limited.revoked:
+                one.status = 401
             self._seen(one)
             log_access(one)
 
@@ -158,6 +164,15 @@ class Gatekeeper:
         finally:
             self._under_way.subtract(mine)
             self._uploads.subtract(uploads)
+
+    def _is_revoked(self, scope: Scope) -> bool:
+        """Whether the key of a request that was let in is not there any more."""
+        if "caller" in scope:
+            try:
+                self._keys().caller_of(Headers(scope=scope).get("authorization"))
+            except Problem:
+                return True
+        return False
 
     def _refusal(self, scope: Scope, most: int) -> Problem | None:
         headers = Headers(scope=scope)
@@ -196,28 +211,44 @@ class _TooLargeError(Exception):
 
 
 class _Limited:
-    """Counts the bytes of a body as they come; a body without a length can lie about none."""
+    """A request as far as it may go: its body to so many bytes, and all of it while its key is not revoked.
 
-    def __init__(self, receive: Receive, send: Send, most: int) -> None:
-        self._receive, self._send, self.most = receive, send, most
-        self.read = 0
+    The bytes are counted as they come; a body without a length can lie about none. Once the key is revoked, the
+    request goes as if its client had gone away: streams end, and what waits gives up.
+    """
+
+    def __init__(self, receive: Receive, send: Send, most: int, is_revoked: Callable[[], bool]) -> None:
+        self._receive, self._send, self.most, self._is_revoked = receive, send, most, is_revoked
+        self.read, self.revoked = 0, False
         self._begun = False
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        message = await self._next()
         self.read += len(message.get("body", b""))
         if self.read > self.most:
-            if not self._begun:
-                await too_large(self.most).response()({"type": "http"}, self._receive, self._send)
-                self._begun = True
+            await self._refuse(too_large(self.most))
             raise _TooLargeError
         return message
 
+    async def _next(self) -> Message:
+        while not self._is_revoked():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOKED):
+                    return await self._receive()
+        await self._refuse(Problem(401, "unauthorized", "the key was revoked"))
+        self.revoked = True
+        return {"type": "http.disconnect"}
+
     async def send(self, message: Message) -> None:
-        if self.read > self.most:
+        if self.read > self.most or self.revoked:
             return
         self._begun = True
         await self._send(message)
+
+    async def _refuse(self, problem: Problem) -> None:
+        if not self._begun:
+            self._begun = True
+            await problem.response()({"type": "http"}, self._receive, self._send)
 
 
 def _is_upload(scope: Scope) -> bool:

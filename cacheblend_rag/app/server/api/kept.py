@@ -296,8 +296,8 @@ async def going_on(
             async for one in told:
                 yield one
 
-    kept = keeping.kept is not None
-    answer = AnswerUnderWay(id, events(), keeping.end, None if kept else _UNREAD, body.conversation if kept else None)
+    unread, conversation = (_UNREAD, None) if keeping.kept is None else (None, body.conversation)
+    answer = AnswerUnderWay(id, events(), keeping.end, unread, conversation, here.has_key)
     here.under_way.add(answer)
     if body.stream:
         await unless_gone(request, answer.begun())
@@ -379,11 +379,11 @@ _SETTINGS = {"k", "ratio", "rule", "max_tokens", "instructions", "model", "reaso
 
 
 def _follow_verification(here: Session, kept: KeptAnswer, answer: AnswerUnderWay) -> None:
-    """Write down how an answer was verified, once that is known."""
+    """Write down how an answer was verified, once that is known, and tell it as long as its conversation has it."""
     found = (answer.data("report") or {}).get("verification") or {}
-    if found.get("status") == "waiting":
-        first = answer.text()
-        here.verifications.call_when_known(found["id"], lambda known: kept.verified(first, known))
+    if found.get("status") == "waiting" and answer.conversation is not None:
+        first, check = answer.text(), partial(here.conversations.check_not_erased, answer.conversation, answer.id)
+        here.verifications.follow(found["id"], lambda known: kept.verified(first, known), check)
 
 
 def give_back_unread(here: Session) -> None:

@@ -17,7 +17,8 @@ Name = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
 ChunkNumber = Annotated[int, NO_FLAG, Field(ge=0, le=2**31 - 1)]
 """The number of a passage in its document; databases take none that is larger by far."""
 TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-_Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+"""A text that a person writes; requests hold it to ``question_chars`` of the server's limits."""
 
 
 def _reasoning(given: Any) -> Any:
@@ -42,7 +43,7 @@ class NewCollection(_Body):
 class SearchBody(_Body):
     """A search."""
 
-    query: _Question
+    query: Question
     k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
@@ -60,7 +61,7 @@ class HistoryTurn(_Body):
     ``turn`` is its id in a conversation that the server keeps.
     """
 
-    question: _Question
+    question: Annotated[Question, Field(max_length=100_000)]
     answer: Annotated[str, StringConstraints(max_length=100_000)]
     sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
     stands_alone: Flag = True
@@ -75,13 +76,13 @@ class CompareBody(_Body):
     passages.
     """
 
-    question: _Question
+    question: Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
     k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
     ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
-    instructions: _Question | None = None
+    instructions: Question | None = None
     model: Name | None = None
 
 

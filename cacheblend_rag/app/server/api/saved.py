@@ -12,7 +12,7 @@ from pydantic import BaseModel, StringConstraints
 
 from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.kept import whole
-from cacheblend_rag.app.server.api.rag_bodies import FoundChunk, TurnId, _Body
+from cacheblend_rag.app.server.api.rag_bodies import FoundChunk, Question, TurnId, _Body
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.service import Session
@@ -26,7 +26,7 @@ class PromptBody(_Body):
     """A prompt to be saved: its ``text`` and what it is called."""
 
     title: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=200)]
-    text: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+    text: Question
 
 
 class PromptInfo(BaseModel):

@@ -92,6 +92,7 @@ class Following:
                 self.peers.adopt()
                 self._erasing.recall()
                 self._erasing.drop_prompts()
+                self._erasing.forget_answers()
                 self._collections.reload(keep_vectors=False)
                 self._tenant.forget()
                 self._heed()
@@ -108,6 +109,7 @@ class Following:
         if "out" in about:
             self._erasing.recall()
             self._heed()
+            self._erasing.forget_answers()  # also where the texts are overwritten by now
             self._erasing.unfinished = True
         if "collections" in about:
             self._collections.reload(keep_vectors=True)

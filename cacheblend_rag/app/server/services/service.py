@@ -369,7 +369,7 @@ class Session:
             self.library,
             service.limits,
             service.settings.keeps_conversations,
-            lambda: tenant.name in service.keys.tenants,
+            self.has_key,
         )
         self.shares = SharedConversations(self.library, self.conversations, service.limits)
         self.under_way = AnswersUnderWay(service.ids)
@@ -377,6 +377,10 @@ class Session:
         self.used = time.monotonic()
         """When its last request came."""
         self._thread = asyncio.Lock()
+
+    def has_key(self) -> bool:
+        """Whether the tenant has a key now."""
+        return self.tenant.name in self.service.keys.tenants
 
     def is_idle(self) -> bool:
         """Whether no request can be under way, and no upload or deletion waits."""

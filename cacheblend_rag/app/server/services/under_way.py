@@ -13,6 +13,8 @@ from cacheblend_rag.app.server.problems import Problem, noted_problem
 Told: TypeAlias = tuple[str, Any]
 """An event of an answer: its name and its data."""
 
+# Seconds between two looks whether an answer is still wanted.
+_LOOKED = 1.0
 # Answers of one tenant that have ended and can still be read, and those that may go on unread.
 _ENDED, _UNREAD = 16, 8
 _JOINED = ("token", "thought")
@@ -32,6 +34,8 @@ class AnswerUnderWay:
         For which it goes on without a reader; by default to its end.
     conversation : str, optional
         That it belongs to.
+    wanted : callable, optional
+        Whether anybody may still read it, else it is stopped.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class AnswerUnderWay:
         ended: Callable[[AnswerUnderWay], Awaitable[None]],
         unread_seconds: float | None = None,
         conversation: str | None = None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self.id, self.conversation = id, conversation
         self.told: list[Told] = []
@@ -50,9 +55,10 @@ class AnswerUnderWay:
         self.error: Problem | None = None
         self.over = False
         """Whether no event comes any more."""
-        self._ended, self._unread_seconds = ended, unread_seconds
+        self._ended, self._unread_seconds, self._wanted = ended, unread_seconds, wanted
         self._news, self._readers = asyncio.Event(), 0
         self._task = asyncio.create_task(self._run(events))
+        self._look_later()
 
     @property
     def unread(self) -> bool:
@@ -150,6 +156,15 @@ class AnswerUnderWay:
     def _leave(self) -> None:
         if self.unread and self._unread_seconds is not None and not self.over:
             asyncio.get_running_loop().call_later(self._unread_seconds, self._give_up)
+
+    def _look_later(self) -> None:
+        asyncio.get_running_loop().call_later(_LOOKED, self._look)
+
+    def _look(self) -> None:
+        if not self._wanted():
+            self.stop()
+        elif not self.over:
+            self._look_later()
 
     def _give_up(self) -> None:
         if self.unread:
