@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from cacheblend_rag.app.server.services.ingestion import Warming
 from cacheblend_rag.app.server.services.under_way import AnswerUnderWay
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.calibration.datasets import load_cases
@@ -144,6 +145,30 @@ def test_deleting_a_document_takes_the_answers_with_it(
         expect(turn.locator(".status")).to_contain_text("deleted with a document")
         expect(turn.locator(".words")).to_be_hidden()
         expect(turn.locator(".sources li")).to_have_count(0)
+        page.close()
+
+
+def test_documents_can_be_asked_about_before_their_kv_is_stored(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, free = Warming.step, threading.Event()
+    monkeypatch.setattr(Warming, "step", lambda one, name, library: free.is_set() and step(one, name, library))
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        page.get_by_role("button", name="Documents").click()
+        files = [
+            {"name": f"{at}.md", "mimeType": "text/markdown", "buffer": passage(900 + at).encode()} for at in range(6)
+        ]
+        page.locator("#files").set_input_files(files)
+        expect(page.locator(".choice", has_text="My documents")).to_contain_text("6 documents, 6 passages")
+        expect(page.locator("#files-list li.ready")).to_have_count(6)
+        expect(page.locator("#said")).to_have_text("6 files: Ready to be asked about.")
+        expect(page.locator("#jobs li")).to_have_class("running")
+        page.keyboard.press("Escape")
+        done(send(page, "Which leaf?"))
+        free.set()
+        server.service.ingestion.wake()
+        expect(page.locator("#jobs li")).to_have_class("done")
         page.close()
 
 

@@ -6,7 +6,8 @@ import { bytes, count, share } from "./format.js";
 import { isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
 import { changed, collection, newId, on, state } from "./store.js";
 
-const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding", warming: "Computing KV of" };
+const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding" };
+const IN = ["ready", "warming"]; // its collection: the document can be asked about
 const shown = new Map(); // local id: {text, part, state}
 
 function put(id, values) {
@@ -41,7 +42,7 @@ function refusal(file) {
 /** What becomes of some files: one line for all, and one for each that is refused or cannot be read. */
 class Batch {
   constructor(files) {
-    Object.assign(this, { id: newId(), files, ready: 0, failed: 0 });
+    Object.assign(this, { id: newId(), files, coming: [], cold: [], ready: 0, failed: 0 }); // cold: without KV yet
     this.label = files.length === 1 ? files[0].name : count(files.length, "file");
     put(this.id, { label: this.label, text: "Sending…", part: 0 });
   }
@@ -63,16 +64,25 @@ class Batch {
     this.files.pop();
   }
 
+  /** What can be asked about. */
+  get outcome() {
+    return this.failed ? `${this.ready} of ${this.files.length} files are ready to be asked about.` : "Ready to be asked about.";
+  }
+
   end() {
     if (!this.files.length) {
       shown.delete(this.id);
       return render();
     }
     if (this.files.length === 1 && this.failed) return;
-    const some = `${this.ready} of ${this.files.length} files are ready to be asked about.`;
-    const text = this.failed ? some : "Ready to be asked about.";
-    put(this.id, { text, outcome: this.ready ? "done" : "failed" });
-    say(`${this.label}: ${text}`);
+    put(this.id, { text: this.outcome, outcome: this.ready ? "done" : "failed" });
+  }
+
+  /** Follow all that was sent: first until each can be asked about, then until its KV is stored. */
+  async follow() {
+    while (this.coming.length) await arrive(this.coming.shift(), this);
+    if (this.ready) say(`${this.label}: ${this.outcome}`);
+    for (const kept of this.cold) await warm(kept, this);
   }
 }
 
@@ -80,7 +90,6 @@ class Batch {
 export async function sendFiles(list) {
   if (!list.length || !state.server) return;
   const batch = new Batch([...list]);
-  const sent = []; // and not followed to the end yet
   try {
     const fit = batch.files.filter((file) => {
       const reason = refusal(file);
@@ -89,8 +98,8 @@ export async function sendFiles(list) {
     });
     if (fit.length) {
       const target = await targetForFiles();
-      for (const file of fit) await sendOne(file, target, batch, sent);
-      for (const kept of sent) await follow(kept, batch);
+      for (const file of fit) await sendOne(file, target, batch);
+      await batch.follow();
     }
   } catch (error) {
     batch.fail(batch.label, error.message);
@@ -101,47 +110,68 @@ export async function sendFiles(list) {
   await refreshServer();
 }
 
-async function sendOne(file, target, batch, sent) {
+async function sendOne(file, target, batch) {
   const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
   try {
     const { job } = await upload(path, [file], (part) => batch.say(`sending ${file.name}, ${share(part)}`, part));
     const kept = { job, collection: target.id, label: file.name };
-    sent.push(kept);
+    batch.coming.push(kept);
     state.jobs.push(kept);
     changed("jobs");
   } catch (error) {
-    if (error.status === 429 && sent.length) {
-      await follow(sent.shift(), batch); // there is room once this one has ended
-      return sendOne(file, target, batch, sent);
+    if (error.status === 429 && batch.coming.length) {
+      await arrive(batch.coming.shift(), batch); // there is room once this one is in
+      return sendOne(file, target, batch);
     }
     batch.fail(file.name, error.message);
     if (!(error instanceof ApiError)) throw error;
   }
 }
 
-async function follow(kept, batch) {
+async function* progressOf({ job }) {
+  for await (const { event, data } of stream("GET", `api/jobs/${encodeURIComponent(job)}/events`)) if (event === "progress") yield data;
+}
+
+const among = ({ done, total }) => (total > 1 ? ` (${Math.min(done + 1, total)} of ${total})` : "");
+
+/** Nothing more is to be known of a job. */
+function ended({ job }) {
+  state.jobs = state.jobs.filter((one) => one.job !== job);
+  changed("jobs");
+}
+
+/** Wait until a file's document is in its collection, or has failed. */
+async function arrive(kept, batch) {
   let last = null;
   try {
-    for await (const { event, data } of stream("GET", `api/jobs/${encodeURIComponent(kept.job)}/events`)) {
-      if (event !== "progress") continue;
+    for await (const data of progressOf(kept)) {
       last = data;
-      if (data.stage in STAGES) {
-        const of = data.total > 1 ? ` (${Math.min(data.done + 1, data.total)} of ${data.total})` : "";
-        batch.say(`${STAGES[data.stage]} ${kept.label}${of}`, data.total ? data.done / data.total : null);
-      }
+      if (IN.includes(data.stage)) break;
+      if (data.stage in STAGES) batch.say(`${STAGES[data.stage]} ${kept.label}${among(data)}`, data.total ? data.done / data.total : null);
     }
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 404) return batch.forget();
+    if (error.status === 404) return ended(kept), batch.forget();
     last = { stage: "failed", error: error.message };
-  } finally {
-    state.jobs = state.jobs.filter((one) => one.job !== kept.job);
-    changed("jobs");
   }
-  if (last?.stage === "done" && !last.error) batch.ready += 1;
+  if (IN.includes(last?.stage)) batch.cold.push(kept);
+  else ended(kept);
+  if (IN.includes(last?.stage) || (last?.stage === "done" && !last.error)) batch.ready += 1;
   else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.");
   await refreshServer();
   changed("documents", kept.collection);
+}
+
+/** Wait until the KV of a document is stored. It can be asked about meanwhile. */
+async function warm(kept, batch) {
+  try {
+    for await (const data of progressOf(kept)) {
+      if (data.stage === "warming") put(batch.id, { text: `${batch.outcome} Computing KV of ${kept.label}${among(data)}`, part: data.done / data.total });
+    }
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // what is not stored now is stored when it is used
+  }
+  ended(kept);
 }
 
 /** Follow again what was under way when the page was left. */
@@ -149,7 +179,8 @@ async function resume() {
   const known = [...state.jobs];
   if (!known.length) return;
   const batch = new Batch(known.map(({ label }) => ({ name: label })));
-  for (const kept of known) await follow(kept, batch);
+  batch.coming.push(...known);
+  await batch.follow();
   batch.end();
 }
 
