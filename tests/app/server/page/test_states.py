@@ -229,6 +229,24 @@ def test_name_of_a_file_that_failed_can_be_read(page: Page, width: int) -> None:
     assert box["width"] > 140
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_name_of_a_file_stands_whole_above_the_question_whether_to_delete_it(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    name = "minutes_of_the_town_council_and_of_all_its_committees_from_the_year_of_1987_until_the_end_of_1993.md"
+    upload_to_new_collection(page, "Birds", [File(name, "The owl lives in the barn."), File("owl.md", "An owl.")])
+    page.locator("#open-documents").click()
+    for one in (name, "owl.md"):
+        page.get_by_role("button", name=f"Delete {one}").click()
+        shown = page.locator("#files-list .name", has_text=one)
+        asked = page.get_by_role("group", name="Delete with its KV?")
+        assert shown.evaluate("(node) => node.scrollWidth <= node.clientWidth")
+        above, below = shown.bounding_box(), asked.bounding_box()
+        assert above is not None
+        assert below is not None
+        assert above["y"] + above["height"] <= below["y"]
+        page.keyboard.press("Escape")
+
+
 def test_verdict_does_not_quote_the_answer_above_it(page: Page) -> None:
     rows = [
         {"method": one, "answer": "Yes.", "ttft_s": 0.5, "same_as_full": one == "full"} for one in ("full", "blend")
