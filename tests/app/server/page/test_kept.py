@@ -17,7 +17,7 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, watch
-from tests.app.server.page.driving import compare_off
+from tests.app.server.page.driving import compare_off, delete_conversation
 from tests.app.server.page.test_axe import AXE
 from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, Gate, keyed
@@ -116,7 +116,7 @@ def test_conversation_survives_a_restart_and_is_there_on_a_second_device(
         expect(other.locator("#history .body")).to_have_text("Nothing was asked yet.")
         # Deleted here, it is gone there.
         page.get_by_role("button", name="History").click()
-        page.get_by_role("button", name="Delete conversation: Which leaf?").click()
+        delete_conversation(page, "Which leaf?")
         expect(page.locator("#history .body")).to_have_text("Nothing was asked yet.")
         page.reload()
         expect(page.locator(".turn")).to_have_count(0)

@@ -60,11 +60,14 @@ function itemView(one) {
     el("span", { class: "name", text: titleOf(one) }),
     el("small", { text: facts }),
   );
-  const remove = button("Delete", async () => {
-    if (one.kept && !(await attempt(() => deleteKept(one.id)))) return;
-    if (!one.kept) forget(one.id);
-    render();
-    $("history").querySelector("button").focus();
+  const shared = state.shares.some(({ conversation }) => conversation === one.id);
+  const remove = button("Delete", () => {
+    confirmInPlace(remove, `Delete this conversation${shared ? ", and what is shared of it" : ""}?`, async (back) => {
+      if (one.kept && !(await attempt(() => deleteKept(one.id)))) return back();
+      if (!one.kept) forget(one.id);
+      render();
+      $("history").querySelector("button").focus();
+    }, { busy: "Deleting…" });
   }, { class: "quiet", "aria-label": `Delete conversation: ${titleOf(one)}` });
   const save = button("Save", async () => {
     if (!one.kept || one.loaded || (await attempt(() => loadKept(one)))) saveConversation(one, name);
