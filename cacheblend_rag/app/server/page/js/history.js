@@ -8,17 +8,21 @@ import { count } from "./format.js";
 import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
 import { saveRated } from "./rating.js";
 import { listShares, shareButton, sharesView } from "./sharing.js";
-import { changed, forget, KEY, state, unread } from "./store.js";
+import { choiceOf, choose } from "./sources.js";
+import { changed, collectionsOf, forget, KEY, state, unread } from "./store.js";
 
+const NAMED = 3; // collections; of more the number is told
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
 async function show(one) {
   if (isAsking()) await leave();
   if (one?.kept && !one.loaded && !(await attempt(() => loadKept(one)))) return;
+  let choice = null; // goes on with what it was asked of
+  if (one && one.id !== state.conversation && !(await attempt(async () => (choice = await choiceOf(one))))) return;
   state.conversation = one?.id ?? null;
   state.selected = one?.turns.at(-1)?.id ?? null;
-  const there = state.server?.collections.some(({ id }) => id === one?.collection);
-  if (there) state.collection = one.collection;
+  if (one) state.collection = [one.collection, ...collectionsOf(one)].find(collectionOf) ?? state.collection;
+  if (choice) choose(choice.collections, choice.documents);
   $("history").close();
   changed("server");
   changed("conversation", { latest: one?.turns.at(-1) });
@@ -43,7 +47,14 @@ const titleOf = (one) => one.title || (one.turns[0]?.question ?? one.opening ?? 
 
 const sizeOf = (one) => (one.kept && !one.loaded ? one.count : one.turns.length);
 
-const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
+const collectionOf = (id) => state.server?.collections.find((one) => one.id === id);
+
+/** The names of the collections that a conversation was asked of, or how many they are. */
+function nameOf(one) {
+  const found = collectionsOf(one);
+  if (found.length > NAMED) return count(found.length, "collection");
+  return found.map((id) => collectionOf(id)?.name ?? "deleted collection").join(", ");
+}
 
 /** Whether every word that is searched for stands somewhere in a conversation. */
 function holds(one, words) {
