@@ -145,6 +145,10 @@ def test_deleting_a_document_takes_the_answers_with_it(
         expect(turn.locator(".status")).to_contain_text("deleted with a document")
         expect(turn.locator(".words")).to_be_hidden()
         expect(turn.locator(".sources li")).to_have_count(0)
+        expect(page.locator("#ttft .hint")).to_have_text(
+            "No figures: the answer was deleted with a document that it was made from."
+        )
+        expect(page.locator("#compare .hint")).to_have_text("Nothing to compare: the answer was deleted.")
         page.close()
 
 
