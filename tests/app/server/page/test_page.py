@@ -18,6 +18,7 @@ from tests.app.server.page.driving import (
     passage_text,
     probe,
     state_of,
+    stream,
     upload_to_new_collection,
 )
 
@@ -451,6 +452,31 @@ def test_question_is_edited_and_asked_again(page: Page) -> None:
     assert [one["question"] for one in sent["history"]] == [first], "it follows what the edited question followed"
     expect(page.locator(".turn .question")).to_have_text([first, second, third])
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+
+
+def test_question_that_is_cut_at_its_limit_is_said_to_be(page: Page) -> None:
+    compare_off(page)
+    told = "Full: a question may have 4,000 characters. What is more is cut off."
+    ask(page, easy_questions()[0].question)
+    page.get_by_role("button", name="Edit the question and ask again").click()
+    edited, note = page.get_by_label("The question, edited"), page.locator(".editing .hint")
+    expect(note).to_have_text("")
+    edited.fill("a" * 4_000)
+    expect(note).to_have_text(told)
+    edited.press("Escape")
+    box, hint = page.locator("#question"), page.locator("#hint")
+    box.fill("a" * 3_999)
+    expect(hint).not_to_have_text(told)
+    box.press("ControlOrMeta+End")
+    page.keyboard.insert_text("bcd")
+    expect(box).to_have_value("a" * 3_999 + "b")
+    expect(hint).to_have_text(told)
+    expect(page.locator("#said")).to_have_text(told)
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(hint).to_be_visible()
+    page.route(ASK, lambda route: stream(route, ("sources", []), ("token", {"text": "So."}), ("done", {})))
+    box.press("Enter")
+    expect(hint).not_to_have_text(told)
 
 
 def test_conversations_are_searched_and_saved(page: Page) -> None:

@@ -3,6 +3,7 @@
 import { ask, askAgain, isAsking, longerAnswer } from "./asking.js";
 import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
+import { fullNote } from "./composer.js";
 import { markChanges } from "./changes.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
@@ -170,7 +171,9 @@ function edit(turn) {
     root.querySelector(".foot button[aria-label^=Edit]")?.focus();
   };
   const cancel = button("Cancel", back);
-  const form = el("form", { class: "editing" }, box, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
+  const note = el("p", { class: "hint", role: "status", text: fullNote(turn.question) });
+  box.addEventListener("input", () => (note.textContent = fullNote(box.value)));
+  const form = el("form", { class: "editing" }, box, note, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const question = box.value.trim();
