@@ -356,7 +356,10 @@ def test_question_follows_those_above_it(page: Page) -> None:
     answer = first.locator(".words").text_content() or ""
     (turn,) = asked.value.post_data_json["history"]
     assert (turn["question"], turn["answer"].strip()) == (questions[0], answer.strip())
-    expect(page.locator(".turn").last.locator(".follows")).to_have_text("Follows 1 question")
+    second = page.locator(".turn").last
+    expect(second.locator(".follows")).to_have_text("Follows 1 question")
+    tops = {one.evaluate("(node) => node.offsetTop") for one in second.locator(".foot > button").all()}
+    assert len(tops) == 1, "what can be done stands in one line"
     assert questions[0] in (page.locator("#prompt .prompt-text").text_content() or "")
     # Asking the first again is asking it without those that came after; the next question then follows it alone.
     with page.expect_request(ASK) as asked:

@@ -149,11 +149,11 @@ function showFoot(node, turn) {
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
   node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
   if (turn.model !== null) node.append(el("span", { class: "follows", text: turn.model.split("/").at(-1), title: turn.model }));
   if (turn.from) node.append(el("span", { class: "follows", text: `From ${describe(turn.from)}` }));
   if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
-  if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
-  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
 }
 
 /** Write a question anew in its place; it is asked after the same turns, and what was answered stays. */
