@@ -104,11 +104,13 @@ async function change(one, values) {
 /** A field in the place of a conversation's name; empty, it is that of its first question again. */
 function renameIn(row, one) {
   const box = el("input", { maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
-  box.value = one.title ?? "";
+  box.value = titleOf(one).slice(0, box.maxLength);
+  const before = box.value; // without its line ends
   const form = el("form", { class: "pair" }, box, el("button", { type: "submit", text: "Rename" }), button("Cancel", () => render()));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    change(one, { title: box.value.trim() });
+    if (box.value === before) render();
+    else change(one, { title: box.value.trim() });
   });
   form.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
