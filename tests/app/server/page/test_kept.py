@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -366,6 +367,10 @@ def test_prompts_are_saved_and_used(
 def test_temperature_goes_with_the_question(model: Path, docs: Path, tmp_path: Path, ada: BrowserContext) -> None:
     with keyed(model, docs, tmp_path) as server:
         page = open_page(ada, server.url)
+        expect(page.get_by_label("Temperature")).to_have_accessible_description(re.compile("2 is the most"))
+        page.get_by_label("Temperature").fill("9")
+        page.keyboard.press("Tab")
+        expect(page.get_by_label("Temperature")).to_have_value("2")
         page.get_by_label("Temperature").fill("0.7")
         page.keyboard.press("Tab")
         with page.expect_request("**/ask") as asked:
