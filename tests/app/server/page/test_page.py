@@ -168,8 +168,15 @@ def test_unreadable_file_does_not_hold_up_other_uploads(page: Page) -> None:
         expect(line.get_by_role("alert")).to_contain_text(reason)
     expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .epub")
     expect(page.locator("#files-list li.ready .name")).to_have_text(["one.md", "two.csv"])
+    expect(page.locator("#files-list li")).to_have_count(2)  # what failed is said once
     page.get_by_role("button", name="Put away: program.exe").click()
     expect(lines).to_have_count(2)
+    with page.expect_response(lambda answer: answer.request.method == "DELETE") as taken:
+        page.get_by_role("button", name="Put away: empty.md").click()
+    assert taken.value.ok
+    page.reload()
+    page.locator("#open-documents").click()
+    expect(page.locator("#files-list li .name")).to_have_text(["one.md", "two.csv"])
     page.keyboard.press("Escape")
     expect(page.get_by_role("heading", name="Ask your documents")).to_be_visible()
     expect(page.get_by_text("holds no documents yet")).to_have_count(0)

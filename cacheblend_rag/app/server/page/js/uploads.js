@@ -3,7 +3,7 @@
 import { ApiError, stream, upload } from "./api.js";
 import { $, button, el, say } from "./dom.js";
 import { bytes, count, share } from "./format.js";
-import { isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
+import { deleteDocument, documentsOf, isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
 import { changed, collection, newId, on, state } from "./store.js";
 
 const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding" };
@@ -18,7 +18,7 @@ function put(id, values) {
 function render() {
   const items = [...shown].map(([id, { label, text, part, outcome }]) => {
     const bar = el("progress", { max: 1, value: part ?? null, "aria-label": `${label}: ${text}` });
-    const away = button("✕", () => (shown.delete(id), render()), { class: "icon", "aria-label": `Put away: ${label}` });
+    const away = button("✕", () => putAway(id), { class: "icon", "aria-label": `Put away: ${label}` });
     return el(
       "li",
       { class: outcome ?? "running" },
@@ -29,6 +29,24 @@ function render() {
   });
   $("jobs").replaceChildren(...items);
 }
+
+/** Take a line away, and off the server's list the file that failed. */
+async function putAway(id) {
+  const { of, label } = shown.get(id);
+  shown.delete(id);
+  render();
+  if (!of) return;
+  try {
+    const failed = (await documentsOf(of)).filter((one) => one.state === "failed" && one.name === label);
+    await Promise.all(failed.map((one) => deleteDocument(of, one.id)));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // it stays in the list
+  }
+  changed("documents", of);
+}
+
+/** Whether a line says already that a file of a collection failed. */
+export const isTold = (of, name) => [...shown.values()].some((one) => one.of === of && one.label === name);
 
 /** Why a file need not be sent; empty if it may be. */
 function refusal(file) {
@@ -52,10 +70,10 @@ class Batch {
     put(this.id, { text: at + text, part });
   }
 
-  fail(name, text) {
+  /** `of` is the collection in whose list the server has it. */
+  fail(name, text, of = null) {
     this.failed += 1;
-    if (this.files.length === 1) put(this.id, { text, outcome: "failed" });
-    else put(newId(), { label: name, text, outcome: "failed" });
+    put(this.files.length === 1 ? this.id : newId(), { label: name, text, outcome: "failed", of });
     say(`${name}: ${text}`);
   }
 
@@ -157,7 +175,7 @@ async function arrive(kept, batch) {
   if (IN.includes(last?.stage)) batch.cold.push(kept);
   else ended(kept);
   if (IN.includes(last?.stage) || (last?.stage === "done" && !last.error)) batch.ready += 1;
-  else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.");
+  else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.", kept.collection);
   await refreshServer();
   changed("documents", kept.collection);
 }
