@@ -7,7 +7,7 @@ import { deleteDocument, documentsOf, isWritable, OWN, refreshServer, targetForF
 import { changed, collection, newId, on, state } from "./store.js";
 
 const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding" };
-const IN = ["ready", "warming"]; // its collection: the document can be asked about
+const IN = ["ready", "warming"]; // stages of a document that is in its collection
 const shown = new Map(); // local id: {text, part, state}
 
 function put(id, values) {
@@ -169,7 +169,10 @@ async function arrive(kept, batch) {
     }
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 404) return ended(kept), batch.forget();
+    if (error.status === 404) {
+      ended(kept);
+      return batch.forget();
+    }
     last = { stage: "failed", error: error.message };
   }
   if (IN.includes(last?.stage)) batch.cold.push(kept);
