@@ -186,7 +186,7 @@ def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:
     events = upload(client, id, files)
     assert events[-1] == {"stage": "done", "file": "scan.pdf", "done": 3, "total": 3}
     stages = [one["stage"] for one in events if one["file"] == "scan.pdf"]
-    assert stages == ["reading", "splitting", "embedding", "warming", "done"]
+    assert stages == ["reading", "splitting", "embedding", "ready", "warming", "done"]
     listed = {one["name"]: one for one in client.get(f"/api/collections/{id}/documents").json()}
     assert {name: (one["state"], one["chunks"]) for name, one in listed.items()} == {
         "note.txt": ("ready", 1),

@@ -531,6 +531,9 @@ class Ingestion:
             return
         library.incoming.discard([file for file, _ in read])
         self._metrics.ingested.labels("ready").inc(len(came))
+        for file, chunks, _ in taken:
+            if file in came:
+                self._jobs.say(name, file.job, "ready", file.name, len(chunks), len(chunks))
 
     def _with_room(
         self, library: Library, taken: Sequence[tuple[PendingFile, list[Document], list[Vectors]]]

@@ -101,6 +101,12 @@ def upload_to_new_collection(page: Page, name: str, files: list[File]) -> None:
     expect(page.locator("#documents")).to_be_hidden()
 
 
+def delete_conversation(page: Page, name: str) -> None:
+    """Delete a conversation in the history, and say so when it is asked."""
+    page.get_by_role("button", name=f"Delete conversation: {name}").click()
+    page.get_by_role("group", name="Delete this conversation").get_by_role("button", name="Delete").click()
+
+
 def events(*told: tuple[str, object]) -> str:
     """A stream's body."""
     return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)

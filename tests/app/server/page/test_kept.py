@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from cacheblend_rag.app.server.services.ingestion import Warming
 from cacheblend_rag.app.server.services.under_way import AnswerUnderWay
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, watch
-from tests.app.server.page.driving import compare_off
+from tests.app.server.page.driving import compare_off, delete_conversation
 from tests.app.server.page.test_axe import AXE
 from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, Gate, keyed
@@ -115,7 +117,7 @@ def test_conversation_survives_a_restart_and_is_there_on_a_second_device(
         expect(other.locator("#history .body")).to_have_text("Nothing was asked yet.")
         # Deleted here, it is gone there.
         page.get_by_role("button", name="History").click()
-        page.get_by_role("button", name="Delete conversation: Which leaf?").click()
+        delete_conversation(page, "Which leaf?")
         expect(page.locator("#history .body")).to_have_text("Nothing was asked yet.")
         page.reload()
         expect(page.locator(".turn")).to_have_count(0)
@@ -144,6 +146,34 @@ def test_deleting_a_document_takes_the_answers_with_it(
         expect(turn.locator(".status")).to_contain_text("deleted with a document")
         expect(turn.locator(".words")).to_be_hidden()
         expect(turn.locator(".sources li")).to_have_count(0)
+        expect(page.locator("#ttft .hint")).to_have_text(
+            "No figures: the answer was deleted with a document that it was made from."
+        )
+        expect(page.locator("#compare .hint")).to_have_text("Nothing to compare: the answer was deleted.")
+        page.close()
+
+
+def test_documents_can_be_asked_about_before_their_kv_is_stored(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, free = Warming.step, threading.Event()
+    monkeypatch.setattr(Warming, "step", lambda one, name, library: free.is_set() and step(one, name, library))
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        page.get_by_role("button", name="Documents").click()
+        files = [
+            {"name": f"{at}.md", "mimeType": "text/markdown", "buffer": passage(900 + at).encode()} for at in range(6)
+        ]
+        page.locator("#files").set_input_files(files)
+        expect(page.locator(".choice", has_text="My documents")).to_contain_text("6 documents, 6 passages")
+        expect(page.locator("#files-list li.ready")).to_have_count(6)
+        expect(page.locator("#said")).to_have_text("6 files: Ready to be asked about.")
+        expect(page.locator("#jobs li")).to_have_class("running")
+        page.keyboard.press("Escape")
+        done(send(page, "Which leaf?"))
+        free.set()
+        server.service.ingestion.wake()
+        expect(page.locator("#jobs li")).to_have_class("done")
         page.close()
 
 
@@ -254,6 +284,7 @@ def test_conversations_are_renamed_and_pinned(
         page.get_by_role("button", name="Pin conversation: Which leaf is it?").click()
         expect(names).to_have_text(["Which leaf is it?", "Which bird is it?"])
         page.get_by_role("button", name="Rename conversation: Which leaf is it?").click()
+        expect(page.get_by_label("Title of the conversation")).to_have_value("Which leaf is it?")
         page.get_by_label("Title of the conversation").fill("About leaves")
         page.keyboard.press("Enter")
         expect(names).to_have_text(["About leaves", "Which bird is it?"])
@@ -263,6 +294,13 @@ def test_conversations_are_renamed_and_pinned(
         page.reload()
         page.get_by_role("button", name="History").click()
         expect(names).to_have_text(["About leaves", "Which bird is it?"])
+        page.get_by_role("button", name="Rename conversation: About leaves").click()
+        page.get_by_label("Title of the conversation").fill("")
+        page.keyboard.press("Enter")
+        expect(names).to_have_text(["Which leaf is it?", "Which bird is it?"])
+        page.get_by_role("button", name="Rename conversation: Which leaf is it?").click()
+        page.get_by_label("Title of the conversation").fill("About leaves")
+        page.keyboard.press("Enter")
         page.get_by_label("Search questions and answers").fill("about")
         expect(names).to_have_text(["About leaves"])
         page.close()
@@ -329,6 +367,10 @@ def test_prompts_are_saved_and_used(
 def test_temperature_goes_with_the_question(model: Path, docs: Path, tmp_path: Path, ada: BrowserContext) -> None:
     with keyed(model, docs, tmp_path) as server:
         page = open_page(ada, server.url)
+        expect(page.get_by_label("Temperature")).to_have_accessible_description(re.compile("2 is the most"))
+        page.get_by_label("Temperature").fill("9")
+        page.keyboard.press("Tab")
+        expect(page.get_by_label("Temperature")).to_have_value("2")
         page.get_by_label("Temperature").fill("0.7")
         page.keyboard.press("Tab")
         with page.expect_request("**/ask") as asked:

@@ -18,6 +18,7 @@ from tests.app.server.page.driving import (
     passage_text,
     probe,
     state_of,
+    stream,
     upload_to_new_collection,
 )
 
@@ -167,8 +168,15 @@ def test_unreadable_file_does_not_hold_up_other_uploads(page: Page) -> None:
         expect(line.get_by_role("alert")).to_contain_text(reason)
     expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .epub")
     expect(page.locator("#files-list li.ready .name")).to_have_text(["one.md", "two.csv"])
+    expect(page.locator("#files-list li")).to_have_count(2)  # what failed is said once
     page.get_by_role("button", name="Put away: program.exe").click()
     expect(lines).to_have_count(2)
+    with page.expect_response(lambda answer: answer.request.method == "DELETE") as taken:
+        page.get_by_role("button", name="Put away: empty.md").click()
+    assert taken.value.ok
+    page.reload()
+    page.locator("#open-documents").click()
+    expect(page.locator("#files-list li .name")).to_have_text(["one.md", "two.csv"])
     page.keyboard.press("Escape")
     expect(page.get_by_role("heading", name="Ask your documents")).to_be_visible()
     expect(page.get_by_text("holds no documents yet")).to_have_count(0)
@@ -324,7 +332,14 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     expect(page.locator(".turn .question")).to_have_text([first])
     expect(page.locator("#panel-of")).to_have_text(first)
     page.get_by_role("button", name="History").click()
-    dialog.get_by_role("button", name=f"Delete conversation: {first}").click()
+    delete = dialog.get_by_role("button", name=f"Delete conversation: {first}")
+    delete.click()
+    asked = dialog.get_by_role("group", name="Delete this conversation?")
+    asked.get_by_role("button", name="Keep").click()
+    expect(delete).to_be_focused()
+    delete.click()
+    expect(dialog.get_by_role("button", name=f"Rename conversation: {first}")).to_be_hidden()
+    asked.get_by_role("button", name="Delete").click()
     expect(dialog.locator(".past .name")).to_have_text([second])
     page.keyboard.press("Escape")
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
@@ -348,7 +363,10 @@ def test_question_follows_those_above_it(page: Page) -> None:
     answer = first.locator(".words").text_content() or ""
     (turn,) = asked.value.post_data_json["history"]
     assert (turn["question"], turn["answer"].strip()) == (questions[0], answer.strip())
-    expect(page.locator(".turn").last.locator(".follows")).to_have_text("Follows 1 question")
+    second = page.locator(".turn").last
+    expect(second.locator(".follows")).to_have_text("Follows 1 question")
+    tops = {one.evaluate("(node) => node.offsetTop") for one in second.locator(".foot > button").all()}
+    assert len(tops) == 1, "what can be done stands in one line"
     assert questions[0] in (page.locator("#prompt .prompt-text").text_content() or "")
     # Asking the first again is asking it without those that came after; the next question then follows it alone.
     with page.expect_request(ASK) as asked:
@@ -444,6 +462,31 @@ def test_question_is_edited_and_asked_again(page: Page) -> None:
     assert [one["question"] for one in sent["history"]] == [first], "it follows what the edited question followed"
     expect(page.locator(".turn .question")).to_have_text([first, second, third])
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+
+
+def test_question_that_is_cut_at_its_limit_is_said_to_be(page: Page) -> None:
+    compare_off(page)
+    told = "Full: a question may have 4,000 characters. What is more is cut off."
+    ask(page, easy_questions()[0].question)
+    page.get_by_role("button", name="Edit the question and ask again").click()
+    edited, note = page.get_by_label("The question, edited"), page.locator(".editing .hint")
+    expect(note).to_have_text("")
+    edited.fill("a" * 4_000)
+    expect(note).to_have_text(told)
+    edited.press("Escape")
+    box, hint = page.locator("#question"), page.locator("#hint")
+    box.fill("a" * 3_999)
+    expect(hint).not_to_have_text(told)
+    box.press("ControlOrMeta+End")
+    page.keyboard.insert_text("bcd")
+    expect(box).to_have_value("a" * 3_999 + "b")
+    expect(hint).to_have_text(told)
+    expect(page.locator("#said")).to_have_text(told)
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(hint).to_be_visible()
+    page.route(ASK, lambda route: stream(route, ("sources", []), ("token", {"text": "So."}), ("done", {})))
+    box.press("Enter")
+    expect(hint).not_to_have_text(told)
 
 
 def test_conversations_are_searched_and_saved(page: Page) -> None:

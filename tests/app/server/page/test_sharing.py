@@ -57,7 +57,13 @@ def test_link_opens_a_copy_with_another_key_until_it_is_ended(
         assert reader.url == f"{server.url}/"
         # Ended, it is not there any more.
         page.get_by_role("button", name="History").click()
+        page.get_by_role("button", name="Delete conversation: Which leaf?").click()
+        expect(page.get_by_role("group", name="Delete this conversation, and what is shared of it?")).to_be_visible()
+        page.keyboard.press("Escape")
         page.get_by_role("button", name="Share no longer: Which leaf?").click()
+        sure = page.get_by_role("group", name="End it? Nobody can read it by its link any more.")
+        expect(page.locator("#history .shares")).to_have_count(1)
+        sure.get_by_role("button", name="End").click()
         expect(page.locator("#history .shares")).to_have_count(0)
         reader.goto(link)
         expect(shared.locator(".error")).to_have_text("nothing is shared under this link, or not any more")

@@ -88,6 +88,60 @@ def test_question_is_asked_of_single_documents(page: Page) -> None:
     expect(page.locator("#open-sources")).to_have_text("From “Letters”")
 
 
+@pytest.mark.parametrize("choice", ["collections", "documents"])
+def test_conversation_goes_on_with_what_it_was_asked_of_on_a_second_device(
+    page: Page, server: Running, browser: Browser, problems: list[str], choice: str
+) -> None:
+    question, opener = f"Which leaf is in the {choice}?", page.locator("#open-sources")
+    opener.click()
+    if choice == "collections":
+        page.get_by_role("checkbox", name="Letters").check()
+    for name in ("Contracts", "Letters") if choice == "documents" else ():
+        fold = page.locator(".from", has_text=name).locator("details")
+        fold.locator("summary").click()
+        fold.get_by_role("checkbox", name=f"{name.lower()}-1.txt").check()
+    page.keyboard.press("Escape")
+    done(send(page, question))
+    done(send(page, "And then?"))
+    expect(page.locator(".turn")).to_have_count(2)
+    with visitor(browser, problems, KEYS["ada"]) as made:
+        device = open_page(made, server.url)
+        opener = device.locator("#open-sources")
+        device.get_by_role("button", name="History").click()
+        row = device.locator("#history .past li", has_text=question)
+        expect(row).to_contain_text("2 questions · Contracts, Letters")
+        row.locator(".open").click()
+        expect(device.locator("#collection option:checked")).to_have_text("Contracts")
+        expect(opener).to_have_text(f"From 2 {choice}")
+        done(send(device, "And now?"))
+        expect(device.locator(".turn")).to_have_count(3)
+        assert {name.split("-")[0] for name in names(device)} == {"contracts", "letters"}
+        # Another conversation has its own.
+        device.locator("#collection").select_option(label="Letters")
+        device.get_by_role("button", name="New", exact=True).click()
+        done(send(device, f"Which leaf is in the letters, not the {choice}?"))
+        device.get_by_role("button", name="History").click()
+        row.filter(has_text="Contracts, Letters").locator(".open").click()
+        expect(opener).to_have_text(f"From 2 {choice}")
+        device.get_by_role("button", name="History").click()
+        device.locator("#history .past .open", has_text="not the").first.click()
+        expect(opener).to_have_text("From “Letters”")
+        device.close()
+    page.close()
+
+
+def test_conversation_goes_on_after_a_reload_where_the_collection_at_the_top_is_not_asked(page: Page) -> None:
+    page.locator("#open-sources").click()
+    page.get_by_role("checkbox", name="Letters").check()
+    page.locator(".from", has_text="Contracts").locator(".choice input").uncheck()
+    page.keyboard.press("Escape")
+    done(send(page, "Which leaf?"))
+    page.reload()
+    expect(page.locator("#open-sources")).to_have_text("From “Letters”")
+    done(send(page, "And then?"))
+    expect(page.locator(".turn .question")).to_have_text(["Which leaf?", "And then?"])
+
+
 def test_nothing_chosen_is_said(page: Page) -> None:
     page.locator("#open-sources").click()
     page.locator(".from", has_text="Contracts").locator(".choice input").uncheck()

@@ -15,6 +15,7 @@ from tests.app.server.page.driving import (
     File,
     ask,
     compare_off,
+    delete_conversation,
     easy_questions,
     events,
     probe,
@@ -113,6 +114,10 @@ def test_key_is_asked_for_and_sent(context: BrowserContext, address: str, proble
     page.route(re.compile("/api/"), guarded)
     page.goto(address)
     dialog = page.get_by_role("dialog", name="This server asks for a key")
+    page.get_by_label("API key").fill("the-right-key…")  # no header can carry this
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_have_text("The server did not accept this key.")
+    assert "…" not in kept_texts(page)
     page.get_by_label("API key").fill("a wrong one")
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("alert")).to_have_text("The server did not accept this key.")
@@ -188,7 +193,8 @@ def test_two_tabs_keep_the_questions_of_both(context: BrowserContext, address: s
     again = open_page(context, address)
     again.get_by_role("button", name="History").click()
     expect(again.locator(".past .name")).to_have_count(2)
-    again.get_by_role("button", name=f"Delete conversation: {one}").click()
+    delete_conversation(again, one)
+    expect(again.locator(".past .name")).to_have_count(1)
     again.keyboard.press("Escape")
     ask(second, third)
     second.close()
@@ -223,6 +229,24 @@ def test_name_of_a_file_that_failed_can_be_read(page: Page, width: int) -> None:
     box = page.locator("#files-list li.failed .name").bounding_box()
     assert box is not None
     assert box["width"] > 140
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_name_of_a_file_stands_whole_above_the_question_whether_to_delete_it(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    name = "minutes_of_the_town_council_and_of_all_its_committees_from_the_year_of_1987_until_the_end_of_1993.md"
+    upload_to_new_collection(page, "Birds", [File(name, "The owl lives in the barn."), File("owl.md", "An owl.")])
+    page.locator("#open-documents").click()
+    for one in (name, "owl.md"):
+        page.get_by_role("button", name=f"Delete {one}").click()
+        shown = page.locator("#files-list .name", has_text=one)
+        asked = page.get_by_role("group", name="Delete with its KV?")
+        assert shown.evaluate("(node) => node.scrollWidth <= node.clientWidth")
+        above, below = shown.bounding_box(), asked.bounding_box()
+        assert above is not None
+        assert below is not None
+        assert above["y"] + above["height"] <= below["y"]
+        page.keyboard.press("Escape")
 
 
 def test_verdict_does_not_quote_the_answer_above_it(page: Page) -> None:

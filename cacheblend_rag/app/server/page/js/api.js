@@ -17,6 +17,15 @@ export const onKeyNeeded = (ask) => (askForKey = ask);
 
 const key = () => sessionStorage.getItem(KEY);
 
+/** Whether a request can carry a key: a header has no characters outside Latin-1. */
+export function canBeSent(value) {
+  try {
+    return Boolean(new Headers({ Authorization: `Bearer ${value}` }));
+  } catch {
+    return false;
+  }
+}
+
 export function setKey(value) {
   sessionStorage.setItem(KEY, value);
 }

@@ -6,7 +6,7 @@ import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
 import { addKept, beginKept, keeping, renewKept, turnKept } from "./kept.js";
 import { takeVerification, verifyOf } from "./verifying.js";
-import { addPoint, changed, comparing, conversation, conversationFor, model, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
+import { addPoint, changed, collectionsOf, comparing, conversation, conversationFor, model, modelName, newId, scopeOf, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
 const AGAIN = 2; // seconds until an answer that another server gives is looked for again
@@ -107,7 +107,8 @@ export function longerAnswer(turn) {
 /** The conversation for a question: the open one, or a new one, which the server keeps if it keeps any and has room. */
 async function conversationToAskIn(collection) {
   const open = conversation();
-  if (open?.collection === collection) return { one: open };
+  const about = open ? [open.collection, ...collectionsOf(open)] : [];
+  if ([collection, ...scopeOf({ from: state.from, collection })].some((id) => about.includes(id))) return { one: open };
   if (!keeping()) return { one: conversationFor(collection) };
   try {
     return { one: await beginKept(collection) };

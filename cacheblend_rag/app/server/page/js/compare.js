@@ -88,8 +88,8 @@ export function compareView(turn, wanted) {
     if (rows.length < ORDER.length && estimate(turn)) parts.push(el("p", { class: "hint", text: estimate(turn) }));
     parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
   } else if (!rows.length && !turn.comparing) {
-    const waiting = isWaiting(turn);
-    const text = waiting ? (wanted ? "Begins when the answer has ended." : "Off.") : "Nothing to compare: the answer did not end.";
+    const waiting = wanted ? "Begins when the answer has ended." : "Off.";
+    const text = isWaiting(turn) ? waiting : `Nothing to compare: the answer ${turn.status === "erased" ? "was deleted" : "did not end"}.`;
     parts.push(el("p", { class: "hint", text }));
   }
   return parts;

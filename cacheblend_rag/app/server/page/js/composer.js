@@ -1,7 +1,8 @@
 // Where a question is written.
 
 import { ask, isAsking, stop } from "./asking.js";
-import { $ } from "./dom.js";
+import { $, say } from "./dom.js";
+import { count } from "./format.js";
 import { readiness } from "./sources.js";
 import { changed, on, state } from "./store.js";
 
@@ -15,18 +16,26 @@ function grow() {
   box.style.setProperty("height", `${Math.min(box.scrollHeight, line * LINES)}px`);
 }
 
+/** What is said when a question is as long as it may be, and the browser takes no more of it; else nothing. */
+export function fullNote(text) {
+  const most = state.server?.limits.question_chars;
+  return text.length >= most ? `Full: a question may have ${count(most, "character")}. What is more is cut off.` : "";
+}
+
 function limits() {
   const most = state.server?.limits.question_chars;
   if (most) $("question").maxLength = most;
 }
 
 function refresh() {
-  const { ready, reason } = readiness();
+  const { ready, reason: why } = readiness();
+  const reason = ready ? fullNote($("question").value) : why;
+  if (ready && reason && $("hint").textContent !== reason) say(reason);
   $("send").textContent = isAsking() ? "Stop" : "Ask";
   $("send").disabled = !isAsking() && !ready;
-  const told = ready || !state.server;
-  $("hint").textContent = told ? HINT : reason;
-  $("hint").classList.toggle("reason", !told);
+  const told = state.server ? reason : "";
+  $("hint").textContent = told || HINT;
+  $("hint").classList.toggle("reason", Boolean(told));
   $("composer").classList.toggle("asking", isAsking());
 }
 
@@ -37,6 +46,7 @@ function submit(event) {
   if (!question || $("send").disabled) return;
   $("question").value = "";
   state.draft = "";
+  refresh();
   grow();
   ask(question);
 }
@@ -46,7 +56,9 @@ export function startComposer() {
   box.value = state.draft;
   $("composer").addEventListener("submit", submit);
   box.addEventListener("input", () => {
+    if (box.maxLength > 0 && box.value.length > box.maxLength) box.value = box.value.slice(0, box.maxLength); // a saved prompt was added
     state.draft = box.value;
+    refresh();
     grow();
     changed("draft");
   });

@@ -3,6 +3,7 @@
 import { ask, askAgain, isAsking, longerAnswer } from "./asking.js";
 import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
+import { fullNote } from "./composer.js";
 import { markChanges } from "./changes.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
@@ -148,11 +149,11 @@ function showFoot(node, turn) {
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
   node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
   if (turn.model !== null) node.append(el("span", { class: "follows", text: turn.model.split("/").at(-1), title: turn.model }));
   if (turn.from) node.append(el("span", { class: "follows", text: `From ${describe(turn.from)}` }));
   if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
-  if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
-  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
 }
 
 /** Write a question anew in its place; it is asked after the same turns, and what was answered stays. */
@@ -170,7 +171,9 @@ function edit(turn) {
     root.querySelector(".foot button[aria-label^=Edit]")?.focus();
   };
   const cancel = button("Cancel", back);
-  const form = el("form", { class: "editing" }, box, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
+  const note = el("p", { class: "hint", role: "status", text: fullNote(turn.question) });
+  box.addEventListener("input", () => (note.textContent = fullNote(box.value)));
+  const form = el("form", { class: "editing" }, box, note, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const question = box.value.trim();

@@ -16,7 +16,7 @@ import {
   refreshServer,
 } from "./server.js";
 import { changed, collection, forgetTexts, on, state } from "./store.js";
-import { startUploads } from "./uploads.js";
+import { isTold, startUploads } from "./uploads.js";
 
 function report(error) {
   $("collections-error").textContent = error.message;
@@ -116,7 +116,8 @@ async function showDocuments() {
     const [found, size] = await Promise.all([documentsOf(here.id), estimateOf(here.id)]);
     if (mine !== asked) return;
     $("kv-size").textContent = sizeOf(size);
-    const items = found.map((one) => documentView(one, here));
+    const untold = found.filter((one) => one.state !== "failed" || !isTold(here.id, one.name));
+    const items = untold.map((one) => documentView(one, here));
     const top = list.querySelector("ul")?.scrollTop ?? 0;
     const shown = items.length
       ? el("ul", { class: "files", tabindex: 0, "aria-label": `Files of ${here.name}` }, items)

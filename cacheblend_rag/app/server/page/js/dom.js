@@ -33,8 +33,9 @@ export function say(text) {
 
 const DELETING = { yes: "Delete", no: "Keep", busy: "Deleting, once no answer is under way…", props: { class: "danger" } };
 
-/** Ask once more before doing what cannot be undone: the button gives way to a question in its place. */
-export function confirmInPlace(trigger, question, action, { yes, no, busy, props } = DELETING) {
+/** Ask once more before doing what cannot be undone: the button gives way to a question in its place; `words` are others than of deleting. */
+export function confirmInPlace(trigger, question, action, words = {}) {
+  const { yes, no, busy, props } = { ...DELETING, ...words };
   const back = () => {
     box.replaceWith(trigger);
     trigger.focus();

@@ -8,17 +8,21 @@ import { count } from "./format.js";
 import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
 import { saveRated } from "./rating.js";
 import { listShares, shareButton, sharesView } from "./sharing.js";
-import { changed, forget, KEY, state, unread } from "./store.js";
+import { choiceOf, choose } from "./sources.js";
+import { changed, collectionsOf, forget, KEY, state, unread } from "./store.js";
 
+const NAMED = 3; // collections; of more the number is told
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
 async function show(one) {
   if (isAsking()) await leave();
   if (one?.kept && !one.loaded && !(await attempt(() => loadKept(one)))) return;
+  let choice = null; // goes on with what it was asked of
+  if (one && one.id !== state.conversation && !(await attempt(async () => (choice = await choiceOf(one))))) return;
   state.conversation = one?.id ?? null;
   state.selected = one?.turns.at(-1)?.id ?? null;
-  const there = state.server?.collections.some(({ id }) => id === one?.collection);
-  if (there) state.collection = one.collection;
+  if (one) state.collection = [one.collection, ...collectionsOf(one)].find(collectionOf) ?? state.collection;
+  if (choice) choose(choice.collections, choice.documents);
   $("history").close();
   changed("server");
   changed("conversation", { latest: one?.turns.at(-1) });
@@ -43,7 +47,14 @@ const titleOf = (one) => one.title || (one.turns[0]?.question ?? one.opening ?? 
 
 const sizeOf = (one) => (one.kept && !one.loaded ? one.count : one.turns.length);
 
-const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
+const collectionOf = (id) => state.server?.collections.find((one) => one.id === id);
+
+/** The names of the collections that a conversation was asked of, or how many they are. */
+function nameOf(one) {
+  const found = collectionsOf(one);
+  if (found.length > NAMED) return count(found.length, "collection");
+  return found.map((id) => collectionOf(id)?.name ?? "deleted collection").join(", ");
+}
 
 /** Whether every word that is searched for stands somewhere in a conversation. */
 function holds(one, words) {
@@ -60,11 +71,14 @@ function itemView(one) {
     el("span", { class: "name", text: titleOf(one) }),
     el("small", { text: facts }),
   );
-  const remove = button("Delete", async () => {
-    if (one.kept && !(await attempt(() => deleteKept(one.id)))) return;
-    if (!one.kept) forget(one.id);
-    render();
-    $("history").querySelector("button").focus();
+  const shared = state.shares.some(({ conversation }) => conversation === one.id);
+  const remove = button("Delete", () => {
+    confirmInPlace(remove, `Delete this conversation${shared ? ", and what is shared of it" : ""}?`, async (back) => {
+      if (one.kept && !(await attempt(() => deleteKept(one.id)))) return back();
+      if (!one.kept) forget(one.id);
+      render();
+      $("history").querySelector("button").focus();
+    }, { busy: "Deleting…" });
   }, { class: "quiet", "aria-label": `Delete conversation: ${titleOf(one)}` });
   const save = button("Save", async () => {
     if (!one.kept || one.loaded || (await attempt(() => loadKept(one)))) saveConversation(one, name);
@@ -90,11 +104,13 @@ async function change(one, values) {
 /** A field in the place of a conversation's name; empty, it is that of its first question again. */
 function renameIn(row, one) {
   const box = el("input", { maxlength: 200, "aria-label": "Title of the conversation", placeholder: titleOf({ ...one, title: "" }) });
-  box.value = one.title ?? "";
+  box.value = titleOf(one).slice(0, box.maxLength);
+  const before = box.value; // without its line ends
   const form = el("form", { class: "pair" }, box, el("button", { type: "submit", text: "Rename" }), button("Cancel", () => render()));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    change(one, { title: box.value.trim() });
+    if (box.value === before) render();
+    else change(one, { title: box.value.trim() });
   });
   form.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
@@ -163,7 +179,7 @@ async function saveAll(rating, told) {
 function placeOf(found) {
   const kept = found.filter((one) => one.kept).length;
   if (!kept) return "Kept in this browser alone.";
-  const place = sessionStorage.getItem(KEY) ? "Kept on the server, for your key alone" : "Kept on the server";
+  const place = sessionStorage.getItem(KEY) ? "Kept on the server, for keys of your tenant" : "Kept on the server";
   return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 

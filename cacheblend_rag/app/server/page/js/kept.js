@@ -1,10 +1,11 @@
 // Conversations that the server keeps for the key: listed, opened, begun and deleted there.
 
 import { ApiError, call } from "./api.js";
-import { changed, conversation, forget, state } from "./store.js";
+import { changed, conversation, forget, scopeOf, state } from "./store.js";
 import { takeVerification } from "./verifying.js";
 
 const STATES = { running: "asking" };
+const MOST = 50; // collections of a conversation, as the server takes them
 
 /** Whether the server keeps conversations. */
 export const keeping = () => Boolean(state.server?.settings.keep_conversations);
@@ -15,8 +16,9 @@ const path = (id) => `api/conversations/${encodeURIComponent(id)}`;
 function take(info) {
   let one = state.conversations.find(({ id }) => id === info.id);
   if (!one) state.conversations.push((one = { id: info.id, kept: true, turns: [], loaded: false }));
-  const { title, opening, pinned, created } = info;
-  return Object.assign(one, { title, opening, pinned, created, latest: info.changed, count: info.turns, collection: info.collections[0] });
+  const { title, opening, pinned, created, collections } = info;
+  one.collection ??= collections[0];
+  return Object.assign(one, { title, opening, pinned, created, collections, latest: info.changed, count: info.turns });
 }
 
 /** A turn as the page has it. */
@@ -52,10 +54,11 @@ export async function loadKept(one) {
   one.loaded = true;
 }
 
-/** Begin a conversation that is kept. */
+/** Begin a conversation that is kept, with what its first question is asked of. */
 export async function beginKept(collection) {
-  const one = take(await call("POST", "api/conversations", { collections: [collection] }));
-  one.loaded = true;
+  const collections = scopeOf({ from: state.from, collection }).slice(0, MOST);
+  const one = take(await call("POST", "api/conversations", { collections }));
+  Object.assign(one, { collection, loaded: true });
   state.conversation = one.id;
   return one;
 }

@@ -1,13 +1,15 @@
 // The API key of a server that asks for one.
 
-import { onKeyNeeded, setKey } from "./api.js";
+import { canBeSent, onKeyNeeded, setKey } from "./api.js";
 import { $ } from "./dom.js";
 import { forgetAll } from "./store.js";
 
 let waiting = null; // for ever: with a key the page begins anew, and nothing of another's is left in it
 
+const REFUSED = "The server did not accept this key.";
+
 function ask(refused) {
-  $("key-error").textContent = refused ? "The server did not accept this key." : "";
+  $("key-error").textContent = refused ? REFUSED : "";
   waiting ??= new Promise(() => {
     forgetAll();
     for (const open of document.querySelectorAll("dialog[open]")) open.close();
@@ -24,4 +26,9 @@ function ask(refused) {
 export function startKey() {
   onKeyNeeded(ask);
   $("key").addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it
+  $("key").querySelector("form").addEventListener("submit", (event) => {
+    if (canBeSent($("key-value").value.trim())) return;
+    event.preventDefault(); // no server has such a key, and no request could carry it
+    $("key-error").textContent = REFUSED;
+  });
 }

@@ -32,8 +32,8 @@ function showReport(force = false) {
     put("prompt", promptView(turn));
     return;
   }
-  const waiting = turn && isWaiting(turn);
-  const told = waiting ? "The figures come with the answer." : turn ? "No figures: the answer did not end." : null;
+  const ended = turn?.status === "erased" ? "No figures: the answer was deleted with a document that it was made from." : "No figures: the answer did not end.";
+  const told = turn ? (isWaiting(turn) ? "The figures come with the answer." : ended) : null;
   put("ttft", hint(told ?? "How long an answer's first token took: look-up, load, fuse and first token."));
   put("chunks", hint(told ?? "Which passages were in the store, on which device, and how large."));
   put("prompt", hint(told ?? "The whole prompt, with recomputed tokens shaded by their deviation."));

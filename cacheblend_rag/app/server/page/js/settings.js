@@ -73,7 +73,7 @@ function temperatureField() {
     const given = Math.round(input.valueAsNumber * 100) / 100;
     set({ temperature: given > 0 ? Math.min(given, 2) : null });
   });
-  const note = "0 takes the likeliest word each time. Above 0 answers vary.";
+  const note = "0 takes the likeliest word each time. Above 0 answers vary; 2 is the most.";
   const field = el("div", { class: "field" }, el("label", { for: "temperature", text: "Temperature" }), input);
   return { input, nodes: [field, el("p", { class: "hint", id: "temperature-help", text: note })] };
 }

@@ -47,10 +47,12 @@ function itemView(one, attempt, done) {
     link.textContent = copied ? "Copied" : "Not copied";
     say(link.textContent);
   }, { class: "quiet", "aria-label": `Copy the link to: ${one.title}` });
-  const ending = button("End", async () => {
-    if (!(await attempt(() => end(one)))) return;
-    done();
-    $("history").querySelector("button").focus();
+  const ending = button("End", () => {
+    confirmInPlace(ending, "End it? Nobody can read it by its link any more.", async (back) => {
+      if (!(await attempt(() => end(one)))) return back();
+      done();
+      $("history").querySelector("button").focus();
+    }, { yes: "End", busy: "Ending…" });
   }, { class: "quiet", "aria-label": `Share no longer: ${one.title}` });
   const open = el("a", { class: "open", href: linkTo(one.id) }, el("span", { class: "name", text: one.title }), el("small", { text: `${when.format(one.created)} · ${count(one.turns, "question")}` }));
   return el("li", {}, open, el("span", { class: "deeds" }, link, ending));

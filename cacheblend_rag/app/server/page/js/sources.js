@@ -4,7 +4,7 @@ import { ApiError } from "./api.js";
 import { $, el } from "./dom.js";
 import { count } from "./format.js";
 import { documentsOf } from "./server.js";
-import { changed, collection, on, state } from "./store.js";
+import { changed, collection, collectionsOf, on, state } from "./store.js";
 
 const SHOWN = 200; // documents of one collection; more are found by their names
 const MOST = { collections: 50, documents: 100 }; // of one question, as the server takes them
@@ -40,7 +40,7 @@ export function describe({ collections, documents }) {
 }
 
 /** Take a choice; that of the collection at the top alone is none. */
-function choose(collections, documents) {
+export function choose(collections, documents) {
   const own = collection()?.id;
   const same = collections.length === 1 && collections[0] === own && !documents.length;
   state.from = same ? null : { collections, documents };
@@ -57,6 +57,18 @@ function toggleDocument(of, { id, name }, wanted) {
   const { collections, documents } = chosen();
   const others = documents.filter((one) => one.id !== id || one.collection !== of);
   choose(collections.filter((one) => one !== of), wanted ? [...others, { id, name, collection: of }] : others);
+}
+
+/** What the latest question of a conversation was asked of, as a choice. */
+export async function choiceOf(one) {
+  const latest = one.turns.at(-1);
+  if (!latest) return { collections: collectionsOf(one), documents: [] };
+  const { collections, documents } = latest.from ?? { collections: [latest.collection], documents: [] };
+  if (documents.every((each) => each.collection)) return { collections, documents };
+  // The server has only the ids of single documents.
+  const lists = collectionsOf(one).filter(byId).map(async (of) => (await documentsOf(of)).map(({ id, name }) => ({ id, name, collection: of })));
+  const there = (await Promise.all(lists)).flat();
+  return { collections, documents: documents.map(({ id }) => there.find((each) => each.id === id)).filter(Boolean) };
 }
 
 /** The documents of a collection to choose from, loaded when they are first looked at. */

@@ -82,6 +82,12 @@ export const selectedTurn = () => turns().find((turn) => turn.id === state.selec
 
 export const collection = () => state.server?.collections.find((one) => one.id === state.collection) ?? null;
 
+/** Ids of the collections that a question is asked of. */
+export const scopeOf = ({ from, collection: own }) => [...new Set(from ? [...from.collections, ...from.documents.map((one) => one.collection)] : [own])].filter(Boolean);
+
+/** Ids of the collections that a conversation was asked of: those it was begun with, then those of its questions. */
+export const collectionsOf = (one) => [...new Set([...(one.collections ?? []), ...one.turns.flatMap(scopeOf)])];
+
 /** The model that the next question is for: the chosen one, if it is there, else the server's first. */
 export const model = () => state.server?.models.find((one) => one.name === state.model) ?? state.server?.models[0] ?? null;
 

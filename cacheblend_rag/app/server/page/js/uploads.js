@@ -3,10 +3,11 @@
 import { ApiError, stream, upload } from "./api.js";
 import { $, button, el, say } from "./dom.js";
 import { bytes, count, share } from "./format.js";
-import { isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
+import { deleteDocument, documentsOf, isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
 import { changed, collection, newId, on, state } from "./store.js";
 
-const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding", warming: "Computing KV of" };
+const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding" };
+const IN = ["ready", "warming"]; // stages of a document that is in its collection
 const shown = new Map(); // local id: {text, part, state}
 
 function put(id, values) {
@@ -17,7 +18,7 @@ function put(id, values) {
 function render() {
   const items = [...shown].map(([id, { label, text, part, outcome }]) => {
     const bar = el("progress", { max: 1, value: part ?? null, "aria-label": `${label}: ${text}` });
-    const away = button("✕", () => (shown.delete(id), render()), { class: "icon", "aria-label": `Put away: ${label}` });
+    const away = button("✕", () => putAway(id), { class: "icon", "aria-label": `Put away: ${label}` });
     return el(
       "li",
       { class: outcome ?? "running" },
@@ -28,6 +29,24 @@ function render() {
   });
   $("jobs").replaceChildren(...items);
 }
+
+/** Take a line away, and off the server's list the file that failed. */
+async function putAway(id) {
+  const { of, label } = shown.get(id);
+  shown.delete(id);
+  render();
+  if (!of) return;
+  try {
+    const failed = (await documentsOf(of)).filter((one) => one.state === "failed" && one.name === label);
+    await Promise.all(failed.map((one) => deleteDocument(of, one.id)));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // it stays in the list
+  }
+  changed("documents", of);
+}
+
+/** Whether a line says already that a file of a collection failed. */
+export const isTold = (of, name) => [...shown.values()].some((one) => one.of === of && one.label === name);
 
 /** Why a file need not be sent; empty if it may be. */
 function refusal(file) {
@@ -41,7 +60,7 @@ function refusal(file) {
 /** What becomes of some files: one line for all, and one for each that is refused or cannot be read. */
 class Batch {
   constructor(files) {
-    Object.assign(this, { id: newId(), files, ready: 0, failed: 0 });
+    Object.assign(this, { id: newId(), files, coming: [], cold: [], ready: 0, failed: 0 }); // cold: without KV yet
     this.label = files.length === 1 ? files[0].name : count(files.length, "file");
     put(this.id, { label: this.label, text: "Sending…", part: 0 });
   }
@@ -51,10 +70,10 @@ class Batch {
     put(this.id, { text: at + text, part });
   }
 
-  fail(name, text) {
+  /** `of` is the collection in whose list the server has it. */
+  fail(name, text, of = null) {
     this.failed += 1;
-    if (this.files.length === 1) put(this.id, { text, outcome: "failed" });
-    else put(newId(), { label: name, text, outcome: "failed" });
+    put(this.files.length === 1 ? this.id : newId(), { label: name, text, outcome: "failed", of });
     say(`${name}: ${text}`);
   }
 
@@ -63,16 +82,25 @@ class Batch {
     this.files.pop();
   }
 
+  /** What can be asked about. */
+  get outcome() {
+    return this.failed ? `${this.ready} of ${this.files.length} files are ready to be asked about.` : "Ready to be asked about.";
+  }
+
   end() {
     if (!this.files.length) {
       shown.delete(this.id);
       return render();
     }
     if (this.files.length === 1 && this.failed) return;
-    const some = `${this.ready} of ${this.files.length} files are ready to be asked about.`;
-    const text = this.failed ? some : "Ready to be asked about.";
-    put(this.id, { text, outcome: this.ready ? "done" : "failed" });
-    say(`${this.label}: ${text}`);
+    put(this.id, { text: this.outcome, outcome: this.ready ? "done" : "failed" });
+  }
+
+  /** Follow all that was sent: first until each can be asked about, then until its KV is stored. */
+  async follow() {
+    while (this.coming.length) await arrive(this.coming.shift(), this);
+    if (this.ready) say(`${this.label}: ${this.outcome}`);
+    for (const kept of this.cold) await warm(kept, this);
   }
 }
 
@@ -80,7 +108,6 @@ class Batch {
 export async function sendFiles(list) {
   if (!list.length || !state.server) return;
   const batch = new Batch([...list]);
-  const sent = []; // and not followed to the end yet
   try {
     const fit = batch.files.filter((file) => {
       const reason = refusal(file);
@@ -89,8 +116,8 @@ export async function sendFiles(list) {
     });
     if (fit.length) {
       const target = await targetForFiles();
-      for (const file of fit) await sendOne(file, target, batch, sent);
-      for (const kept of sent) await follow(kept, batch);
+      for (const file of fit) await sendOne(file, target, batch);
+      await batch.follow();
     }
   } catch (error) {
     batch.fail(batch.label, error.message);
@@ -101,47 +128,71 @@ export async function sendFiles(list) {
   await refreshServer();
 }
 
-async function sendOne(file, target, batch, sent) {
+async function sendOne(file, target, batch) {
   const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
   try {
     const { job } = await upload(path, [file], (part) => batch.say(`sending ${file.name}, ${share(part)}`, part));
     const kept = { job, collection: target.id, label: file.name };
-    sent.push(kept);
+    batch.coming.push(kept);
     state.jobs.push(kept);
     changed("jobs");
   } catch (error) {
-    if (error.status === 429 && sent.length) {
-      await follow(sent.shift(), batch); // there is room once this one has ended
-      return sendOne(file, target, batch, sent);
+    if (error.status === 429 && batch.coming.length) {
+      await arrive(batch.coming.shift(), batch); // there is room once this one is in
+      return sendOne(file, target, batch);
     }
     batch.fail(file.name, error.message);
     if (!(error instanceof ApiError)) throw error;
   }
 }
 
-async function follow(kept, batch) {
+async function* progressOf({ job }) {
+  for await (const { event, data } of stream("GET", `api/jobs/${encodeURIComponent(job)}/events`)) if (event === "progress") yield data;
+}
+
+const among = ({ done, total }) => (total > 1 ? ` (${Math.min(done + 1, total)} of ${total})` : "");
+
+/** Nothing more is to be known of a job. */
+function ended({ job }) {
+  state.jobs = state.jobs.filter((one) => one.job !== job);
+  changed("jobs");
+}
+
+/** Wait until a file's document is in its collection, or has failed. */
+async function arrive(kept, batch) {
   let last = null;
   try {
-    for await (const { event, data } of stream("GET", `api/jobs/${encodeURIComponent(kept.job)}/events`)) {
-      if (event !== "progress") continue;
+    for await (const data of progressOf(kept)) {
       last = data;
-      if (data.stage in STAGES) {
-        const of = data.total > 1 ? ` (${Math.min(data.done + 1, data.total)} of ${data.total})` : "";
-        batch.say(`${STAGES[data.stage]} ${kept.label}${of}`, data.total ? data.done / data.total : null);
-      }
+      if (IN.includes(data.stage)) break;
+      if (data.stage in STAGES) batch.say(`${STAGES[data.stage]} ${kept.label}${among(data)}`, data.total ? data.done / data.total : null);
     }
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 404) return batch.forget();
+    if (error.status === 404) {
+      ended(kept);
+      return batch.forget();
+    }
     last = { stage: "failed", error: error.message };
-  } finally {
-    state.jobs = state.jobs.filter((one) => one.job !== kept.job);
-    changed("jobs");
   }
-  if (last?.stage === "done" && !last.error) batch.ready += 1;
-  else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.");
+  if (IN.includes(last?.stage)) batch.cold.push(kept);
+  else ended(kept);
+  if (IN.includes(last?.stage) || (last?.stage === "done" && !last.error)) batch.ready += 1;
+  else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.", kept.collection);
   await refreshServer();
   changed("documents", kept.collection);
+}
+
+/** Wait until the KV of a document is stored. It can be asked about meanwhile. */
+async function warm(kept, batch) {
+  try {
+    for await (const data of progressOf(kept)) {
+      if (data.stage === "warming") put(batch.id, { text: `${batch.outcome} Computing KV of ${kept.label}${among(data)}`, part: data.done / data.total });
+    }
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // what is not stored now is stored when it is used
+  }
+  ended(kept);
 }
 
 /** Follow again what was under way when the page was left. */
@@ -149,7 +200,8 @@ async function resume() {
   const known = [...state.jobs];
   if (!known.length) return;
   const batch = new Batch(known.map(({ label }) => ({ name: label })));
-  for (const kept of known) await follow(kept, batch);
+  batch.coming.push(...known);
+  await batch.follow();
   batch.end();
 }
 

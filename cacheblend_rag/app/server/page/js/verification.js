@@ -4,6 +4,8 @@ import { button, el } from "./dom.js";
 
 const SIGNS = { waiting: "…", verified: "✓", corrected: "≠", "given up": "–", lost: "–" };
 
+const SAME = "The same answer as without stored KV. Whether it is true was not checked.";
+
 /** What is to be said of it, by its status; nothing of an answer that is not checked. */
 function told({ status, reason }, { first, marked }) {
   if (status === "waiting") return reason ? `Being checked. ${reason}` : "Being checked";
@@ -23,5 +25,5 @@ export function showVerification(node, turn, shown, turnOver) {
   Object.assign(node.dataset, { text, status: found.status ?? "" });
   const over = found.status === "corrected" ? button(shown.first ? "Show the answer" : "Show the first text", turnOver, { class: "link" }) : null;
   const sign = el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[found.status] });
-  node.replaceChildren(...(text ? [sign, el("span", { text }), over].filter(Boolean) : []));
+  node.replaceChildren(...(text ? [sign, el("span", { text, title: found.status === "verified" ? SAME : null }), over].filter(Boolean) : []));
 }
