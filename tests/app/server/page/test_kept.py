@@ -106,7 +106,7 @@ def test_conversation_survives_a_restart_and_is_there_on_a_second_device(
         page = open_page(device, server.url)
         expect(page.locator(".turn")).to_have_count(0)
         page.get_by_role("button", name="History").click()
-        expect(page.locator("#history .hint").last).to_have_text("Kept on the server, for your key alone.")
+        expect(page.locator("#history .hint").last).to_have_text("Kept on the server, for keys of your tenant.")
         page.locator("#history .past .open").click()
         expect(page.locator(".turn .question")).to_have_text(["Which leaf?", "And which bird?"])
         assert [done(one) for one in page.locator(".turn").all()] == [first, second]
