@@ -25,7 +25,8 @@ KEYS_FILE = "keys.json"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Allowed names of keys and tenants; tenants are names of folders."""
 _VERSION = 1
-_LOOKED = 1.0  # seconds between two looks at the file
+LOOK_AGAIN = 1.0
+"""Seconds between two looks at the file, and at the key of what is under way."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyE
 
 def wait_for_servers() -> None:
     """Wait until every server that runs has looked at a changed file, and requests let in before have gone on."""
-    time.sleep(2 * _LOOKED)
+    time.sleep(2 * LOOK_AGAIN)
 
 
 def secret_kept(path: Path, size: int) -> str:
@@ -210,7 +211,7 @@ class KeysFile:
 
     def _look(self) -> None:
         now = self._clock()
-        if now - self._looked < _LOOKED:
+        if now - self._looked < LOOK_AGAIN:
             return
         self._looked = now
         state = self.state()

@@ -52,7 +52,7 @@ def add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is looked at for every request."""
-    monkeypatch.setattr(keys_file, "_LOOKED", 0.0)
+    monkeypatch.setattr(keys_file, "LOOK_AGAIN", 0.0)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_without_keys_the_one_tenant_is_shown(model: Path, docs: Path, tmp_path:
 def test_tenants_come_with_their_keys_and_stay_while_they_have_documents(
     server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file.LOOK_AGAIN", 0.0)
     ben, key = new_key("ben", "ben")
     change_keys(tmp_path / "keys.json", lambda known: [*known, ben])
     assert list(rows(ops)) == ["ada", "ben", "eve"]
@@ -219,7 +219,7 @@ def test_command_says_what_it_cannot_show(
 def test_tenants_whose_data_cannot_be_read_are_shown_without_counts(
     server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file.LOOK_AGAIN", 0.0)
     (tmp_path / "tenants" / "broken").write_text("a file where a folder should be")
     change_keys(tmp_path / "keys.json", lambda known: [*known, new_key("broken", "broken")[0]])
     backend = server.service.sessions["eve"].library.catalogue.backend
@@ -240,7 +240,7 @@ def test_tenants_whose_data_cannot_be_read_are_shown_without_counts(
 def test_keys_of_one_name_are_counted_once(
     server: Running, ops: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.app.server.keys_file._LOOKED", 0.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file.LOOK_AGAIN", 0.0)
     change_keys(tmp_path / "keys.json", lambda known: [*known, new_key("eve", "eve")[0]])
     with client_of(server, EVE["eve"]) as eve:
         for _ in range(3):

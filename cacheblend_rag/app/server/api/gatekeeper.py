@@ -16,14 +16,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.app.server.keys_file import LOOK_AGAIN
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
 from cacheblend_rag.app.server.security.tenants import Keys, RequestQuota
 from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, log_access, request_id, served
 from cacheblend_rag.app.server.settings import ServerSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-# Seconds after which the key of a request under way is looked at again.
-_LOOKED = 1.0
 # Paths that need a key, where there are keys; what a key for metrics reads, and what no other does.
 _GUARDED = ("/api/", "/v1/", "/metrics")
 _OF_METRICS, _OF_METRICS_ALONE = ("/metrics", "/api/tenants"), ("/api/tenants",)
@@ -233,7 +232,7 @@ class _Limited:
     async def _next(self) -> Message:
         while not self._is_revoked():
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOKED):
+                async with asyncio.timeout(LOOK_AGAIN):
                     return await self._receive()
         await self._refuse(Problem(401, "unauthorized", "the key was revoked"))
         self.revoked = True

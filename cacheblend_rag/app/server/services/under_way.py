@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
+from cacheblend_rag.app.server.keys_file import LOOK_AGAIN
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 
 Told: TypeAlias = tuple[str, Any]
 """An event of an answer: its name and its data."""
 
-# Seconds between two looks whether an answer is still wanted.
-_LOOKED = 1.0
 # Answers of one tenant that have ended and can still be read, and those that may go on unread.
 _ENDED, _UNREAD = 16, 8
 _JOINED = ("token", "thought")
@@ -158,7 +157,7 @@ class AnswerUnderWay:
             asyncio.get_running_loop().call_later(self._unread_seconds, self._give_up)
 
     def _look_later(self) -> None:
-        asyncio.get_running_loop().call_later(_LOOKED, self._look)
+        asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
     def _look(self) -> None:
         if not self._wanted():
