@@ -60,8 +60,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 @pytest.fixture(scope="module")
 def narrow(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with room for one that is served and one that waits, and little time for an answer."""
-    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=60, answer_tokens=400)
+    """A server with room for one that is served and one that waits."""
+    limits = Limits(queue=1, queue_seconds=60, answer_tokens=400)
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, concurrent=1)) as made:
         yield made
 
@@ -169,16 +169,17 @@ def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> No
     until(lambda: server.service.queue.served == 0)
 
 
-def test_answer_ends_at_its_time_limit(narrow: Running, slow: Slow) -> None:
-    with client_of(narrow) as client:
+def test_answer_ends_at_its_time_limit(model: Path, docs: Path, tmp_path: Path, slow: Slow) -> None:
+    limits = Limits(answer_seconds=2.0, answer_tokens=400)
+    with running(settings_for(model, docs, tmp_path, limits=limits)) as brief, client_of(brief) as client:
         events = read_events(client.post(ASK, json=QUESTION).text)
         assert [name for name, _ in events[-2:]] == ["error", "done"]
         assert events[-2][1]["code"] == "timeout"
         whole = client.post(ASK, json={**QUESTION, "stream": False})
         assert whole.status_code == 504
-        until(lambda: narrow.service.queue.served == 0)
+        until(lambda: brief.service.queue.served == 0)
         slow.go.set()
-        short = {**QUESTION, "stream": False, "max_tokens": 40}  # so that a busy machine answers it in time
+        short = {**QUESTION, "stream": False, "max_tokens": 4}  # so that a busy machine answers it in time
         assert client.post(ASK, json=short).status_code == 200
 
 

@@ -360,6 +360,7 @@ def test_prompts_are_saved_and_used(
         expect(page.locator("#question")).to_be_focused()
         page.get_by_role("button", name="Saved prompts").click()
         page.get_by_role("button", name="Delete prompt Parties").click()
+        page.get_by_role("group", name="Delete this prompt?").get_by_role("button", name="Delete").click()
         expect(page.locator("#prompts-list")).to_contain_text("None yet.")
     assert problems == []
 

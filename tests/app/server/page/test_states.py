@@ -16,6 +16,7 @@ from tests.app.server.page.driving import (
     ask,
     compare_off,
     delete_conversation,
+    drop,
     easy_questions,
     events,
     probe,
@@ -247,6 +248,18 @@ def test_name_of_a_file_stands_whole_above_the_question_whether_to_delete_it(pag
         assert below is not None
         assert above["y"] + above["height"] <= below["y"]
         page.keyboard.press("Escape")
+
+
+def test_question_whether_to_delete_stays_open_while_other_files_come(page: Page) -> None:
+    upload_to_new_collection(page, "Birds", [File("owl.md", "An owl."), File("heron.md", "A heron.")])
+    page.locator("#open-documents").click()
+    page.get_by_role("button", name="Delete collection Birds").click()
+    page.get_by_role("button", name="Delete owl.md").click()
+    drop(page, [File("kite.md", "A kite.")])
+    expect(page.locator("#files-list li.ready .name")).to_have_text(["heron.md", "kite.md", "owl.md"])
+    expect(page.get_by_text("2 documents, 2 passages")).to_have_count(0)
+    page.get_by_role("group", name="Delete with its KV?").get_by_role("button", name="Delete").click()
+    expect(page.locator("#files-list li.ready .name")).to_have_text(["heron.md", "kite.md"])
 
 
 def test_verdict_does_not_quote_the_answer_above_it(page: Page) -> None:

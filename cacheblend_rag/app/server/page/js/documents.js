@@ -1,7 +1,7 @@
 // The dialog of collections and their files.
 
 import { ApiError } from "./api.js";
-import { $, button, confirmInPlace, el } from "./dom.js";
+import { $, button, confirmInPlace, el, showRows } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { keeping, renewKept } from "./kept.js";
 import {
@@ -25,7 +25,6 @@ function report(error) {
 
 function collectionView(one) {
   const radio = el("input", { type: "radio", name: "collection", value: one.id, id: `collection-${one.id}` });
-  radio.checked = one.id === state.collection;
   radio.addEventListener("change", () => chooseCollection(one.id));
   const facts = `${count(one.documents, "document")}, ${count(one.chunks, "passage")}`;
   const label = el("label", { for: radio.id }, el("span", { class: "name", text: one.name }), el("small", { text: facts }));
@@ -51,7 +50,9 @@ function collectionView(one) {
 function showCollections() {
   const { server } = state;
   if (!server) return;
-  $("collections").replaceChildren(...server.collections.map(collectionView));
+  const rows = $("collections");
+  showRows(rows, server.collections, collectionView, (one) => [one, keeping()]);
+  for (const radio of rows.querySelectorAll("input")) radio.checked = radio.value === state.collection;
   const select = $("collection");
   select.replaceChildren(...server.collections.map((one) => el("option", { value: one.id, text: one.name })));
   select.value = state.collection ?? "";
@@ -117,13 +118,10 @@ async function showDocuments() {
     if (mine !== asked) return;
     $("kv-size").textContent = sizeOf(size);
     const untold = found.filter((one) => one.state !== "failed" || !isTold(here.id, one.name));
-    const items = untold.map((one) => documentView(one, here));
-    const top = list.querySelector("ul")?.scrollTop ?? 0;
-    const shown = items.length
-      ? el("ul", { class: "files", tabindex: 0, "aria-label": `Files of ${here.name}` }, items)
-      : el("p", { class: "hint", text: "No files yet." });
-    list.replaceChildren(shown);
-    shown.scrollTop = top;
+    if (!untold.length) return list.replaceChildren(el("p", { class: "hint", text: "No files yet." }));
+    const rows = list.querySelector("ul") ?? el("ul", { class: "files", tabindex: 0, "aria-label": `Files of ${here.name}` });
+    showRows(rows, untold, (one) => documentView(one, here), (one) => [one, isWritable(here), keeping()]);
+    if (rows.parentNode !== list) list.replaceChildren(rows);
   } catch (error) {
     if (mine !== asked) return;
     $("kv-size").textContent = "";

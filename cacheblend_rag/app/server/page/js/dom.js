@@ -55,6 +55,23 @@ export function confirmInPlace(trigger, question, action, words = {}) {
   sure.focus();
 }
 
+const made = new WeakMap(); // by list: the rows that it holds by what they were made of
+
+/**
+ * Show a list anew. What is to be seen as before stays the same element: it keeps its focus, and a question whether to
+ * delete it stays open. `facts` are all that `view` reads of an item.
+ */
+export function showRows(list, items, view, facts = (item) => item) {
+  const before = made.get(list) ?? new Map();
+  const rows = new Map(items.map((item) => [JSON.stringify(facts(item)), item]));
+  for (const [key, item] of rows) rows.set(key, before.get(key) ?? view(item));
+  for (const [key, row] of before) if (!rows.has(key)) row.remove();
+  [...rows.values()].forEach((row, at) => {
+    if (list.children[at] !== row) list.insertBefore(row, list.children[at] ?? null);
+  });
+  made.set(list, rows);
+}
+
 /** Put text onto the clipboard; a page that was not sent securely has the older way only. */
 export async function copy(text) {
   try {

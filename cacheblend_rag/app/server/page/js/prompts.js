@@ -1,7 +1,7 @@
 // Prompts that were saved: put into the question's place, saved from it, and deleted.
 
 import { ApiError, call } from "./api.js";
-import { $, button, el } from "./dom.js";
+import { $, button, confirmInPlace, el } from "./dom.js";
 import { keeping } from "./kept.js";
 import { changed, newId, on, state } from "./store.js";
 
@@ -49,7 +49,10 @@ function take({ text }) {
 
 function itemView(one) {
   const use = el("button", { type: "button", class: "open", on: { click: () => take(one) } }, el("span", { class: "name", text: one.title }), el("small", { text: one.text }));
-  const gone = button("Delete", () => attempt(() => remove(one)).then(() => $("saved-title").focus()), { class: "quiet", "aria-label": `Delete prompt ${one.title}` });
+  const gone = button("Delete", () => {
+    const sure = () => attempt(() => remove(one)).then(() => $("saved-title").focus());
+    confirmInPlace(gone, "Delete this prompt?", sure, { busy: "Deleting…" });
+  }, { class: "quiet", "aria-label": `Delete prompt ${one.title}` });
   return el("li", {}, use, gone);
 }
 
