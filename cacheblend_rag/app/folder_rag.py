@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -111,11 +111,15 @@ class FolderRAG:
         self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **thinking)
         self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
 
-    def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
+    def index_of(
+        self, docs: str | os.PathLike[str], embedder: Embeddings, *, only: Collection[str] = ()
+    ) -> FolderIndex:
         """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
         name = hashlib.sha256(os.fsencode(Path(docs).resolve())).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
-        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self._forget)
+        return FolderIndex(
+            docs, embedder=embedder, index_dir=index_dir, only=only, on_error="skip", on_delete=self._forget
+        )
 
     def also(self, model: str | os.PathLike[str]) -> BlendEngine:
         """Load another model over the same store.

@@ -17,7 +17,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -488,11 +488,18 @@ class FolderFiles:
     outside: tuple[str, ...]
 
 
-def list_files(folder: str | os.PathLike[str]) -> FolderFiles:
+def list_files(folder: str | os.PathLike[str], *, only: Collection[str] = ()) -> FolderFiles:
     """List the files of a folder, and of the folders in it.
 
     Hidden files and folders are left out, and so are the lock files of Word (``~$…``). Links to folders are not
     followed: what they show inside the folder is listed where it lies.
+
+    Parameters
+    ----------
+    folder : path
+        The folder.
+    only : collection of str
+        Names of folders in it, if what lies beside them is to be left out.
 
     Raises
     ------
@@ -504,7 +511,7 @@ def list_files(folder: str | os.PathLike[str]) -> FolderFiles:
         raise DocumentError(f"the folder {root} does not exist; name a folder that holds the documents")
     if not root.is_dir():
         raise DocumentError(f"{root} is a file; name the folder that holds it")
-    found = _walk(root)
+    found = _walk(root, only)
     if not found.readable:
         there = f" (there: {by_suffix(found.others)})" if found.others else ""
         raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
@@ -517,7 +524,7 @@ def by_suffix(paths: Iterable[str]) -> str:
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
-def _walk(root: Path) -> FolderFiles:
+def _walk(root: Path, only: Collection[str]) -> FolderFiles:
     def refuse(error: OSError) -> None:
         raise DocumentError(f"the folder {error.filename} cannot be listed: {error.strerror or error}") from error
 
@@ -525,6 +532,9 @@ def _walk(root: Path) -> FolderFiles:
     readable, others, outside = list[str](), list[str](), list[str]()
     for place, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if only and Path(place) == root:
+            folders[:] = [name for name in folders if name in only]
+            continue
         for name in names:
             path = Path(place, name)
             if name.startswith((".", "~$")) or not path.is_file():

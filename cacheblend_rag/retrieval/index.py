@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,6 +98,8 @@ class FolderIndex:
         Where the index is saved. A folder of its own.
     settings : SplitSettings, optional
         Chunk sizes.
+    only : collection of str
+        Names of folders in ``folder``, if what lies beside them is to be left out.
     on_error : {"raise", "skip"}
         For a file that cannot be read: raise, or leave it out with a logged warning.
     on_delete : callable, optional
@@ -118,11 +120,13 @@ class FolderIndex:
         embedder: Embeddings,
         index_dir: str | os.PathLike[str],
         settings: SplitSettings | None = None,
+        only: Collection[str] = (),
         on_error: str = "raise",
         on_delete: Callable[[Sequence[str]], object] | None = None,
     ) -> None:
         check_on_error(on_error)
         self.folder = Path(folder)
+        self.only = only
         self.index_dir = Path(index_dir)
         self.settings = settings or SplitSettings()
         self.on_error = on_error
@@ -167,7 +171,7 @@ class FolderIndex:
             return self._update(None if progress is None else not progress)
 
     def _update(self, hidden: bool | None) -> IndexReport:
-        found = list_files(self.folder)
+        found = list_files(self.folder, only=self.only)
         self._load()
         before, stale = self._hashes, self._stale
         with tqdm(found.readable, desc="reading", unit="file", delay=1, leave=False, disable=hidden) as paths:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH, manual_path
+from cacheblend_rag.app.collection import ARTICLES_PATH, MANUAL_FOLDERS, QUESTIONS_PATH, manual_path
 
 ARTICLES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ARTICLES_PATH.iterdir())}
 QUESTIONS: list[dict[str, Any]] = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
@@ -94,7 +94,5 @@ def test_the_manual_is_the_documentation_and_comes_with_the_package() -> None:
     included = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     folders = included["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     inside = ARTICLES_PATH.parent.relative_to(root) / "manual"
-    assert folders == {
-        f"docs/{kind}": str(inside / kind) for kind in ("tutorial", "how-to", "reference", "explanation")
-    }
+    assert folders == {f"docs/{kind}": str(inside / kind) for kind in MANUAL_FOLDERS}
     assert all((root / folder).is_dir() for folder in folders)

@@ -7,14 +7,17 @@ ARTICLES_PATH : Path
 QUESTIONS_PATH : Path
     Questions about the articles, one JSON object a line, with the keys ``question``, ``answer``, ``files`` (names of
     the articles that hold the answer) and ``suggested`` (whether the page offers the question).
+MANUAL_FOLDERS : tuple of str
+    Folders of the project's own documentation that answer questions about it.
 """
 
 from pathlib import Path
 
 ARTICLES_PATH = Path(__file__).parent / "articles"
 QUESTIONS_PATH = Path(__file__).parent / "questions.jsonl"
+MANUAL_FOLDERS = ("tutorial", "how-to", "reference", "explanation")
 
-__all__ = ["ARTICLES_PATH", "QUESTIONS_PATH", "is_bundled", "manual_path"]
+__all__ = ["ARTICLES_PATH", "MANUAL_FOLDERS", "QUESTIONS_PATH", "is_bundled", "manual_path"]
 
 
 def is_bundled(folder: Path) -> bool:

@@ -81,6 +81,18 @@ def found(index: FolderIndex, query: str) -> list[str]:
     return [one.metadata["source"] for one in index.store.similarity_search(query, 1)]
 
 
+def test_index_of_some_folders_knows_nothing_beside_them(folder: Folder) -> None:
+    folder.write("people/young/cato.txt", "Cato is two.")
+    folder.write("mills/people/dora.txt", "Dora grinds.")
+    index = folder.index(only=("people",))
+    index.update()
+    assert {one.metadata["source"] for one in index.chunks()} == {
+        "people/anna.txt",
+        "people/ben.md",
+        "people/young/cato.txt",
+    }
+
+
 def test_first_build_then_nothing_to_do(folder: Folder) -> None:
     assert folder.update() == report(files=3, added=3, chunks=3, embedded=3)
     written = {path: path.stat().st_mtime_ns for path in folder.index_dir.iterdir()}

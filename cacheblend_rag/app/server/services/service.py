@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_rag import config
-from cacheblend_rag.app.collection import is_bundled, manual_path
+from cacheblend_rag.app.collection import MANUAL_FOLDERS, is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
@@ -206,7 +206,7 @@ class Service:
         if not self.bundled or manual is None:
             return []
         _log.info("indexing the documentation, too: a minute or more at the first start")
-        index = self.rag.index_of(manual, self.embeddings)
+        index = self.rag.index_of(manual, self.embeddings, only=MANUAL_FOLDERS)
         index.update()
         return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index)]
 
