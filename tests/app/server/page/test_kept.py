@@ -126,15 +126,23 @@ def test_conversation_survives_a_restart_and_is_there_on_a_second_device(
 
 
 def test_deleting_a_document_takes_the_answers_with_it(
-    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext, browser: Browser, problems: list[str]
 ) -> None:
-    with keyed(model, docs, tmp_path) as server, client_of(server, KEYS["ada"]) as client:
+    with (
+        keyed(model, docs, tmp_path) as server,
+        client_of(server, KEYS["ada"]) as client,
+        visitor(browser, problems, KEYS["ada"]) as device,
+    ):
         id = new_collection(client)
         upload(client, id, {"only.txt": passage(900)})
         settle(server.service)
         page = open_page(ada, server.url)
         page.locator("#collection").select_option(label="Mine")
         done(send(page, "Which leaf?"))
+        second = open_page(device, server.url)
+        second.get_by_role("button", name="History").click()
+        second.locator("#history .past .open").click()
+        done(second.locator(".turn"))
         page.get_by_role("button", name="Documents").click()
         page.get_by_role("button", name="Delete only.txt").click()
         sure = page.get_by_role("group", name="Delete with its KV, and answers made from it?")
@@ -150,6 +158,11 @@ def test_deleting_a_document_takes_the_answers_with_it(
             "No figures: the answer was deleted with a document that it was made from."
         )
         expect(page.locator("#compare .hint")).to_have_text("Nothing to compare: the answer was deleted.")
+        # Another device shows so once its user looks there.
+        expect(second.locator(".turn")).to_have_attribute("data-status", "done")
+        second.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        expect(second.locator(".turn")).to_have_attribute("data-status", "erased")
+        expect(second.locator(".turn .words")).to_be_hidden()
         page.close()
 
 

@@ -1,7 +1,7 @@
 // Conversations that the server keeps for the key: listed, opened, begun and deleted there.
 
 import { ApiError, call } from "./api.js";
-import { changed, conversation, forget, scopeOf, state } from "./store.js";
+import { changed, conversation, forget, isWaiting, scopeOf, state } from "./store.js";
 import { takeVerification } from "./verifying.js";
 
 const STATES = { running: "asking" };
@@ -98,4 +98,18 @@ export async function renewKept() {
   }
   if (!here.turns.some(({ id }) => id === state.selected)) state.selected = here.turns.at(-1)?.id ?? null;
   changed("conversation");
+}
+
+/** The page is in sight again: an answer of the open conversation that was deleted elsewhere meanwhile is not shown on. */
+export async function lookAgain() {
+  const here = conversation();
+  if (document.hidden || !here?.kept || here.turns.some(isWaiting)) return;
+  try {
+    const found = new Map((await call("GET", path(here.id))).all_turns.map((told) => [told.id, told.state]));
+    const isGone = ({ id, status }) => status === "done" && [undefined, "erased"].includes(found.get(id));
+    if (here.turns.some(isGone)) await renewKept();
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 404) await renewKept();
+  }
 }
