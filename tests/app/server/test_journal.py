@@ -71,7 +71,13 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
     server = Served(model, docs, data)
     writers = [Writer(new_collection(server.client, f"{n}"), n) for n in (1, 2)]
     killed = 0
-    while killed < times or sum(len(one.accepted) + len(one.deleted) for one in writers) < least:
+
+    def is_enough() -> bool:
+        """Whatever a kill came first to: a busy machine takes more rounds."""
+        answered = sum(len(one.accepted) + len(one.deleted) for one in writers)
+        return killed >= times and answered >= least and all(len(one.accepted) > 5 and one.deleted for one in writers)
+
+    while not is_enough():
         killed += 1
         threads = [threading.Thread(target=one.write, args=(server.client,)) for one in writers]
         for one in threads:
@@ -91,10 +97,8 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
         kept = set(whole_or_not_at_all(client, writer.id))
         assert kept >= set(writer.accepted) - writer.deleted - writer.unsure
         assert not kept & writer.deleted
-        assert len(writer.accepted) > 5
     name = client.get("/v1/models").json()["data"][0]["id"]
     gone = [(writer, one) for writer in writers for one in sorted(writer.deleted)]
-    assert gone
     for writer, one in gone:
         body = {"model": name, "prompt": "Which?", "documents": [writer.sent[one]], "max_tokens": 1}
         assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0
