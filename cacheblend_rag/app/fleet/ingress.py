@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.app.fleet.calls import Call, Head
 from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
-from cacheblend_rag.app.server.api.streams import event
+from cacheblend_rag.app.server.api.streams import last_events
 from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 
@@ -150,17 +150,9 @@ async def _forwarded(
     except RayActorError:
         if not any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers):
             raise  # the connection breaks, so that nobody takes the answer for a whole one
-        yield "".join(_last_events(call.path)).encode()
+        yield "".join(last_events(call.path, _LOST)).encode()
     finally:
         answer.cancel()  # type: ignore[no-untyped-call]  # the client may have gone
-
-
-def _last_events(path: str) -> list[str]:
-    if path.startswith("/api/"):
-        return [event("error", {"code": _LOST.code, "message": _LOST.message}), event("done", {})]
-    if path == "/v1/responses":
-        return [event("error", {"type": "error", **_LOST.body()})]
-    return [event(None, _LOST.body())]
 
 
 def _opening(body: dict[str, Any]) -> str:

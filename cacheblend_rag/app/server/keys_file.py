@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -64,6 +65,7 @@ class KeyEntry:
         for field, name in (("name", self.name), ("tenant", self.tenant)):
             if name is not None and not NAME.fullmatch(name):
                 raise ConfigError(field, name, "use 1 to 64 letters, digits, _ and -")
+        bytes.fromhex(self.salt + self.sha256)
 
     def fits(self, key: str) -> bool:
         """Whether this is the key."""
@@ -110,7 +112,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
         raise (
             error if error.field == "keys_file" else unfit(f"its {error.field} {error.value!r}: {error.remedy}")
         ) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise unfit("it is damaged: take it from a backup, or make a new one") from error
     if len({one.name for one in keys}) < len(keys) or len({one.id for one in keys}) < len(keys):
         raise unfit("it has two keys of one name")
@@ -191,6 +193,8 @@ class KeysFile:
         self._path, self._clock = path, clock
         self._seen, self._looked = self.state(), clock()
         self._keys = {one.id: one for one in read_keys(path)}
+        self._unfit = ""  # why the file is not used now
+        self._lock = threading.Lock()
 
     @property
     def tenants(self) -> list[str]:
@@ -210,20 +214,22 @@ class KeysFile:
         return found if found is not None and found.fits(key) else None
 
     def _look(self) -> None:
-        now = self._clock()
-        if now - self._looked < LOOK_AGAIN:
-            return
-        self._looked = now
-        state = self.state()
-        if state == self._seen:
-            return
-        self._seen = state
-        try:
-            self._keys = {one.id: one for one in read_keys(self._path)}
-        except ConfigError as error:
-            _log.error("the changed file of keys is not used, and the former keys hold: %s", error.remedy)
-        else:
-            _log.info("the file of keys was read again: %d keys", len(self._keys))
+        with self._lock:  # what one thread has read must not come after what another has read later
+            now = self._clock()
+            if now - self._looked < LOOK_AGAIN:
+                return
+            self._looked, state, unfit = now, self.state(), ""
+            if state != self._seen:
+                try:
+                    self._keys = {one.id: one for one in read_keys(self._path)}
+                except ConfigError as error:  # it may be readable at the next look, without a change
+                    unfit = error.remedy
+                else:
+                    self._seen = state
+                    _log.info("the file of keys was read again: %d keys", len(self._keys))
+            if unfit and unfit != self._unfit:
+                _log.error("the changed file of keys is not used, and the former keys hold: %s", unfit)
+            self._unfit = unfit
 
     def state(self) -> tuple[int, ...]:
         """A value that differs once the file or its permissions were changed."""

@@ -16,9 +16,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.app.server.api.streams import EventStream, last_events
 from cacheblend_rag.app.server.keys_file import LOOK_AGAIN
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
-from cacheblend_rag.app.server.security.tenants import Keys, RequestQuota
+from cacheblend_rag.app.server.security.tenants import Caller, Keys, RequestQuota
 from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, log_access, request_id, served
 from cacheblend_rag.app.server.settings import ServerSettings
 
@@ -133,6 +134,7 @@ class Gatekeeper:
             else:
                 with self._counted(scope):
                     await self._app(scope, limited.receive, limited.send)
+                await limited.end(scope["path"])
         except _TooLargeError:
             pass  # answered already
         except ClientDisconnect:
@@ -165,13 +167,14 @@ class Gatekeeper:
             self._uploads.subtract(uploads)
 
     def _is_revoked(self, scope: Scope) -> bool:
-        """Whether the key of a request that was let in is not there any more."""
-        if "caller" in scope:
-            try:
-                self._keys().caller_of(Headers(scope=scope).get("authorization"))
-            except Problem:
-                return True
-        return False
+        """Whether the key of a request that was let in is not there any more, or is another tenant's by now."""
+        caller: Caller | None = scope.get("caller")
+        if caller is None:
+            return False
+        try:
+            return self._keys().caller_of(Headers(scope=scope).get("authorization")).tenant != caller.tenant
+        except Problem:
+            return True
 
     def _refusal(self, scope: Scope, most: int) -> Problem | None:
         headers = Headers(scope=scope)
@@ -213,13 +216,15 @@ class _Limited:
     """A request as far as it may go: its body to so many bytes, and all of it while its key is not revoked.
 
     The bytes are counted as they come; a body without a length can lie about none. Once the key is revoked, the
-    request goes as if its client had gone away: streams end, and what waits gives up.
+    request goes as if its client had gone away: streams end, and what waits gives up. No answer begins after that.
     """
+
+    _REVOKED = Problem(401, "unauthorized", "the key was revoked")
 
     def __init__(self, receive: Receive, send: Send, most: int, is_revoked: Callable[[], bool]) -> None:
         self._receive, self._send, self.most, self._is_revoked = receive, send, most, is_revoked
         self.read, self.revoked = 0, False
-        self._begun = False
+        self._begun = self._streams = False
 
     async def receive(self) -> Message:
         message = await self._next()
@@ -234,15 +239,31 @@ class _Limited:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN):
                     return await self._receive()
-        await self._refuse(Problem(401, "unauthorized", "the key was revoked"))
-        self.revoked = True
+        await self._cut()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        if not self._begun and self._is_revoked():
+            await self._cut()
         if self.read > self.most or self.revoked:
             return
         self._begun = True
         await self._send(message)
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            self._streams = kind.startswith(EventStream.media_type)
+        else:
+            self._streams = self._streams and message.get("more_body", False)
+
+    async def end(self, path: str) -> None:
+        """Say why in a stream that was cut; whoever made its events has ended by now."""
+        if self.revoked and self._streams:
+            body = "".join(last_events(path, self._REVOKED)).encode()
+            await self._send({"type": "http.response.body", "body": body})
+
+    async def _cut(self) -> None:
+        self.revoked = True
+        await self._refuse(self._REVOKED)
 
     async def _refuse(self, problem: Problem) -> None:
         if not self._begun:

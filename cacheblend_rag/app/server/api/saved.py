@@ -57,13 +57,17 @@ async def change_prompt(here: Here, id: TurnId, body: PromptBody) -> PromptInfo:
 
 
 async def _put(here: Session, prompt: SavedPrompt) -> PromptInfo:
-    here.conversations.check_kept()
     most = here.service.limits.question_chars
     if len(prompt.text) > most:
         raise Problem(413, "too_long", f"text may have {most:,} characters", field="text")
-    if not await here.in_thread(here.library.catalogue.prompts.put, prompt, _MOST):
+    if not await here.in_thread(_written, here, prompt):
         raise Problem(409, "too_many_prompts", f"there may be {_MOST} saved prompts; delete one first")
     return PromptInfo(**asdict(prompt))
+
+
+def _written(here: Session, prompt: SavedPrompt) -> bool:
+    here.conversations.check_kept()  # only now: the request may have waited while the last key was revoked
+    return here.library.catalogue.prompts.put(prompt, _MOST)
 
 
 @router.delete("/prompts/{id}", status_code=204)

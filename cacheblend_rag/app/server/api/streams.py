@@ -23,6 +23,15 @@ def event(name: str | None, data: Any) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
+def last_events(path: str, problem: Problem) -> list[str]:
+    """The end of a stream that breaks off, in the form of the request's path."""
+    if path.startswith("/api/"):
+        return [event("error", {"code": problem.code, "message": problem.message}), event("done", {})]
+    if path == "/v1/responses":
+        return [event("error", {"type": "error", **problem.body()})]
+    return [event(None, problem.body())]
+
+
 class EventStream(StreamingResponse):
     """A stream of events that leaves its slot at the model when it ends, however it ends.
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from cacheblend_rag.app.server.keys_file import KEYS_FILE, change_keys, new_key
 from cacheblend_rag.app.server.services.ingestion import Warming
 from cacheblend_rag.app.server.services.under_way import AnswerUnderWay
 from cacheblend_rag.app.server.settings import Limits
@@ -86,6 +87,37 @@ def test_answer_goes_on_through_a_reload(
         assert done(page.locator(".turn")) == text
         expect(page.locator(".turn .sources li")).to_have_count(4)
         page.close()  # it asks how answers were checked, and the server ends before the browser
+
+
+def give_key(page: Page, key: str) -> None:
+    """Give the page a key, with which it begins anew."""
+    page.get_by_label("API key").fill(key)
+    with page.expect_event("load"):
+        page.get_by_role("button", name="Go on").click()
+    page.locator("body[data-ready]").wait_for()
+
+
+def test_revoked_key_is_asked_for_again_and_another_one_reads_the_answer(
+    model: Path, docs: Path, tmp_path: Path, browser: Browser, problems: list[str], gate: Gate
+) -> None:
+    entry, key = new_key("old", "ada")
+    change_keys(tmp_path / KEYS_FILE, lambda _: [entry])
+    with keyed(model, docs, tmp_path) as server, visitor(browser, problems) as made:
+        page = made.new_page()
+        page.goto(server.url)
+        give_key(page, key)
+        send(page, "Which leaf?")
+        assert gate.reached.wait(60)
+        change_keys(tmp_path / KEYS_FILE, lambda _: [])
+        expect(page.get_by_role("alert")).to_have_text("The server did not accept this key.")
+        give_key(page, KEYS["ada"])
+        page.get_by_role("button", name="History").click()
+        page.locator("#history .past .open").click()
+        gate.open.set()
+        assert done(page.locator(".turn"))
+        page.close()
+    assert all("401" in one for one in problems), problems
+    problems.clear()  # the browser notes every refusal
 
 
 def test_conversation_survives_a_restart_and_is_there_on_a_second_device(

@@ -93,7 +93,7 @@ export async function call(method, path, body, signal) {
 /** The text of what the API answers with. */
 export const text = async (path) => (await send("GET", path)).text();
 
-/** Events of a stream, each `{event, data}`, as they arrive. */
+/** Events of a stream, each `{event, data}`, as they arrive; one that is an error is thrown. */
 export async function* stream(method, path, body, signal) {
   const response = await send(method, path, body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -108,6 +108,7 @@ export async function* stream(method, path, body, signal) {
       rest = (done ? "" : blocks.pop()) + held;
       for (const block of blocks) {
         const event = parse(block);
+        if (event?.event === "error") throw new ApiError(event.data.message, { code: event.data.code });
         if (event) yield event;
       }
       if (done) return;

@@ -181,7 +181,7 @@ async function attend(turn, events) {
         if (!["done", "stopped", "erased"].includes(turn.status)) throw new ApiError("The connection was lost before the answer ended.", { code: "lost" });
         break;
       } catch (error) {
-        const lost = error.code === "lost" || error.code === "unreachable";
+        const lost = ["lost", "unreachable", "unauthorized"].includes(error.code); // with another key it is read on
         if (!lost || !turn.answerId || tries === TRIES) throw error;
         await new Promise((resolve) => setTimeout(resolve, 1000));
       }
@@ -215,8 +215,7 @@ function take(turn, event, data) {
   } else if (event === "not_kept") {
     turn.unkept = data.message;
     delete turn.kept; // the server knows nothing of it that could be followed or rated
-  } else if (event === "error") throw new ApiError(data.message, { code: data.code });
-  else if (event === "done") turn.status = "done";
+  } else if (event === "done") turn.status = "done";
   else if (event === "stopped" && turn.status !== "erased") turn.status = "stopped";
   changed("turn", turn);
 }
@@ -261,7 +260,6 @@ export async function compare(turn) {
   try {
     for await (const { event, data } of stream("POST", path(turn, "compare"), request(turn), controller.signal)) {
       if (event === "row") takeRow(turn, data);
-      if (event === "error") throw new ApiError(data.message, { code: data.code });
       ended ||= event === "done";
       changed("rows", turn);
     }
