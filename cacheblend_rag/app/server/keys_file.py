@@ -65,7 +65,7 @@ class KeyEntry:
         for field, name in (("name", self.name), ("tenant", self.tenant)):
             if name is not None and not NAME.fullmatch(name):
                 raise ConfigError(field, name, "use 1 to 64 letters, digits, _ and -")
-        bytes.fromhex(self.salt + self.sha256)
+        bytes.fromhex(self.salt + self.sha256)  # ValueError if it is none
 
     def fits(self, key: str) -> bool:
         """Whether this is the key."""
