@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
+from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, as_it_is, prepacked_products
 from cacheblend_rag.models.families import check_runs
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
@@ -76,7 +76,7 @@ class ModelInUse:
 
     def release(self) -> None:
         """Use prepacked weights no more; they go with the last engine over the model."""
-        self._prepacked = _plainly
+        self._prepacked = as_it_is
 
     def _prepack(self, anew: bool) -> Prepacking:
         if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
@@ -84,13 +84,9 @@ class ModelInUse:
                 raise ConfigError(
                     "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
                 )
-            return _plainly
+            return as_it_is
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
         return prepacked_products(model, parts, self._option, anew=anew)
-
-
-def _plainly(decoding: bool) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:

@@ -72,7 +72,7 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
         If weights cannot be prepacked though they should be.
     """
     if option is False:
-        return _plain
+        return as_it_is
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
     ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
     if not coded:
@@ -95,7 +95,8 @@ def drop_copies(model: nn.Module) -> None:
             copies.renew()
 
 
-def _plain(decoding: bool) -> AbstractContextManager[None]:
+def as_it_is(decoding: bool) -> AbstractContextManager[None]:
+    """A `Prepacking` of nothing: PyTorch multiplies by the weights as they lie."""
     return nullcontext()
 
 
@@ -109,7 +110,7 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
     if option == "auto" and multiplies_directly(model, layers):
         direct = direct_products.get(model, layers)
         return lambda decoding: direct.in_use()
-    return _plain
+    return as_it_is
 
 
 def _copies(
