@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import MANUAL_FOLDERS, is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, no_collection
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
@@ -486,7 +486,7 @@ class Session:
         """
         found = next((one for one in self.service.fixed if one.id == id), None) or self.library.get(id)
         if found is None:
-            raise Problem(404, "no_collection", "there is no such collection")
+            raise no_collection()
         return found
 
     def own(self, id: str) -> OwnCollection:
