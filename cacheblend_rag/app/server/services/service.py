@@ -427,10 +427,15 @@ class Session:
         one.unfinished += len(answers)
 
     def answered(self, model: ServedModel, engine: BlendEngine, report: BlendReport) -> BlendReport:
-        """Count an answer, and note it of the request that is served here; its report as clients see it."""
-        self.service.metrics.answered(report)
-        served.get().answered(report)
+        """Count an answer that came to its end; its report as clients see it."""
+        self.took(report)
+        served.get().unfinished -= 1
         return self.verifications.note(model.name, engine, report)
+
+    def took(self, report: BlendReport) -> None:
+        """Count what an answer of the request that is served here took, once, whether it came to its end or not."""
+        if served.get().note(report):
+            self.service.metrics.answered(report)
 
     def engine(
         self, model: ServedModel, ratio: float | None = None, rule: str | None = None, sessions: bool = False
