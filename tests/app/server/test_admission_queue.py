@@ -36,7 +36,7 @@ class Answer(TextStream):
 
 
 def ignored(report: object) -> None:
-    """What an answer took, where nobody counts it."""
+    """Take no note of an answer."""
 
 
 async def test_tenants_take_turns_and_each_keeps_its_order() -> None:

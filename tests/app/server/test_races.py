@@ -105,7 +105,7 @@ def test_nothing_is_shared_that_was_deleted_meanwhile(model: Path, docs: Path, t
 
 @pytest.mark.parametrize("searched", [False, True])
 @pytest.mark.parametrize("gone", ["collection", "document"])
-def test_what_is_asked_behind_a_deletion_is_told_that_it_is_gone(
+def test_questions_behind_a_deletion_are_told_what_is_gone(
     model: Path, docs: Path, tmp_path: Path, gate: Gate, gone: str, searched: bool
 ) -> None:
     """A deletion waits for an answer; what comes after it waits for the deletion."""

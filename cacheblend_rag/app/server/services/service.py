@@ -44,6 +44,7 @@ from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.retrieval.documents import by_suffix
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
@@ -100,7 +101,8 @@ class Service:
             raise
         self.engine = self.model_of().engine
         _log.info("reading the documents; the server listens once they are indexed")
-        self.rag.update()
+        if others := self.rag.update().others:
+            _log.info("%d files of other kinds left out (%s)", len(others), by_suffix(others))
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
         self.base = BaseCollection(_BASE_ID, name, self.rag.index)

@@ -23,7 +23,7 @@ class TenantUse:
     keys : list of NamedKey
         Those that it has now.
     used : Use
-        What it has used since the server started, also by keys that are gone.
+        Requests and tokens since the server started, also of keys that are gone.
     documents, bytes, conversations : int or None
         Counts of what lies on the disk; None while its folder or database cannot be used.
     tokens_left : int or None
