@@ -124,7 +124,7 @@ def _encoding(name: str, data: bytes, markup: bool) -> str:
 
 
 def _no_text(name: str) -> DocumentError:
-    return DocumentError(f"{name} holds bytes that are no text in any known encoding; save it as UTF-8 or move it away")
+    return DocumentError(f"{name} holds bytes that are no text in any known encoding; save it as UTF-8")
 
 
 def _html(name: str, data: bytes) -> tuple[str, ...]:
@@ -213,8 +213,7 @@ def _docx(name: str, data: bytes) -> tuple[str, ...]:
     except Exception as error:  # a damaged document makes parsers raise errors of many kinds
         reason = str(error) or type(error).__name__
         raise DocumentError(
-            f"{name} cannot be read as a Word document ({reason}); save it anew as .docx without a password, "
-            "or move it away"
+            f"{name} cannot be read as a Word document ({reason}); save it anew as .docx without a password"
         ) from error
     if left_out:
         _losses.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
@@ -273,7 +272,7 @@ def _office(kind: str, text_of: Callable[[str, bytes], str], *, xml: bool = True
         except Exception as error:  # a damaged file makes parsers raise errors of many kinds
             reason = str(error) or type(error).__name__
             raise DocumentError(
-                f"{name} cannot be read as {kind} ({reason}); save it anew without a password, or move it away"
+                f"{name} cannot be read as {kind} ({reason}); save it anew without a password"
             ) from error
 
     return read
@@ -346,8 +345,7 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
         raise _missing("cryptography", f"{name} is encrypted and") from error
     except Exception as error:  # a damaged PDF makes pypdf raise errors of many kinds
         raise DocumentError(
-            f"{name} cannot be read as PDF ({type(error).__name__}: {error}); "
-            "save it anew without damage or password, or move it away"
+            f"{name} cannot be read as PDF ({type(error).__name__}: {error}); save it anew without damage or password"
         ) from error
     if not any(page.strip() for page in pages):
         _log.warning("%s holds no text; scanned pages need text recognition first", name)

@@ -46,6 +46,11 @@ _SHORTEST_KEY = 16
 _CREDENTIALS = "PGUSER, PGPASSWORD and the other variables and files of libpq"
 
 
+def _is_fit(key: str) -> bool:
+    """Whether a key is hard to guess, and a request can carry it."""
+    return len(key) >= _SHORTEST_KEY and key.isascii() and key.isprintable() and key == key.strip()
+
+
 def keys_from_environment() -> dict[str, str]:
     """API keys by tenant, from ``CACHEBLEND_RAG_API_KEYS``: ``name=key,name=key``.
 
@@ -243,10 +248,9 @@ class ServerSettings:
         if self.rag.top_k > MOST_PASSAGES:
             raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
         keys = list(self.api_keys.values())
-        if len(set(keys)) < len(keys) or any(len(key) < _SHORTEST_KEY or not key.isascii() for key in keys):
-            raise ConfigError(
-                KEYS_VARIABLE, "…", f"give each tenant a key of its own, of {_SHORTEST_KEY} plain characters or more"
-            )
+        if len(set(keys)) < len(keys) or not all(map(_is_fit, keys)):
+            remedy = f"give each tenant a key of its own, of {_SHORTEST_KEY} printable ASCII characters or more"
+            raise ConfigError(KEYS_VARIABLE, "…", remedy)
         kept = self.rag.data_path / KEYS_FILE
         if self.keys_file is not None or kept.exists():
             object.__setattr__(self, "keys_file", Path(self.keys_file or kept))

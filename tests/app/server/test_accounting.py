@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,17 @@ from cacheblend_rag.app.server.services.logs import (
     request_id,
 )
 from cacheblend_rag.app.server.services.metrics import Metrics
-from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.app.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    process_logits,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
 from tests.telemetry import STEPS, Told, telling
 from tests.waiting import until
 
@@ -101,6 +113,60 @@ def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool
     if not stream:
         usage = answer.json()["usage"]
         assert (line["tokens_in"], line["tokens_out"]) == (2 * usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def asked(server: Running, kind: str, client: httpx.Client) -> tuple[str, dict[str, Any]]:
+    """Where an answer of 200 tokens is asked for, and how."""
+    long = {"max_tokens": 200, "stop_repetition": False, "stream": True}
+    if kind == "completion":
+        return "/v1/completions", {"model": server.service.model_name, "prompt": "Which?", **long}
+    body = {"question": "Which leaf?", "k": 1, **long}
+    if kind == "kept":
+        id = client.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]
+        body |= {"conversation": id, "turn": id}
+    return "/api/collections/archive/ask", body
+
+
+@pytest.mark.parametrize(("kind", "stopped"), [("completion", False), ("ask", False), ("kept", True), ("kept", False)])
+def test_answer_that_is_stopped_or_goes_on_unread_is_counted(
+    server: Running, lines: Any, monkeypatch: pytest.MonkeyPatch, kind: str, stopped: bool
+) -> None:
+    third, going, made = threading.Event(), threading.Event(), list[int]()
+
+    def held(ids: Any, scores: Any) -> Any:
+        made.append(1)
+        scores[..., 2] = -math.inf  # the end of a text
+        if len(made) == 4:
+            third.set()
+            assert going.wait(60)
+        return scores
+
+    process_logits(monkeypatch, held)
+    with client_of(server, KEYS["ada"]) as client:
+        path, body = asked(server, kind, client)
+        if kind == "kept":
+            lines(1)
+        counted = counts(client, "tokens_total")
+        before = {name: counted.get(("ada", "ada", name), 0) for name in ("prompt", "generated")}
+        lines(1)
+        with client.stream("POST", path, json=body) as answer:
+            assert third.wait(60)
+            if stopped:
+                threading.Timer(0.1, going.set).start()  # stopping waits for the token that is being made
+                assert client.delete(f"/api/answers/{body['turn']}").status_code == 204
+                answer.read()
+        if not stopped and kind == "kept":
+            session = server.service.sessions["ada"]
+            until(lambda: session.under_way.get(body["turn"]).unread)
+        going.set()
+        (line,) = (one for one in lines(2 if stopped else 1) if one["method"] == "POST")
+        after = counts(client, "tokens_total")
+        assert line["tokens_in"] == after["ada", "ada", "prompt"] - before["prompt"] > 3
+        assert line["tokens_out"] == after["ada", "ada", "generated"] - before["generated"] == len(made)
+        goes_on = kind == "kept" and not stopped
+        assert (line["tokens_out"] == 200) is goes_on
+        assert line["tokens_charged"] >= line["tokens_in"] + 200, "what does not come to its end is paid in full"
+        assert line["status"] == (200 if stopped else 499)
 
 
 def test_every_kind_of_request_has_its_line(server: Running, lines: Any) -> None:

@@ -35,6 +35,10 @@ class Answer(TextStream):
         self._sink.model_time.seconds = seconds
 
 
+def ignored(report: object) -> None:
+    """Take no note of an answer."""
+
+
 async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     queue, served = AdmissionQueue(1, 10, 10.0), []
 
@@ -110,7 +114,7 @@ async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
 
     async def ask(tenant: str, seconds: float) -> None:
         async with await queue.slot(tenant) as slot:
-            slot.holds(Answer(seconds))
+            slot.holds(Answer(seconds), ignored)
             served.append(tenant)
 
     first = await queue.slot("c")
@@ -126,7 +130,7 @@ async def test_returning_tenant_has_no_claim_to_unused_slots() -> None:
 
     async def ask(tenant: str) -> None:
         async with await queue.slot(tenant) as slot:
-            slot.holds(Answer(1.0))
+            slot.holds(Answer(1.0), ignored)
             served.append(tenant)
 
     await ask("away")
@@ -161,7 +165,7 @@ async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> 
     held = {tenant: await queue.slot(tenant) for tenant in "abcd"}
     waiting = {tenant: asyncio.create_task(queue.slot(tenant)) for tenant in "abcd"}
     await soon()
-    held["b"].holds(Answer(9.0))  # so that all others have had less
+    held["b"].holds(Answer(9.0), ignored)  # so that all others have had less
     await held["b"].leave()
     await soon()
     assert [tenant for tenant, task in waiting.items() if task.done()] == ["b"]
@@ -196,7 +200,7 @@ async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clo
     long = await queue.slot("a")
     alone = asyncio.create_task(queue.slot("a", alone="server"))
     async with await queue.slot("b") as slot:
-        slot.holds(Answer(5.0))  # more than the other tenant has had
+        slot.holds(Answer(5.0), ignored)  # more than the other tenant has had
     other = asyncio.create_task(queue.slot("b"))
     await soon()
     clock.advance(9.0)
@@ -206,7 +210,7 @@ async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clo
     await (await other).leave()
     for _ in range(5):  # the other tenant goes first, until it has had ten seconds more
         async with await queue.slot("b") as slot:
-            slot.holds(Answer(1.0))
+            slot.holds(Answer(1.0), ignored)
             assert not alone.done()
     await long.leave()
     await (await alone).leave()

@@ -379,7 +379,7 @@ def test_elsewhere_than_on_this_machine_a_key_is_needed(
         assert dataclasses.replace(made, host=host, api_keys={"ada": ADA}).host == host
     for host in ("127.0.0.1", "::1", "localhost"):
         assert dataclasses.replace(made, host=host).is_loopback
-    for keys in ({"a": "short"}, {"a": ADA, "b": ADA}):
+    for keys in ({"a": "short"}, {"a": ADA, "b": ADA}, {"a": f"{ADA}\u00e9"}, {"a": f"{ADA}\n{ADA}"}):
         with pytest.raises(ConfigError, match=KEYS_VARIABLE) as refused:
             dataclasses.replace(made, api_keys=keys)
         assert ADA not in str(refused.value)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import threading
 import time
@@ -490,6 +491,8 @@ def test_revoked_key_ends_what_it_reads_and_the_last_key_ends_the_answer(
         settle(server.service)
     counted = server.service.metrics.text().decode()
     assert 'tenant_requests_total{key="ben",status="4xx",tenant="ben"} 4.0' in counted
+    for kind in ("prompt", "generated"):  # of both answers, up to where they were broken off
+        assert float(re.findall(rf'tenant_tokens_total{{key="ben",kind="{kind}",.*}} (\S+)', counted)[0]) > 10
 
 
 def test_server_closes_what_is_open_for_tenants_that_have_left(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -15,7 +16,17 @@ from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
 from docs.benchmarks.scripts.shapes import SHAPES, shape_config
 from tests import tiny
-from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.app.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    running,
+    settings_for,
+    settle,
+    upload,
+    write_documents,
+)
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "operations.md").read_text(encoding="utf-8")
 TOKENS = 10_000 * 1_000
@@ -50,6 +61,17 @@ def test_backup_of_a_running_server_holds_its_documents(model: Path, docs: Path,
         assert after == [one for one in before if one["name"] != "later.txt"]
         found = client.post(f"/api/collections/{id}/search", json={"query": passage(702), "k": 1}).json()
         assert found[0]["document"] == "2.txt"
+
+
+def test_log_says_how_many_files_of_other_kinds_are_left_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    docs = write_documents(tmp_path / "docs", 1)
+    for name in ("thing.xyz", "other.xyz", "picture.png"):
+        (docs / name).write_bytes(b"x")
+    caplog.set_level(logging.INFO)
+    with running(settings_for(model, docs, tmp_path / "data")):
+        assert "3 files of other kinds left out (2 .xyz, 1 .png)" in [one.getMessage() for one in caplog.records]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

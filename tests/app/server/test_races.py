@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,13 @@ from tests.app.server.common import (
     upload,
 )
 from tests.app.server.test_deleting import ids_of
-from tests.app.server.test_kept_conversations import KEYS, ask, begin, keyed
+from tests.app.server.test_kept_conversations import KEYS, Gate, ask, begin, keyed
 from tests.app.server.test_kept_conversations import ada as ada
+from tests.app.server.test_kept_conversations import gate as gate
 from tests.app.server.test_keys import add as add
 from tests.app.server.test_shares import ben as ben
 from tests.app.server.test_verifications import QUESTION, said, stored
+from tests.waiting import until
 
 _BUSY = Limits(at_once=64, requests_per_minute=1_000_000, conversations=10_000)
 
@@ -98,6 +101,48 @@ def test_nothing_is_shared_that_was_deleted_meanwhile(model: Path, docs: Path, t
             assert seen <= {200, 404}
             shares = server.service.sessions["ada"].library.catalogue.shares
             assert shares.listed() == []
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("gone", ["collection", "document"])
+def test_questions_behind_a_deletion_are_told_what_is_gone(
+    model: Path, docs: Path, tmp_path: Path, gate: Gate, gone: str, searched: bool
+) -> None:
+    """A deletion waits for an answer; what comes after it waits for the deletion."""
+    with keyed(model, docs, tmp_path, _BUSY, concurrent=1) as server, client_of(server, KEYS["ada"]) as ada:
+        mine = new_collection(ada)
+        upload(ada, mine, {"a.txt": passage(940)})
+        settle(server.service)
+        document = ids_of(ada, mine)["a.txt"]
+        if searched:  # its vectors are in memory then
+            assert ada.post(f"/api/collections/{mine}/search", json={"query": "leaf"}).json()
+        path = f"/api/collections/{mine}" + (f"/documents/{document}" if gone == "document" else "")
+        among = {"collections": ["archive"], "documents": [document]} if gone == "document" else {"collections": [mine]}
+        question = {"question": "Which leaf?", "stream": False}
+        asked = [
+            ("/api/ask", {**question, **among}),
+            ("/api/ask", {**question, **among, "conversation": begin(ada, "archive")}),
+            ("/api/ask", {**question, **among, "resume": True, "stream": True}),
+            ("/api/search", {"query": "Which leaf?", **among}),
+            ("/api/compare", {"question": "Which leaf?", **among}),
+        ]
+
+        async def behind() -> list[httpx.Response]:
+            headers = {"Authorization": f"Bearer {KEYS['ada']}"}
+            async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+                sent = [asyncio.create_task(client.post("/api/collections/archive/ask", json=question))]
+                await asyncio.to_thread(gate.reached.wait, 60)
+                sent.append(asyncio.create_task(client.delete(path)))
+                await asyncio.to_thread(until, lambda: server.service.queue.waiting == 1)
+                sent += [asyncio.create_task(client.post(to, json=body)) for to, body in asked]
+                await asyncio.to_thread(until, lambda: server.service.queue.waiting == 1 + len(asked))
+                gate.open.set()
+                return await asyncio.gather(*sent)
+
+        first, deleted, *others = asyncio.run(behind())
+        assert (first.status_code, deleted.status_code) == (200, 204)
+        for answer in others:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, f"no_{gone}"), answer.text
 
 
 def test_copy_that_is_ended_is_read_by_nobody_who_comes_later(model: Path, docs: Path, tmp_path: Path) -> None:

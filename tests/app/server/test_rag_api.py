@@ -242,7 +242,7 @@ def test_unreadable_file_says_why_and_hinders_no_other(client: Any) -> None:
     events = upload(client, id, {"bad.txt": b"\xff\xfe\x00", "good.txt": passage(40), "empty.md": " \n"})
     assert events[-1]["stage"] == "done"
     assert events[-1]["done"] == 1
-    assert "UTF-8" in events[-1]["error"]
+    assert "save it as UTF-8; empty.md: " in events[-1]["error"], "an upload is not told to move a file away"
     states = {one["name"]: one for one in client.get(f"/api/collections/{id}/documents").json()}
     assert {name: one["state"] for name, one in states.items()} == {
         "bad.txt": "failed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,16 @@ import pytest
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.app.server.common import (
+    client_of,
+    new_collection,
+    passage,
+    process_logits,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
 from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, Gate, ask, begin, bytes_in, keyed
 from tests.app.server.test_kept_conversations import ada as ada
@@ -62,6 +73,31 @@ def test_copy_is_read_with_another_key_as_it_stood(ada: Any, ben: Any) -> None:
     again = share(ada, id)
     assert (again["title"], again["turns"]) == ("Renamed", 2)
     assert [one["id"] for one in ada.get("/api/shares").json()] == [again["id"], made["id"]]
+
+
+def test_copy_says_which_answers_were_stopped(ada: Any, ben: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fifth, going = list[int](), threading.Event(), threading.Event()
+
+    def held(ids: Any, scores: Any) -> Any:
+        made.append(1)
+        scores[..., 2] = -math.inf  # the end of a text
+        if len(made) == 5:
+            fifth.set()
+            assert going.wait(60)
+        return scores
+
+    id = begin(ada)
+    ask(ada, id, turn="whole")
+    process_logits(monkeypatch, held)
+    body = {"question": "And then?", "conversation": id, "turn": "cut", "max_tokens": 200, "stop_repetition": False}
+    with ada.stream("POST", "/api/collections/archive/ask", json=body) as answer:
+        assert fifth.wait(60)
+        threading.Timer(0.1, going.set).start()  # stopping waits for the token that is being made
+        assert ada.delete("/api/answers/cut").status_code == 204
+        answer.read()
+    whole, cut = ben.get(f"/api/shared/{share(ada, id)['id']}").json()["all_turns"]
+    assert (whole["state"], cut["state"]) == ("done", "stopped")
+    assert cut["answer"]
 
 
 def test_only_who_shares_ends_it(ada: Any, ben: Any, tmp_path: Path) -> None:

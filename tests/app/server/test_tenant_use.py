@@ -160,6 +160,28 @@ def test_tenants_come_with_their_keys_and_stay_while_they_have_documents(
     change_keys(tmp_path / "keys.json", lambda known: [one for one in known if one.name != "ben"])
     found = rows(ops)["ben"]
     assert (found["keys"], found["documents"]) == ([], 1)
+    monkeypatch.setattr("cacheblend_rag.app.server.services.service._IDLE_SECONDS", 0.0)
+    change_keys(tmp_path / "keys.json", lambda known: [*known, new_key("cid", "cid")[0]])
+    assert "cid" in rows(ops)  # who comes closes what is open for those that have left
+    assert (rows(ops)["ben"]["documents"], rows(ops)["ben"]["requests"]) == (1, found["requests"])
+
+
+def test_use_of_revoked_keys_stays_counted(
+    server: Running, ops: httpx.Client, keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.keys_file.LOOK_AGAIN", 0.0)
+    use(server, keys["ada"])
+    with client_of(server, keys["ada-2"]) as other:
+        other.get("/v1/models")
+    counts = ("requests", "prompt_tokens", "answer_tokens", "last_asked")
+    until(lambda: rows(ops)["ada"]["requests"] == 6)
+    before = rows(ops)["ada"]
+    assert before["answer_tokens"] > 0
+    for gone, left in (("ada", ["ada-2"]), ("ada-2", [])):
+        change_keys(tmp_path / "keys.json", lambda known, gone=gone: [one for one in known if one.name != gone])
+        row = rows(ops)["ada"]
+        assert [one["name"] for one in row["keys"]] == left
+        assert [row[name] for name in counts] == [before[name] for name in counts]
 
 
 def test_counts_of_keys_that_are_counted_together_are_unknown(

@@ -248,7 +248,7 @@ class Completion(AnswerRequest):
             for number in range(self.body.n):
                 own, noted = self.own_arguments(number)
                 stream = self.engine.stream(prompt, timeout=self.left(), **(self.arguments() | own))
-                yield _TextChoice(at * self.body.n + number, slot.holds(stream), noted)
+                yield _TextChoice(at * self.body.n + number, slot.holds(stream, self.here.took), noted)
 
 
 class _TextChoice(Choice):
@@ -322,7 +322,7 @@ class Chat(AnswerRequest):
         for number in range(self.body.n):
             own, noted = self.own_arguments(number)
             conversation = self._model.answer(self._request, own, self.left())
-            yield _ChatChoice(number, slot.holds(conversation.stream), noted, conversation)
+            yield _ChatChoice(number, slot.holds(conversation.stream, self.here.took), noted, conversation)
 
 
 @dataclass

@@ -90,7 +90,7 @@ class Gatekeeper:
     keys : callable
         Those of the server.
     seen : callable
-        Gets each request once it has ended.
+        Gets each request once it has ended, and its answer with it.
     """
 
     def __init__(
@@ -110,8 +110,17 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, one = time.perf_counter(), ServedRequest(scope["method"])
+        one = ServedRequest(scope["method"], ended=self._ended)
         served.set(one)
+        with one.held():
+            await self._serve(scope, receive, send, one)
+
+    def _ended(self, one: ServedRequest) -> None:
+        self._seen(one)
+        log_access(one)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, one: ServedRequest) -> None:
+        started = time.perf_counter()
 
         async def noted(message: Message) -> None:
             one.bytes_out += len(message.get("body", b""))
@@ -150,8 +159,6 @@ class Gatekeeper:
                 one.status = 499
             if limited.revoked:
                 one.status = 401
-            self._seen(one)
-            log_access(one)
 
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:

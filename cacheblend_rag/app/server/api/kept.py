@@ -20,7 +20,6 @@ from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gon
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.services.collection import Collection
 from cacheblend_rag.app.server.services.conversations import KeptAnswer
-from cacheblend_rag.app.server.services.logs import served
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.services.under_way import AnswerUnderWay, Told
 from cacheblend_rag.app.server.storage.conversations import KeptConversation, KeptTurn
@@ -384,10 +383,3 @@ def _follow_verification(here: Session, kept: KeptAnswer, answer: AnswerUnderWay
     if found.get("status") == "waiting" and answer.conversation is not None:
         first, check = answer.text(), partial(here.conversations.check_not_erased, answer.conversation, answer.id)
         here.verifications.follow(found["id"], lambda known: kept.verified(first, known), check)
-
-
-def give_back_unread(here: Session) -> None:
-    """Give back what an answer was charged too much whose request has ended before it: nobody else does."""
-    one = served.get()
-    if one.seconds and one.unused > 0:
-        here.service.quota.give_back(here.tenant.name, one.unused)

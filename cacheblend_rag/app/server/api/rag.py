@@ -20,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from cacheblend_rag.app import collection as articles
 from cacheblend_rag.app.server.api.bodies import bounded_router
 from cacheblend_rag.app.server.api.completions import COLDEST
-from cacheblend_rag.app.server.api.kept import give_back_unread, going_on
+from cacheblend_rag.app.server.api.kept import going_on
 from cacheblend_rag.app.server.api.rag_bodies import (
     Among,
     AskAmong,
@@ -53,6 +53,7 @@ from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.security.file_reader import suffix_of
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.collection import Collection, OwnCollection, SearchHit, shown_name
+from cacheblend_rag.app.server.services.logs import served
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session, required_tokens
@@ -422,13 +423,13 @@ async def _in_a_slot(
     noted: Callable[[Sequence[tuple[str, str]]], Awaitable[None]],
 ) -> AsyncGenerator[Told]:
     """Events of an answer that waits for its slot itself; ``noted`` is told collection and document of passages."""
-    async with await here.service.queue.slot(here.tenant.name) as slot:
-        answering = await prepared(slot)
-        await noted([(one.collection, one.document_id) for one in answering.found])
-        async with aclosing(answering.told()) as told:
-            async for one in told:
-                yield one
-    give_back_unread(here)
+    with served.get().held():
+        async with await here.service.queue.slot(here.tenant.name) as slot:
+            answering = await prepared(slot)
+            await noted([(one.collection, one.document_id) for one in answering.found])
+            async with aclosing(answering.told()) as told:
+                async for one in told:
+                    yield one
 
 
 class _Answering:
@@ -449,7 +450,8 @@ class _Answering:
 
     def _begin(self) -> TextStream:
         timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
-        return self._slot.holds(self._engine.stream(prompt, timeout=timeout, **self._arguments))
+        stream = self._engine.stream(prompt, timeout=timeout, **self._arguments)
+        return self._slot.holds(stream, self._here.took)
 
     async def _report(self, answer: Generation) -> dict[str, Any]:
         answer = replace(answer, report=self._here.answered(self._model, self._engine, answer.report))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -37,10 +37,11 @@ class SharedPassage(BaseModel):
 
 
 class SharedTurn(BaseModel):
-    """A question and its answer."""
+    """A question and its answer, which may have been ``stopped`` before its end."""
 
     question: str
     answer: str
+    state: Literal["done", "stopped"] = "done"
     at: int
     sources: list[SharedPassage]
 
@@ -92,7 +93,8 @@ def _shared(here: Session, id: str) -> Share:
 
 def _copied(one: TurnInfo) -> SharedTurn:
     passages = [SharedPassage(**source.model_dump(include=set(SharedPassage.model_fields))) for source in one.sources]
-    return SharedTurn(question=one.question, answer=one.answer, at=one.at, sources=passages)
+    state: Any = one.state
+    return SharedTurn(question=one.question, answer=one.answer, state=state, at=one.at, sources=passages)
 
 
 def _read(here: Session, id: str) -> SharedConversation:

@@ -26,9 +26,9 @@ class KeyInfo(BaseModel):
 class TenantInfo(BaseModel):
     """A tenant and its use; nothing of what its documents are called or hold.
 
-    Counts of requests and tokens are those since the server started, of the keys it has now. They are null if one of
-    them is counted together with others. What lies on the disk is null while it cannot be read. ``tokens_left`` is
-    what is left of ``tokens_per_minute``; both are null without a limit.
+    Counts of requests and tokens are those since the server started, also of keys that it has no more. They are null
+    if one of its keys is counted together with others. What lies on the disk is null while it cannot be read.
+    ``tokens_left`` is what is left of ``tokens_per_minute``; both are null without a limit.
     """
 
     tenant: str
@@ -55,26 +55,23 @@ async def tenants(request: Request) -> list[TenantInfo]:
 
 
 def _info(one: TenantUse, limit_bytes: int, tokens_per_minute: int | None) -> TenantInfo:
-    used = [use for _, use in one.keys if use is not None]
-    known = len(used) == len(one.keys)
-    latest = max((use.latest for use in used if use.latest is not None), default=None)
+    used = one.used
     return TenantInfo(
         tenant=one.name,
         keys=[
-            KeyInfo(name=key.name, created=key.created, last_used=_shown(use.latest if use else None))
-            for key, use in one.keys
+            KeyInfo(name=key.name, created=key.created, last_used=_shown(used.latest.get(key.name))) for key in one.keys
         ],
         documents=one.documents,
         bytes=one.bytes,
         limit_bytes=limit_bytes,
         conversations=one.conversations,
-        requests=sum(use.requests for use in used) if known else None,
-        prompt_tokens=sum(use.prompt_tokens for use in used) if known else None,
-        answer_tokens=sum(use.answer_tokens for use in used) if known else None,
+        requests=used.requests,
+        prompt_tokens=used.prompt_tokens,
+        answer_tokens=used.answer_tokens,
         tokens_left=one.tokens_left,
         tokens_per_minute=tokens_per_minute,
         waiting=one.waiting,
-        last_asked=_shown(latest),
+        last_asked=_shown(max(used.latest.values(), default=None)),
     )
 
 

@@ -16,6 +16,7 @@ import anyio
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.report import BlendReport
 
 _T = TypeVar("_T")
 Alone: TypeAlias = Literal["", "tenant", "server"]
@@ -34,15 +35,15 @@ class Slot:
 
     def __init__(self, queue: AdmissionQueue, tenant: str, request: _Request) -> None:
         self._queue, self._tenant, self._request = queue, tenant, request
-        self._streams: list[TextStream] = []
+        self._streams: list[tuple[TextStream, Callable[[BlendReport], object]]] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = self._queue.clock()
         self._in_threads = 0.0
         self._left = False
 
-    def holds(self, stream: TextStream) -> TextStream:
-        """End this stream before the slot is left."""
-        self._streams.append(stream)
+    def holds(self, stream: TextStream, took: Callable[[BlendReport], object]) -> TextStream:
+        """End this stream before the slot is left, and tell then what its answer took, whole or not."""
+        self._streams.append((stream, took))
         return stream
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
@@ -75,10 +76,12 @@ class Slot:
         with anyio.CancelScope(shield=True):
             try:
                 await asyncio.gather(*self._threads, return_exceptions=True)
-                for stream in self._streams:
+                for stream, took in self._streams:
                     await asyncio.to_thread(stream.close)
+                    if stream.result is not None:
+                        took(stream.result.report)
             finally:
-                spent = self._in_threads + sum(stream.model_seconds for stream in self._streams)
+                spent = self._in_threads + sum(stream.model_seconds for stream, _ in self._streams)
                 self._streams, self._threads, self._in_threads = [], [], 0.0
                 self._queue.release(self._request, self._queue.clock() - self._began, spent)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, no_collection
 from cacheblend_rag.app.server.security.tenants import Tenant
 from cacheblend_rag.app.server.services.collection import OwnCollection, OwnCollections, SearchHit
 from cacheblend_rag.app.server.services.erasing import Erasing
@@ -248,8 +248,18 @@ class Library:
     def nearest(
         self, collection: OwnCollection, vector: list[float], k: int, documents: Sequence[str] | None = None
     ) -> list[SearchHit]:
-        """The chunks nearest to a vector; other collections let go of their vectors if all take too much."""
+        """The chunks nearest to a vector; other collections let go of their vectors if all take too much.
+
+        Raises
+        ------
+        Problem
+            404 if the collection, or one of the documents, was deleted while the request waited.
+        """
         self.follow()
+        if collection.id not in self._collections:
+            raise no_collection()
+        if documents is not None and not all(self.catalogue.holds(one, collection.id) for one in documents):
+            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
         return self._collections.nearest(collection, vector, k, documents)
 
     def create(self, name: str, limit: int) -> OwnCollection:
@@ -280,7 +290,7 @@ class Library:
         """
         with self._alone():
             if id not in self._collections:
-                raise Problem(404, "no_collection", "there is no such collection")
+                raise no_collection()
             documents = [one.id for one in self.catalogue.documents(id)]
             texts, keys = self.erasing.find(documents)
             self.catalogue.deletions.delete(documents, keys, id)
@@ -402,7 +412,7 @@ class Library:
         """
         with self._alone():
             if collection.id not in self._collections:
-                raise Problem(404, "no_collection", "there is no such collection")
+                raise no_collection()
             self.incoming.check_room(collection.id, files, limits)
             self.incoming.accept(job, collection.id, files)
 

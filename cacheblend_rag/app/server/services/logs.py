@@ -10,6 +10,8 @@ import json
 import logging
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +112,7 @@ class ServedRequest:
     bytes_in, bytes_out : int
         Of the bodies.
     prompt_tokens, generated_tokens : int
-        Of all its answers that came to their end, each with its prompt.
+        Of all its answers, each with its prompt; of one that was stopped, the tokens until then.
     reused_tokens : int
         Tokens whose KV was read from the store.
     hits, misses : int
@@ -123,6 +125,8 @@ class ServedRequest:
         Seconds of the parts of the time to first token, summed over its answers.
     ttft : float, optional
         Time to first token of the first answer, in seconds, from its slot at the model on.
+    ended : callable
+        Gets it once it has ended, with all of `held`.
     """
 
     method: str
@@ -141,15 +145,32 @@ class ServedRequest:
     unfinished: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     ttft: float | None = None
+    ended: Callable[[ServedRequest], None] = lambda one: None
+    _holders: int = 0
+    _noted: list[BlendReport] = field(default_factory=list)
 
-    def answered(self, report: BlendReport) -> None:
-        """Take note of an answer."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """It has not ended within this: an answer may go on when its reader has gone."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self.ended(self)
+
+    def note(self, report: BlendReport) -> bool:
+        """Take note of what an answer took; False if it is noted already."""
+        if any(one is report for one in self._noted):
+            return False
+        self._noted.append(report)
         for name in ("prompt_tokens", "generated_tokens", "reused_tokens", "hits", "misses"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
         self.ttft = report.ttft if self.ttft is None else self.ttft
         for name in STAGES:
             self.stages[name] = self.stages.get(name, 0.0) + getattr(report.seconds, name)
-        self.unfinished -= 1
+        return True
 
     def embedded(self, tokens: int) -> None:
         """Take note of texts that were embedded."""

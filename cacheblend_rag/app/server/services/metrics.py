@@ -22,13 +22,21 @@ _MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
 
 
 @dataclass(frozen=True)
-class KeyUse:
-    """Requests and tokens of a key, and when it last asked, in seconds since 1970."""
+class Use:
+    """Requests and tokens of all keys that a tenant has or had since the server started.
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    latest: float | None = None
+    Parameters
+    ----------
+    requests, prompt_tokens, answer_tokens : int or None
+        None if one of the keys is counted together with those of others.
+    latest : mapping of str to float
+        When each key last asked, in seconds since 1970.
+    """
+
+    requests: int | None
+    prompt_tokens: int | None
+    answer_tokens: int | None
+    latest: Mapping[str, float]
 
 
 class Metrics:
@@ -129,9 +137,13 @@ class Metrics:
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
 
-    def use_of(self, tenant: str, key: str) -> KeyUse | None:
-        """Use of a key since the server started; None if it is counted together with others."""
-        return self._tenants.use_of(tenant, key)
+    def use_of(self, tenant: str) -> Use:
+        """Use of a tenant since the server started."""
+        return self._tenants.use_of(tenant)
+
+    def tenants(self) -> set[str]:
+        """Those that have asked since the server started."""
+        return self._tenants.names()
 
     def verification(self, found: Verification) -> None:
         """Count how an answer was verified, once that is known."""
@@ -231,22 +243,31 @@ class _Tenants:
         }
         with self._lock:
             whose = one.caller.tenant, one.caller.key
+            self._latest[whose] = time.time()
             if whose not in self._counts and len(self._counts) >= _MOST_KEYS:
                 whose = _OTHERS
             counts = self._counts.setdefault(whose, {})
             for name, more in added.items():
                 counts[name] = counts.get(name, 0) + more
-            self._latest[whose] = time.time()
 
-    def use_of(self, tenant: str, key: str) -> KeyUse | None:
+    def names(self) -> set[str]:
+        """See `Metrics.tenants`."""
+        with self._lock:
+            return {tenant for tenant, _ in self._latest}
+
+    def use_of(self, tenant: str) -> Use:
         """See `Metrics.use_of`."""
         with self._lock:
-            counts = self._counts.get((tenant, key))
-            if counts is None:
-                return None if _OTHERS in self._counts else KeyUse()
-            requests = sum(many for (of, _), many in counts.items() if of == "requests")
-            prompt, generated = (int(counts.get(("tokens", kind), 0)) for kind in ("prompt", "generated"))
-            return KeyUse(int(requests), prompt, generated, self._latest[tenant, key])
+            latest = {key: at for (of, key), at in self._latest.items() if of == tenant}
+            counted = [self._counts.get((tenant, key)) for key in latest]
+        known = [counts for counts in counted if counts is not None]
+        if len(known) < len(counted):
+            return Use(None, None, None, latest)
+        requests = sum(many for counts in known for (of, _), many in counts.items() if of == "requests")
+        prompt, generated = (
+            sum(int(counts.get(("tokens", kind), 0)) for counts in known) for kind in ("prompt", "generated")
+        )
+        return Use(int(requests), prompt, generated, latest)
 
     def families(self, only: str | None) -> Iterable[Metric]:
         """The metrics of one tenant or of all."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import MANUAL_FOLDERS, is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, no_collection
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
@@ -44,6 +44,7 @@ from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.retrieval.documents import by_suffix
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
@@ -100,7 +101,8 @@ class Service:
             raise
         self.engine = self.model_of().engine
         _log.info("reading the documents; the server listens once they are indexed")
-        self.rag.update()
+        if others := self.rag.update().others:
+            _log.info("%d files of other kinds left out (%s)", len(others), by_suffix(others))
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
         name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
         self.base = BaseCollection(_BASE_ID, name, self.rag.index)
@@ -427,10 +429,15 @@ class Session:
         one.unfinished += len(answers)
 
     def answered(self, model: ServedModel, engine: BlendEngine, report: BlendReport) -> BlendReport:
-        """Count an answer, and note it of the request that is served here; its report as clients see it."""
-        self.service.metrics.answered(report)
-        served.get().answered(report)
+        """Count an answer that came to its end; its report as clients see it."""
+        self.took(report)
+        served.get().unfinished -= 1
         return self.verifications.note(model.name, engine, report)
+
+    def took(self, report: BlendReport) -> None:
+        """Count what an answer of the request that is served here took, once, whether it came to its end or not."""
+        if served.get().note(report):
+            self.service.metrics.answered(report)
 
     def engine(
         self, model: ServedModel, ratio: float | None = None, rule: str | None = None, sessions: bool = False
@@ -486,7 +493,7 @@ class Session:
         """
         found = next((one for one in self.service.fixed if one.id == id), None) or self.library.get(id)
         if found is None:
-            raise Problem(404, "no_collection", "there is no such collection")
+            raise no_collection()
         return found
 
     def own(self, id: str) -> OwnCollection:

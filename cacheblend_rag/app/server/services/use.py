@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import Keys, NamedKey
-from cacheblend_rag.app.server.services.metrics import KeyUse
+from cacheblend_rag.app.server.services.metrics import Use
 from cacheblend_rag.app.server.services.service import Service, session_if_usable
 from cacheblend_rag.app.server.storage.tables import DatabaseFault
 
@@ -20,8 +20,10 @@ class TenantUse:
     Parameters
     ----------
     name : str
-    keys : list of (NamedKey, KeyUse or None)
-        Its keys with what they have used since the server started; None where that is counted together with others.
+    keys : list of NamedKey
+        Those that it has now.
+    used : Use
+        Requests and tokens since the server started, also of keys that are gone.
     documents, bytes, conversations : int or None
         Counts of what lies on the disk; None while its folder or database cannot be used.
     tokens_left : int or None
@@ -31,7 +33,8 @@ class TenantUse:
     """
 
     name: str
-    keys: list[tuple[NamedKey, KeyUse | None]]
+    keys: list[NamedKey]
+    used: Use
     documents: int | None
     bytes: int | None
     conversations: int | None
@@ -40,11 +43,11 @@ class TenantUse:
 
 
 def use_of_all(service: Service) -> list[TenantUse]:
-    """Every tenant that has a key, and those whose keys went while the server ran, by name."""
+    """Every tenant that has a key, or had one while the server ran, by name."""
     # A key of the environment and one of the file may have one name: they are counted as one, and shown as one.
     known = {(one.tenant, one.name): one for one in service.keys.named()}
     keys = list(known.values()) or [NamedKey(Keys.LOCAL, Keys.LOCAL)] * (not service.settings.guarded)
-    names = {one.tenant for one in keys} | set(service.sessions)
+    names = {one.tenant for one in keys} | set(service.sessions) | service.metrics.tenants()
     return [_use_of(service, name, [one for one in keys if one.tenant == name]) for name in sorted(names)]
 
 
@@ -58,7 +61,8 @@ def _use_of(service: Service, name: str, keys: list[NamedKey]) -> TenantUse:
     documents, used, conversations = held
     return TenantUse(
         name,
-        [(one, service.metrics.use_of(name, one.name)) for one in keys],
+        keys,
+        service.metrics.use_of(name),
         documents,
         used,
         conversations,

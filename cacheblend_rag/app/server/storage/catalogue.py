@@ -15,7 +15,7 @@ import numpy as np
 from langchain_core.documents import Document
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, no_collection
 from cacheblend_rag.app.server.storage.conversations import (
     KeptConversations,
     erase_answers,
@@ -389,9 +389,17 @@ class Catalogue:
             db.execute(insert(collections).values(id=id, name=name, probes=json.dumps(fingerprint)))
 
     def embedder_fingerprint(self, collection: str) -> Any:
-        """The fingerprint of the embedder that made a collection's vectors."""
-        (row,) = self.backend.read(select(collections.c.probes).where(collections.c.id == collection))
-        return json.loads(row.probes)
+        """The fingerprint of the embedder that made a collection's vectors.
+
+        Raises
+        ------
+        Problem
+            404 if the collection was deleted meanwhile, perhaps by another server.
+        """
+        rows = self.backend.read(select(collections.c.probes).where(collections.c.id == collection))
+        if not rows:
+            raise no_collection()
+        return json.loads(rows[0].probes)
 
     # Documents -----------------------------------------------------------------------------------
 

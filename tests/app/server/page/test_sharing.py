@@ -110,6 +110,20 @@ def test_copy_loads_nothing_from_elsewhere_and_html_stays_text(
     assert problems == []
 
 
+def test_stopped_answer_is_shown_as_one(server: Running, browser: Browser, problems: list[str]) -> None:
+    turns = [
+        {"question": f"Which {state}?", "answer": "A leaf", "state": state, "at": 0, "sources": []}
+        for state in ("done", "stopped")
+    ]
+    told = {"title": "T", "created": 0, "all_turns": turns}
+    with visitor(browser, problems, KEYS["ben"]) as made:
+        page: Any = made.new_page()
+        page.route("**/api/shared/*", lambda route: route.fulfill(json=told))
+        page.goto(f"{server.url}/#shared=x_1")
+        expect(page.locator("#shared .answer")).to_have_text(["A leaf", "A leafStopped before the end."])
+        page.close()
+
+
 @pytest.mark.parametrize("size", [(1280, 860), (375, 760)], ids=["desktop", "phone"])
 def test_axe_finds_nothing_in_what_is_shared(
     server: Running, ada: BrowserContext, size: tuple[int, int], problems: list[str]

@@ -72,7 +72,7 @@ function sourceView(source) {
   return el("li", {}, el("details", {}, name, el("p", { class: "passage-text", dir: "auto", text: source.text })));
 }
 
-function turnView({ question, answer, sources }) {
+function turnView({ question, answer, state: end, sources }) {
   const words = el("div", { class: "words", dir: "auto" });
   showMarkdown(words, answer.trimStart());
   const passages = el("ol", {}, sources.map(sourceView));
@@ -82,7 +82,8 @@ function turnView({ question, answer, sources }) {
     fold.querySelector("summary").focus();
   });
   colourCode(words);
-  return el("article", { class: "turn", "aria-label": question }, el("h3", { class: "question", text: question, dir: "auto" }), el("div", { class: "answer" }, words), sources.length ? el("div", { class: "passages" }, el("h4", { text: "Sources" }), passages) : null);
+  const said = el("div", { class: "answer" }, words, end === "stopped" ? el("p", { class: "status", text: "Stopped before the end." }) : null);
+  return el("article", { class: "turn", "aria-label": question }, el("h3", { class: "question", text: question, dir: "auto" }), said, sources.length ? el("div", { class: "passages" }, el("h4", { text: "Sources" }), passages) : null);
 }
 
 /** Show the conversation that the address names, if it names one. */
