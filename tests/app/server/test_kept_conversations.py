@@ -30,6 +30,7 @@ from tests.app.server.common import (
     settle,
     upload,
 )
+from tests.app.server.test_conversation import following
 from tests.app.server.test_deleting import ids_of, service_of
 from tests.waiting import until
 
@@ -384,14 +385,18 @@ def test_prompts_are_saved_changed_and_deleted_for_a_key_alone(ada: Any, tmp_pat
     assert ada.post("/api/prompts", json={"title": "one more", "text": "Which?"}).status_code == 409
 
 
-def test_rated_answers_are_questions_for_the_evaluation(ada: Any, tmp_path: Path) -> None:
+def test_rated_answers_are_questions_for_the_evaluation(
+    ada: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     id = begin(ada)
     good, bad = ask(ada, id, turn="good"), ask(ada, id, "Which bird?", turn="bad")
     ask(ada, id, "And which fish?", turn="none")
     for turn, rating in (("good", 1), ("bad", -1)):
         assert ada.patch(f"/api/conversations/{id}/turns/{turn}", json={"rating": rating}).status_code == 204
     path = tmp_path / "good.jsonl"
-    path.write_text(ada.get("/api/ratings").text, encoding="utf-8")
+    told = ada.get("/api/ratings")
+    assert told.headers["X-Left-Out"] == "0"
+    path.write_text(told.text, encoding="utf-8")
     (case,) = load_cases(path)
     assert (case.question, case.answers, case.kind, case.group) == (
         "Which leaf?",
@@ -400,7 +405,16 @@ def test_rated_answers_are_questions_for_the_evaluation(ada: Any, tmp_path: Path
         id,
     )
     assert [one.text for one in case.passages] == [one["text"] for one in good["sources"]]
-    (line,) = ada.get("/api/ratings", params={"rating": -1}).text.splitlines()
+    # A question that is only understood after others is left out, and counted.
+    following(monkeypatch)
+    refs = [{"document_id": one["document_id"], "chunk": one["chunk"]} for one in good["sources"]]
+    history = [{"question": "Which leaf?", "answer": good["answer"], "sources": refs, "turn": "good"}]
+    later = ask(ada, id, "And when?", turn="later", history=history)
+    assert not later["report"]["stands_alone"]
+    assert ada.patch(f"/api/conversations/{id}/turns/later", json={"rating": -1}).status_code == 204
+    told = ada.get("/api/ratings", params={"rating": -1})
+    assert told.headers["X-Left-Out"] == "1"
+    (line,) = told.text.splitlines()
     wrong = json.loads(line)
     assert (wrong["question"], wrong["answers"], wrong["given"]) == ("Which bird?", [], bad["answer"].strip())
     path.write_text(json.dumps(wrong | {"answers": ["an owl"]}), encoding="utf-8")

@@ -86,7 +86,8 @@ async def delete_prompt(here: Here, id: str) -> Response:
         200: {
             "content": {"application/x-ndjson": {}},
             "description": "A line of JSON for each answer, in the form that `cacheblend-rag eval --data` reads. Of "
-            "bad answers `answers` is empty, to be filled in, and `given` has the answer.",
+            "bad answers `answers` is empty, to be filled in, and `given` has the answer. The header `X-Left-Out` "
+            "counts the rated answers that have no line.",
         }
     },
 )
@@ -94,13 +95,14 @@ async def ratings(here: Here, rating: Annotated[int, Query(ge=-1, le=1)] = 1) ->
     """Answers that were rated good, or bad; questions that are not understood alone are left out."""
     if not rating:
         raise Problem(422, "invalid", "rating: use 1 for good answers, -1 for bad ones", field="rating")
-    lines = await here.in_thread(_rated, here, rating)
+    lines, left_out = await here.in_thread(_rated, here, rating)
     text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
-    return Response(text, media_type="application/x-ndjson")
+    return Response(text, media_type="application/x-ndjson", headers={"X-Left-Out": str(left_out)})
 
 
-def _rated(here: Session, rating: int) -> list[dict[str, Any]]:
-    found = []
+def _rated(here: Session, rating: int) -> tuple[list[dict[str, Any]], int]:
+    """Rated answers as lines, and how many others there are."""
+    found, left_out = [], 0
     for one in here.conversations.listed():
         for turn in whole(here, one.id, rating).all_turns:
             alone = not turn.asked.get("follows") or (turn.report or {}).get("stands_alone", True)
@@ -111,7 +113,9 @@ def _rated(here: Session, rating: int) -> list[dict[str, Any]]:
                 )
                 case = {"id": f"{one.id}/{turn.id}", "question": turn.question, **told, "passages": passages}
                 found.append({**case, "kind": "good" if rating > 0 else "bad", "group": one.id})
-    return found
+            else:
+                left_out += 1
+    return found, left_out
 
 
 def _passage(source: FoundChunk) -> dict[str, str]:

@@ -218,6 +218,7 @@ def test_passages_length_and_instructions_are_settings(page: Page) -> None:
     passages.fill("900")
     passages.press("Tab")
     expect(passages).to_have_value("50")
+    expect(passages).to_have_accessible_description(re.compile("From 1 to 50: 50 is taken.$"))
     page.reload()
     page.locator("body[data-ready]").wait_for()
     expect(passages).to_have_value("50")

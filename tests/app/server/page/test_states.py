@@ -126,6 +126,7 @@ def test_key_is_asked_for_and_sent(context: BrowserContext, address: str, proble
     page.get_by_label("API key").fill("the-right-key")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+    expect(page.locator("#question")).to_be_focused()
     assert seen[0] is None
     assert seen[-1] == "Bearer the-right-key"
     assert "the-right-key" not in page.evaluate("() => JSON.stringify(localStorage)")

@@ -24,9 +24,9 @@ def line(turn: Locator) -> Locator:
     return turn.locator(".verification[role=status]")
 
 
-def answer_with(page: Page, text: str, verification: dict[str, Any], sources: Any = ()) -> None:
-    """Answer the next question so."""
-    report = {**REPORT, "verification": {**FIELDS, **verification}}
+def answer_with(page: Page, text: str, verification: dict[str, Any], sources: Any = (), **more: Any) -> None:
+    """Answer the next question so; `more` stands in the report."""
+    report = {**REPORT, **more, "verification": {**FIELDS, **verification}}
     told = [("sources", list(sources)), ("token", {"text": text}), ("report", report), ("done", {})]
     page.route(ASK, lambda route: stream(route, *told), times=1)
 
@@ -164,10 +164,12 @@ def test_citations_are_those_of_the_text_on_show(page: Page, problems: list[str]
     marks = words.locator(".cite")
     expect(marks).to_have_attribute("data-number", "1")
     expect(line(turn)).to_have_text("…Being checked")
+    expect(turn.locator(".thumb")).to_have_count(0)  # a rating is of the text that stays
     held.answer(correction)
     expect(line(turn)).to_contain_text("Corrected")
     expect(words).to_have_text("🏝️ One sentence stays.Surtsey rose from the sea in 1963.")
     expect(marks).to_have_attribute("data-number", "2")
+    expect(turn.locator(".thumb")).to_have_count(2)
     assert words.locator("ins").all_text_contents() == ["Surtsey", "rose from", "sea", "1963."]
     expect(turn.locator(".answer")).to_have_attribute("aria-live", "off")  # its line says it, not the whole text again
     turn.get_by_role("button", name="Show the first text").click()
@@ -290,6 +292,36 @@ def test_server_that_was_started_again_has_lost_its_checks(browser: Browser, tmp
         page.locator("body[data-ready]").wait_for()
         expect(line(page.locator(".turn").last)).to_contain_text("The check was lost")
     visitor.close()
+
+
+def test_repetition_is_said_of_the_text_that_repeats(page: Page) -> None:
+    compare_off(page)
+    correction = {"status": "corrected", "position": 4, "before": " one one one", "after": " two."}
+    answer_with(page, "Some one one one", correction, stopped_by="repetition")
+    turn = ask(page, "Which?")
+    expect(turn.locator(".words")).to_have_text("Some two.")
+    expect(turn.locator(".status")).to_be_hidden()
+    turn.get_by_role("button", name="Show the first text").click()
+    expect(turn.locator(".status")).to_have_text("Ended: the answer only repeated itself.")
+
+
+def test_rated_answers_that_are_not_saved_are_counted(page: Page) -> None:
+    compare_off(page)
+    answer_with(page, "Some.", {"status": "verified"}, SOURCES)
+    ask(page, "Which?")
+    answer_with(page, "In 1963.", {"status": "verified"}, SOURCES, turns=1, stands_alone=False)
+    ask(page, "And when?").get_by_role("button", name="Bad answer").click()
+    page.get_by_role("button", name="History").click()
+    page.get_by_role("button", name="Save the bad ones").click()
+    why = "their questions are only understood after others, or their documents are gone."
+    told = page.locator("#history .error")
+    expect(told).to_have_text(f"0 answers rated bad were saved. 1 more is left out: {why}")
+    page.keyboard.press("Escape")
+    page.locator(".turn").first.get_by_role("button", name="Bad answer").click()
+    page.get_by_role("button", name="History").click()
+    with page.expect_download():
+        page.get_by_role("button", name="Save the bad ones").click()
+    expect(told).to_have_text(f"1 answer rated bad was saved. 1 more is left out: {why}")
 
 
 def test_long_texts_are_marked_in_good_time(page: Page) -> None:

@@ -90,8 +90,11 @@ export async function call(method, path, body, signal) {
   return response.status === 204 ? null : response.json();
 }
 
-/** The text of what the API answers with. */
-export const text = async (path) => (await send("GET", path)).text();
+/** The text of what the API answers with, and its headers. */
+export async function text(path) {
+  const response = await send("GET", path);
+  return { text: await response.text(), headers: response.headers };
+}
 
 /** Events of a stream, each `{event, data}`, as they arrive; one that is an error is thrown. */
 export async function* stream(method, path, body, signal) {

@@ -5,7 +5,10 @@ import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
 import { addKept, beginKept, keeping, renewKept, turnKept } from "./kept.js";
-import { takeVerification, verifyOf } from "./verifying.js";
+import { takeVerification } from "./verification.js";
+import { verifyOf } from "./verifying.js";
+import { refreshServer } from "./server.js";
+import { readiness } from "./sources.js";
 import { addPoint, changed, collectionsOf, comparing, conversation, conversationFor, model, modelName, newId, scopeOf, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
@@ -69,7 +72,10 @@ function upTo(turn) {
  */
 export async function ask(question, { earlier = null, tokens = state.tokens, anew = false } = {}) {
   if (running || !state.collection) return;
+  const { ready, reason } = readiness();
+  if (!ready) return say(reason);
   running = new AbortController();
+  state.lost = []; // it was said
   const { collection, ratio, rule, instructions } = state;
   const { one, unkept } = await conversationToAskIn(collection);
   const { turns } = one;
@@ -90,6 +96,8 @@ export async function ask(question, { earlier = null, tokens = state.tokens, ane
   if (turn.code === "history_erased" && !anew) {
     await renewKept(); // a document was deleted elsewhere: what was made from it is not followed
     await ask(question, { earlier, tokens, anew: true });
+  } else if (["no_document", "no_collection"].includes(turn.code)) {
+    await refreshServer(); // it was deleted or replaced elsewhere: the next question is asked of what is there
   } else if (turn.status === "done" && comparing()) await compare(turn);
 }
 

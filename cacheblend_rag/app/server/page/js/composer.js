@@ -29,7 +29,7 @@ function limits() {
 
 function refresh() {
   const { ready, reason: why } = readiness();
-  const reason = ready ? fullNote($("question").value) : why;
+  const reason = (ready && fullNote($("question").value)) || why;
   if (ready && reason && $("hint").textContent !== reason) say(reason);
   $("send").textContent = isAsking() ? "Stop" : "Ask";
   $("send").disabled = !isAsking() && !ready;

@@ -11,7 +11,7 @@ import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
 import { ratingView } from "./rating.js";
 import { describe } from "./sources.js";
-import { collection, isWaiting, on, state, turns } from "./store.js";
+import { collection, isWaiting, on, state, turnOf, turns } from "./store.js";
 import { thoughtView } from "./thought.js";
 import { showVerification } from "./verification.js";
 
@@ -52,7 +52,7 @@ function turnView(turn) {
     root.dataset.status = turn.status;
     answer.setAttribute("aria-busy", String(waiting));
     thought.update();
-    showStatus(status, turn);
+    showStatus(status, turn, shown);
     showVerification(verification, turn, shown, turnOver);
     showSources(sources, turn);
     showFoot(foot, turn);
@@ -76,18 +76,19 @@ function finish(words, turn, shown) {
 }
 
 /** What is to be said of an answer that has ended, if anything. */
-const remark = (turn) => [remarkOn(turn), turn.unkept && `Not kept: ${turn.unkept}.`].filter(Boolean).join(" ");
+const remark = (turn, shown) => [remarkOn(turn, shown), turn.unkept && `Not kept: ${turn.unkept}.`].filter(Boolean).join(" ");
 
-function remarkOn(turn) {
+function remarkOn(turn, shown) {
   const { answer, report } = turn;
+  const isFirst = turn.first === undefined || shown.first; // the text that the report is of
   if (!answer.trim()) return "The model gave an empty answer.";
-  if (report?.stopped_by === "repetition") return "Ended: the answer only repeated itself.";
+  if (report?.stopped_by === "repetition") return isFirst ? "Ended: the answer only repeated itself." : "";
   if (report?.finish_reason !== "length") return "";
   const most = turn.tokens ?? state.server?.settings.answer_tokens;
   return most ? `Cut off: an answer may have ${count(most, "token")}.` : "Cut off.";
 }
 
-function showStatus(node, turn) {
+function showStatus(node, turn, shown) {
   const said = {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
     thinking: "Thinking…",
@@ -95,7 +96,7 @@ function showStatus(node, turn) {
     erased: "This answer was deleted with a document that it was made from.",
     failed: turn.error,
   }[turn.status];
-  const text = said ?? (turn.status === "done" ? remark(turn) : "");
+  const text = said ?? (turn.status === "done" ? remark(turn, shown) : "");
   node.hidden = !text;
   node.classList.toggle("error", turn.status === "failed");
   if (node.firstChild?.textContent === text && node.dataset.status === turn.status) return;
@@ -134,7 +135,8 @@ function showSources(node, turn) {
 
 function showFoot(node, turn) {
   const { report } = turn;
-  const now = `${turn.status}/${Boolean(report)}/${turn.rating ?? 0}`;
+  const isChecked = turn.verification?.status !== "waiting"; // a rating is of a text that stays
+  const now = [turn.status, Boolean(report), turn.rating ?? 0, isChecked, report && followedBy(turn)].join("/");
   if (node.dataset.now === now) return;
   node.dataset.now = now;
   node.replaceChildren();
@@ -144,7 +146,7 @@ function showFoot(node, turn) {
   });
   const ended = !isWaiting(turn);
   if (ended && turn.answer.trim()) node.append(copyAnswer);
-  if (turn.status === "done" && turn.answer.trim()) node.append(el("span", { class: "thumbs", role: "group", "aria-label": "Rate this answer" }, ratingView(turn)));
+  if (turn.status === "done" && isChecked && turn.answer.trim()) node.append(el("span", { class: "thumbs", role: "group", "aria-label": "Rate this answer" }, ratingView(turn)));
   if (!report) return;
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
@@ -204,7 +206,12 @@ function shortly(button, text) {
 function followedBy({ earlier, report }) {
   const all = count(earlier.length, "question");
   if (report.turns === earlier.length) return `Follows ${all}`;
-  return `Follows ${report.turns} of ${all}: there was no room for more`;
+  const deleted = earlier.filter((id) => (turnOf(id)?.status ?? "erased") === "erased").length;
+  const reasons = [
+    deleted && (deleted === earlier.length ? `the ${deleted > 1 ? "answers were" : "answer was"} deleted` : `${count(deleted, "answer")} ${deleted > 1 ? "were" : "was"} deleted`),
+    report.turns + deleted < earlier.length && "there was no room for more",
+  ];
+  return `Follows ${report.turns} of ${all}: ${reasons.filter(Boolean).join(", and ")}`;
 }
 
 /** How an answer begins; the whole of it stands at the side. */

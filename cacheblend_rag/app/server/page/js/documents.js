@@ -3,7 +3,7 @@
 import { ApiError } from "./api.js";
 import { $, button, confirmInPlace, el, showRows } from "./dom.js";
 import { bytes, count } from "./format.js";
-import { keeping, renewKept } from "./kept.js";
+import { keeping } from "./kept.js";
 import {
   chooseCollection,
   createCollection,
@@ -15,7 +15,8 @@ import {
   OWN,
   refreshServer,
 } from "./server.js";
-import { changed, collection, forgetTexts, on, state } from "./store.js";
+import { changed, collection, on, state } from "./store.js";
+import { forgetDeleted } from "./forgetting.js";
 import { isTold, startUploads } from "./uploads.js";
 
 function report(error) {
@@ -31,9 +32,7 @@ function collectionView(one) {
   const remove = button("Delete", () => {
     confirmInPlace(remove, `Delete “${one.name}” and its KV${keeping() ? ", and answers made from it" : ""}?`, (back) =>
       deleteCollection(one.id)
-        .then(() => forgetTexts(one.id))
-        .then(refreshServer)
-        .then(renewKept)
+        .then(() => forgetDeleted([one.id]))
         .then(() => {
           changed("conversation");
           $("collections").querySelector(":checked")?.focus(); // the button that had the focus is gone
@@ -71,9 +70,7 @@ function documentView(one, here) {
   const remove = button("Delete", () => {
     confirmInPlace(remove, keeping() ? "Delete with its KV, and answers made from it?" : "Delete with its KV?", (back) =>
       deleteDocument(here.id, one.id)
-        .then(() => forgetTexts(one.id))
-        .then(refreshServer)
-        .then(renewKept)
+        .then(() => forgetDeleted([one.id]))
         .then(() => {
           changed("documents", here.id);
           $("files").focus();
@@ -103,6 +100,8 @@ function sizeOf({ passages, kv_bytes: size }) {
 
 const KINDS = "Text, Markdown, HTML, Word, Excel, PowerPoint, OpenDocument, EPUB, PDF, tables, JSON and code";
 
+const loading = () => el("p", { class: "hint busy", text: "Loading the list…" });
+
 let asked = 0; // only the answer to the latest request is shown
 
 async function showDocuments() {
@@ -110,7 +109,7 @@ async function showDocuments() {
   const here = collection();
   if (!here || !$("documents").open) return;
   const mine = ++asked;
-  if (list.dataset.of !== here.id) list.replaceChildren(el("p", { class: "hint busy", text: "Loading the list…" }));
+  if (list.dataset.of !== here.id) list.replaceChildren(loading());
   if (list.dataset.of !== here.id) $("kv-size").textContent = "";
   list.dataset.of = here.id;
   try {
@@ -132,7 +131,11 @@ async function showDocuments() {
 function open() {
   if (!$("documents").open) $("documents").showModal();
   $("collections-error").textContent = "";
-  showDocuments();
+  if (!$("files-list").hasChildNodes()) $("files-list").append(loading());
+  refreshServer().catch((error) => {
+    showDocuments();
+    report(error);
+  });
 }
 
 async function create(event) {

@@ -7,8 +7,9 @@ import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
 import { changeKept, deleteKept, keeping, listKept, loadKept } from "./kept.js";
 import { saveRated } from "./rating.js";
+import { refreshServer } from "./server.js";
 import { listShares, shareButton, sharesView } from "./sharing.js";
-import { choiceOf, choose } from "./sources.js";
+import { choiceNow, choiceThen, choose } from "./sources.js";
 import { changed, collectionsOf, forget, KEY, state, unread } from "./store.js";
 
 const NAMED = 3; // collections; of more the number is told
@@ -16,13 +17,17 @@ const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle
 
 async function show(one) {
   if (isAsking()) await leave();
-  if (one?.kept && !one.loaded && !(await attempt(() => loadKept(one)))) return;
-  let choice = null; // goes on with what it was asked of
-  if (one && one.id !== state.conversation && !(await attempt(async () => (choice = await choiceOf(one))))) return;
+  if (one?.kept && !(await attempt(() => loadKept(one)))) return;
+  let choice = null; // goes on with what it was asked of, as far as that is there now
+  if (one && one.id !== state.conversation) {
+    const done = await attempt(async () => (await refreshServer(), (choice = await choiceNow(one))));
+    if (!done && one.kept) return;
+    choice ??= choiceThen(one); // it can be read without a server
+  }
   state.conversation = one?.id ?? null;
   state.selected = one?.turns.at(-1)?.id ?? null;
   if (one) state.collection = [one.collection, ...collectionsOf(one)].find(collectionOf) ?? state.collection;
-  if (choice) choose(choice.collections, choice.documents);
+  if (choice) choose(choice.collections, choice.documents, choice.lost);
   $("history").close();
   changed("server");
   changed("conversation", { latest: one?.turns.at(-1) });
@@ -171,7 +176,11 @@ function render() {
 async function saveAll(rating, told) {
   told.textContent = "";
   await attempt(async () => {
-    if (!(await saveRated(rating))) told.textContent = rating > 0 ? "No answer was rated good." : "No answer was rated bad.";
+    const { many, left } = await saveRated(rating);
+    const kind = rating > 0 ? "good" : "bad";
+    const why = "their questions are only understood after others, or their documents are gone";
+    if (left) told.textContent = `${count(many, "answer")} rated ${kind} ${many === 1 ? "was" : "were"} saved. ${left} more ${left === 1 ? "is" : "are"} left out: ${why}.`;
+    else if (!many) told.textContent = `No answer was rated ${kind}.`;
   });
 }
 
@@ -183,6 +192,9 @@ function placeOf(found) {
   return kept === found.length ? `${place}.` : `${place}; ${found.length - kept} in this browser.`;
 }
 
+/** All that the dialog shows of what the server may have otherwise by now. */
+const facts = () => JSON.stringify([state.conversations.map((one) => [one.id, titleOf(one), one.pinned, one.latest, sizeOf(one), nameOf(one)]), state.shares]);
+
 /** Whether something is being renamed or decided in the dialog: it is not drawn anew then. */
 const isBusy = () => Boolean($("history").querySelector(".sure, form.pair"));
 
@@ -191,7 +203,11 @@ export function startHistory() {
     search.value = "";
     render();
     $("history").showModal();
-    if (keeping()) attempt(async () => (await listKept(), await listShares())).then((done) => done && $("history").open && !isBusy() && render());
+    const drawn = facts();
+    attempt(async () => {
+      await refreshServer();
+      if (keeping()) await Promise.all([listKept(), listShares()]);
+    }).then((done) => done && $("history").open && !isBusy() && drawn !== facts() && render());
   });
   $("new-conversation").addEventListener("click", () => show(null));
 }

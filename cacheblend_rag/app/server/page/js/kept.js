@@ -2,7 +2,7 @@
 
 import { ApiError, call } from "./api.js";
 import { changed, conversation, forget, isWaiting, scopeOf, state } from "./store.js";
-import { takeVerification } from "./verifying.js";
+import { takeVerification } from "./verification.js";
 
 const STATES = { running: "asking" };
 const MOST = 50; // collections of a conversation, as the server takes them
@@ -50,7 +50,8 @@ export async function listKept(words = "") {
 export async function loadKept(one) {
   const whole = await call("GET", path(one.id));
   take(whole);
-  one.turns = whole.all_turns.map((told) => turnFrom(one, told));
+  const read = new Map(one.turns.filter((turn) => isWaiting(turn) || turn.comparing).map((turn) => [turn.id, turn])); // they go on here
+  one.turns = whole.all_turns.map((told) => (told.state !== "erased" && read.get(told.id)) || turnFrom(one, told));
   one.loaded = true;
 }
 
@@ -100,14 +101,16 @@ export async function renewKept() {
   changed("conversation");
 }
 
-/** The page is in sight again: an answer of the open conversation that was deleted elsewhere meanwhile is not shown on. */
-export async function lookAgain() {
+/** Load the open conversation again if it is otherwise on the server: answers were deleted or asked for elsewhere. */
+export async function renewIfChanged() {
   const here = conversation();
-  if (document.hidden || !here?.kept || here.turns.some(isWaiting)) return;
+  if (!here?.kept) return;
   try {
-    const found = new Map((await call("GET", path(here.id))).all_turns.map((told) => [told.id, told.state]));
-    const isGone = ({ id, status }) => status === "done" && [undefined, "erased"].includes(found.get(id));
-    if (here.turns.some(isGone)) await renewKept();
+    const there = new Map((await call("GET", path(here.id))).all_turns.map((told) => [told.id, STATES[told.state] ?? told.state]));
+    const mine = new Map(here.turns.map((turn) => [turn.id, turn]));
+    const isGone = ({ id, status }) => status === "done" && !there.has(id);
+    const isNew = ([id, status]) => !mine.has(id) || (mine.get(id).status !== status && !isWaiting(mine.get(id)));
+    if (here.turns.some(isGone) || [...there].some(isNew)) await renewKept();
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status === 404) await renewKept();

@@ -6,6 +6,8 @@ import { forgetAll } from "./store.js";
 
 let waiting = null; // for ever: with a key the page begins anew, and nothing of another's is left in it
 
+const SIGNED_IN = "cacheblend-rag/signed-in"; // until the page has begun anew
+
 const REFUSED = "The server did not accept this key.";
 
 function ask(refused) {
@@ -16,11 +18,18 @@ function ask(refused) {
     const dialog = $("key");
     dialog.addEventListener("close", () => {
       setKey($("key-value").value.trim());
+      sessionStorage.setItem(SIGNED_IN, "true");
       location.reload();
     }, { once: true });
     dialog.showModal();
   });
   return waiting;
+}
+
+/** The question is the next step of someone who has just given a key. */
+export function goOn() {
+  if (sessionStorage.getItem(SIGNED_IN)) $("question").focus();
+  sessionStorage.removeItem(SIGNED_IN);
 }
 
 export function startKey() {

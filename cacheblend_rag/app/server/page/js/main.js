@@ -6,8 +6,9 @@ import { startConversation } from "./conversation.js";
 import { startDocuments } from "./documents.js";
 import { $, button, el } from "./dom.js";
 import { startHistory } from "./history.js";
-import { keeping, listKept, loadKept, lookAgain } from "./kept.js";
-import { startKey } from "./key.js";
+import { keeping, listKept, loadKept } from "./kept.js";
+import { goOn, startKey } from "./key.js";
+import { lookAgain } from "./looking.js";
 import { startPanel } from "./panel.js";
 import { chooseModel, refreshServer } from "./server.js";
 import { startPrompts } from "./prompts.js";
@@ -40,6 +41,7 @@ async function load() {
     if (keeping()) await openKept();
     changed("conversation", { latest: turns().at(-1) });
     document.body.dataset.ready = "true";
+    goOn();
     openShared();
     resume(unreadAtFirst());
   } catch (error) {

@@ -58,7 +58,7 @@ export async function openPassage({ collection, answer }, source) {
     const found = await call("GET", `api/collections/${place[0]}/documents/${place[1]}/chunks/${source.chunk}`);
     if (dialog.open) show(found, answer);
   } catch (error) {
-    const gone = error.status === 404 ? "The document has been deleted since; this is the text that was read." : error.message;
+    const gone = error.status !== 404 ? error.message : `The document has been deleted since${source.text?.trim() ? "; this is the text that was read" : ", and its text with it"}.`;
     if (dialog.open) show({ text: source.text ?? "" }, answer, gone);
   }
 }

@@ -36,23 +36,24 @@ export const ratingView = (turn) =>
     return el("button", { ...props, data: { rating }, on: { click: () => rate(turn, rating) } }, thumb());
   });
 
-/** An answer that this browser has, as a line for the evaluation; null if its question is not understood alone. */
+/** An answer that this browser has, as a line for the evaluation; null if its question is not understood alone, or its passages are gone. */
 function caseOf(one, turn, rating) {
   const passages = turn.sources.filter(({ text: said }) => said?.trim()).map(({ document: title, text: said }) => ({ title, text: said }));
   const alone = !turn.earlier.length || (turn.report?.stands_alone ?? true);
   const given = turn.answer.trim();
-  if (turn.rating !== rating || !alone || !passages.length || !given) return null;
+  if (!alone || !passages.length || !given) return null;
   const told = rating > 0 ? { answers: [given] } : { answers: [], given };
   return { id: `${one.id}/${turn.id}`, question: turn.question, ...told, passages, kind: rating > 0 ? "good" : "bad", group: one.id };
 }
 
-/** Let the browser save all answers that were rated so; how many they are. */
+/** Let the browser save all answers that were rated so; how many they are, and how many others are left out. */
 export async function saveRated(rating) {
   const own = state.conversations.filter((one) => !one.kept);
-  const cases = own.flatMap((one) => one.turns.map((turn) => caseOf(one, turn, rating))).filter(Boolean);
-  const there = keeping() ? await text(`api/ratings?rating=${rating}`) : "";
-  const lines = there + cases.map((one) => `${JSON.stringify(one)}\n`).join("");
+  const rated = own.flatMap((one) => one.turns.filter((turn) => turn.rating === rating).map((turn) => caseOf(one, turn, rating)));
+  const cases = rated.filter(Boolean);
+  const there = keeping() ? await text(`api/ratings?rating=${rating}`) : null;
+  const lines = (there?.text ?? "") + cases.map((one) => `${JSON.stringify(one)}\n`).join("");
   const many = lines.split("\n").length - 1;
   if (many) saveFile(`${rating > 0 ? "good" : "bad"}-answers.jsonl`, lines, "application/x-ndjson");
-  return many;
+  return { many, left: rated.length - cases.length + Number(there?.headers.get("X-Left-Out") ?? 0) };
 }

@@ -6,19 +6,33 @@ import { changed, collection, modelName, state } from "./store.js";
 /** Where files go that are given while a collection is open that stays as it is. */
 export const OWN = "My documents";
 
-/** Ask for /api/state; the chosen collection stays, or becomes the first. */
+/**
+ * Ask for /api/state, and for the documents beside those that are chosen singly. The chosen collection stays, or becomes
+ * the first. What else was chosen and is gone leaves the choice once "server" is told with what was there before.
+ */
 export async function refreshServer() {
-  state.server = await call("GET", "api/state");
-  const known = state.server.collections.map((one) => one.id);
-  if (!known.includes(state.collection)) state.collection = known[0] ?? null;
-  changed("server");
+  const server = await call("GET", "api/state");
+  const known = server.collections.map((one) => one.id);
+  const lists = await listsOf((state.from?.documents ?? []).map((one) => one.collection).filter((id) => known.includes(id)));
+  const [open, before] = [collection(), state.server?.collections ?? []];
+  state.server = server;
+  if (!known.includes(state.collection)) {
+    if (open && !state.from) state.lost = [`“${open.name}”`];
+    state.collection = known[0] ?? null;
+  }
+  changed("server", { before, lists });
+}
+
+/** The documents of some collections, by the id of each. */
+export async function listsOf(ids) {
+  return new Map(await Promise.all([...new Set(ids)].map(async (id) => [id, await documentsOf(id)])));
 }
 
 /** Choose a collection; the next question begins a conversation of its own there. */
 export function chooseCollection(id) {
   if (id === state.collection) return;
   state.collection = id;
-  state.from = null;
+  Object.assign(state, { from: null, lost: [] });
   const latest = state.conversations.find((one) => one.collection === id && (!one.kept || one.loaded));
   state.conversation = latest?.id ?? null;
   state.selected = state.conversations.find((one) => one.id === state.conversation)?.turns.at(-1)?.id ?? null;

@@ -78,15 +78,20 @@ function temperatureField() {
   return { input, nodes: [field, el("p", { class: "hint", id: "temperature-help", text: note })] };
 }
 
-/** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
+/** A field for a whole number; what is outside of its bounds becomes the nearest that is within, which is said, and empty the default. */
 function numberField(name, label, note) {
   const input = el("input", { type: "number", id: name, min: 1, step: 1, inputmode: "numeric", "aria-describedby": `${name}-help` });
   input.addEventListener("change", () => {
     const given = Math.round(input.valueAsNumber);
-    set({ [name]: Number.isNaN(given) ? null : Math.min(Math.max(given, 1), Number(input.max)) });
+    const [least, most] = [Number(input.min), Number(input.max)];
+    const taken = Number.isNaN(given) ? null : Math.min(Math.max(given, least), most);
+    told.textContent = taken === null || taken === given ? note : `${note} From ${least} to ${most}: ${taken} is taken.`;
+    set({ [name]: taken });
   });
   const field = el("div", { class: "field" }, el("label", { for: name, text: label }), input);
-  return { input, nodes: [field, el("p", { class: "hint", id: `${name}-help`, text: note })] };
+  const told = el("p", { class: "hint", id: `${name}-help`, role: "status", text: note });
+  on("settings", () => state[name] === null && (told.textContent = note));
+  return { input, nodes: [field, told] };
 }
 
 function set(values) {

@@ -12,6 +12,7 @@ export const state = {
   theme: "auto",
   collection: null,
   from: null, // {collections, documents} that the next question is asked of; null: the collection alone
+  lost: [], // of the choice, in words, since it was made: what was deleted
   model: null, // name; null: the server's first
   conversations: [], // newest first: {id, collection, created, turns}; those with `kept` are on the server
   conversation: null, // id
@@ -158,6 +159,8 @@ const isTurn = (one) =>
   [one?.id, one?.question, one?.answer, one?.status].every((text) => typeof text === "string") &&
   Array.isArray(one.sources) && one.sources.every(isObject) && (one.report == null || isObject(one.report));
 
+const isChoice = (one) => Array.isArray(one?.collections) && Array.isArray(one.documents) && one.documents.every((each) => each?.id && each.collection);
+
 /** Conversations of those kept that are whole. */
 function sound(kept) {
   const isOne = (one) => typeof one?.id === "string" && typeof one.collection === "string" && Array.isArray(one.turns);
@@ -187,6 +190,7 @@ function dropTexts(turn, collection) {
   const deleted = turn.sources.filter((source) => state.gone.includes(source.collection || collection) || state.gone.includes(source.document_id));
   for (const source of deleted) source.text = "";
   if (deleted.length && turn.report) turn.report.prompt = [];
+  if (deleted.length && ["waiting", "lost"].includes(turn.verification?.status)) delete turn.verification; // the server has dropped it, too
 }
 
 /** A document or a collection was deleted: nothing keeps its texts. */
@@ -197,7 +201,7 @@ export function forgetTexts(id) {
 
 /** Nobody may read what is kept before the server has accepted a key. */
 export function forgetAll() {
-  for (const name of ["conversations", "shares", "conversation", "selected", "instructions", "from", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
+  for (const name of ["conversations", "shares", "conversation", "selected", "instructions", "from", "lost", "prompts", "points", "jobs", "draft", "gone"]) state[name] = structuredClone(firsts[name]);
   try {
     sessionStorage.removeItem(NAME);
     localStorage.setItem(NAME, JSON.stringify({ theme: state.theme }));
@@ -240,6 +244,7 @@ export function restore() {
     if (name in state && name !== "server" && name !== "shares" && fits(name, value)) state[name] = value;
   }
   state.conversations = sound(state.conversations);
+  if (!isChoice(state.from)) state.from = null;
   for (const name of ["points", "jobs", "prompts"]) state[name] = state[name].filter(isObject);
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (isWaiting(turn) && !turn.resumes) turn.status = "stopped";

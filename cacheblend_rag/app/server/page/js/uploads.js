@@ -2,6 +2,7 @@
 
 import { ApiError, stream, upload } from "./api.js";
 import { $, button, el, say } from "./dom.js";
+import { forgetDeleted } from "./forgetting.js";
 import { bytes, count, share } from "./format.js";
 import { deleteDocument, documentsOf, isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
 import { changed, collection, newId, on, state } from "./store.js";
@@ -116,7 +117,8 @@ export async function sendFiles(list) {
     });
     if (fit.length) {
       const target = await targetForFiles();
-      for (const file of fit) await sendOne(file, target, batch);
+      const there = await documentsOf(target.id);
+      for (const file of fit) await sendOne(file, target, batch, there.filter((one) => one.name === file.name).map((one) => one.id));
       await batch.follow();
     }
   } catch (error) {
@@ -128,18 +130,19 @@ export async function sendFiles(list) {
   await refreshServer();
 }
 
-async function sendOne(file, target, batch) {
+/** `replaces` are the ids of what has its name so far. */
+async function sendOne(file, target, batch, replaces) {
   const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
   try {
     const { job } = await upload(path, [file], (part) => batch.say(`sending ${file.name}, ${share(part)}`, part));
-    const kept = { job, collection: target.id, label: file.name };
+    const kept = { job, collection: target.id, label: file.name, replaces };
     batch.coming.push(kept);
     state.jobs.push(kept);
     changed("jobs");
   } catch (error) {
     if (error.status === 429 && batch.coming.length) {
       await arrive(batch.coming.shift(), batch); // there is room once this one is in
-      return sendOne(file, target, batch);
+      return sendOne(file, target, batch, replaces);
     }
     batch.fail(file.name, error.message);
     if (!(error instanceof ApiError)) throw error;
@@ -179,7 +182,9 @@ async function arrive(kept, batch) {
   else ended(kept);
   if (IN.includes(last?.stage) || (last?.stage === "done" && !last.error)) batch.ready += 1;
   else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.", kept.collection);
-  await refreshServer();
+  const left = kept.replaces?.length ? (await documentsOf(kept.collection)).map((one) => one.id) : [];
+  const gone = (kept.replaces ?? []).filter((id) => !left.includes(id));
+  await (gone.length ? forgetDeleted(gone) : refreshServer());
   changed("documents", kept.collection);
 }
 

@@ -1,4 +1,4 @@
-// How an answer was held against the full model, below its words.
+// How an answer was held against the full model: taken in, and told below its words.
 
 import { button, el } from "./dom.js";
 
@@ -15,6 +15,16 @@ function told({ status, reason }, { first, marked }) {
   if (status !== "corrected") return "";
   if (first) return "This is the first text. The full model's goes on differently where words are struck out.";
   return `Corrected: this is the full model's answer. ${marked ? "Words that changed are underlined." : "Words were taken out."}`;
+}
+
+/** Take in how an answer was verified. A correction stands in the place of its text, and the first text stays at hand. */
+export function takeVerification(turn, found) {
+  turn.verification = found;
+  if (found.status !== "corrected") return;
+  const kept = [...turn.answer].slice(0, found.position).join(""); // the server counts characters, not UTF-16 units
+  const [first, final] = [kept + found.before, kept + found.after];
+  if (turn.answer === first || turn.answer === final) Object.assign(turn, { first, answer: final });
+  else turn.verification = { ...found, status: "given up", reason: "the correction is of another text" };
 }
 
 /** Show it in a node; `shown` says whether the first text is on show, and whether words are marked; `turnOver` changes that. */

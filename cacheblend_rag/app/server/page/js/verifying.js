@@ -1,7 +1,9 @@
 // Answers are held against the full model when the server has nothing else to do: what it found, asked for until it is known.
 
 import { ApiError, call } from "./api.js";
+import { turnKept } from "./kept.js";
 import { changed, modelName, on, state, turnOf } from "./store.js";
+import { takeVerification } from "./verification.js";
 
 const WAIT = 20; // seconds that the server may take to answer; less where several answers wait
 const AGAIN = 4; // seconds until it is asked again if it could not say
@@ -12,16 +14,6 @@ export function verifyOf({ verify, server }) {
   return server?.settings.verify === "off" ? "idle" : null;
 }
 
-/** Take in how an answer was verified. A correction stands in the place of its text, and the first text stays at hand. */
-export function takeVerification(turn, found) {
-  turn.verification = found;
-  if (found.status !== "corrected") return;
-  const kept = [...turn.answer].slice(0, found.position).join(""); // the server counts characters, not UTF-16 units
-  const [first, final] = [kept + found.before, kept + found.after];
-  if (turn.answer === first || turn.answer === final) Object.assign(turn, { first, answer: final });
-  else turn.verification = { ...found, status: "given up", reason: "the correction is of another text" };
-}
-
 const isWaiting = (turn) => turn.verification?.status === "waiting";
 
 const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
@@ -30,14 +22,31 @@ const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds 
 async function askFor(turn, wait) {
   const { verification } = turn;
   try {
-    takeVerification(turn, await call("GET", `api/answers/${encodeURIComponent(verification.id)}/verification?wait=${wait}`));
-    return !isWaiting(turn);
+    const found = await call("GET", `api/answers/${encodeURIComponent(verification.id)}/verification?wait=${wait}`);
+    if (isWaiting(turn)) takeVerification(turn, found);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    // It keeps them in memory alone, so one that was started again knows none.
-    turn.verification = { ...verification, status: error.status === 404 ? "lost" : "waiting", reason: error.message };
-    return error.status === 404;
+    if (error.status === 404) return missed(turn);
+    if (isWaiting(turn)) turn.verification = { ...verification, reason: error.message };
+    return false;
   }
+  return !isWaiting(turn);
+}
+
+/** The server does not know of a check; whether it can be said why. An answer that was deleted has none any more. */
+async function missed(turn) {
+  try {
+    const found = turn.kept ? await turnKept(turn) : turn;
+    if (found !== turn) delete turn.verification;
+    if (found !== turn) Object.assign(turn, found);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 404) delete turn.verification; // with its conversation
+    else return false;
+  }
+  // It keeps them in memory alone, so one that was started again knows none.
+  if (isWaiting(turn)) turn.verification = { ...turn.verification, status: "lost" };
+  return true;
 }
 
 let following = false;
