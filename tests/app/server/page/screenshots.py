@@ -14,8 +14,8 @@ from tests.app.server.page.driving import ask, compare_off
 
 WIDE: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}}
 PHONE: dict[str, Any] = {"viewport": {"width": 375, "height": 760}, "device_scale_factor": 2, "is_mobile": True}
-# The starter model is small. These it answers rightly; the second follows the first.
-QUESTIONS = ["Who designed the SS Great Britain?", "Who designed the Great Eastern?"]
+# Small models answer these rightly and shortly; the second follows the first.
+QUESTIONS = ["Who designed the SS Great Britain?", "When was the SS Great Britain launched?"]
 PATIENCE_MS = 300_000  # a comparison computes the whole prompt several times
 
 STORED_MS = 5_000  # a turn is stored behind its answer, and the next goes on from it
