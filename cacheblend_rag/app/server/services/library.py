@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.problems import Problem, no_collection
+from cacheblend_rag.app.server.problems import Problem, no_collection, no_document_of_choice
 from cacheblend_rag.app.server.security.tenants import Tenant
 from cacheblend_rag.app.server.services.collection import OwnCollection, OwnCollections, SearchHit
 from cacheblend_rag.app.server.services.erasing import Erasing
@@ -259,7 +259,7 @@ class Library:
         if collection.id not in self._collections:
             raise no_collection()
         if documents is not None and not all(self.catalogue.holds(one, collection.id) for one in documents):
-            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
+            raise no_document_of_choice()
         return self._collections.nearest(collection, vector, k, documents)
 
     def create(self, name: str, limit: int) -> OwnCollection:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cacheblend_rag import config
 from cacheblend_rag.app.collection import MANUAL_FOLDERS, is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.problems import Problem, no_collection
+from cacheblend_rag.app.server.problems import Problem, no_collection, no_document_of_choice
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
@@ -477,7 +477,7 @@ class Session:
         whole = [self.collection(id) for id in dict.fromkeys(collections)]
         places = [(of, id) for id in dict.fromkeys(documents) for of in self.collections() if of.holds(id)]
         if len({id for _, id in places}) < len(set(documents)):
-            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
+            raise no_document_of_choice()
         parts = parts_of(whole, places)
         if not parts:
             raise Problem(422, "invalid", "collections: name one, or a document", field="collections")

@@ -6,7 +6,7 @@ import { isTimed } from "./compare.js";
 import { fullNote } from "./composer.js";
 import { markChanges } from "./changes.js";
 import { $, button, copy, el, say } from "./dom.js";
-import { count, sooner, time } from "./format.js";
+import { count, sooner, STOPPED, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage, titleOf } from "./passage.js";
 import { ratingView } from "./rating.js";
@@ -92,7 +92,7 @@ function showStatus(node, turn, shown) {
   const said = {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
     thinking: "Thinking…",
-    stopped: "Stopped before the end.",
+    stopped: STOPPED,
     erased: "This answer was deleted with a document that it was made from.",
     failed: turn.error,
   }[turn.status];

@@ -1,4 +1,6 @@
-// Numbers as people read them.
+// Numbers, and how an answer ended, as people read them.
+
+export const STOPPED = "Stopped before the end.";
 
 /** Seconds as milliseconds or seconds. */
 export function time(seconds) {

@@ -3,7 +3,7 @@
 import { ApiError, call } from "./api.js";
 import { cite } from "./citations.js";
 import { $, button, confirmInPlace, copy, el, say } from "./dom.js";
-import { count } from "./format.js";
+import { count, STOPPED } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
 import { titleOf } from "./passage.js";
 import { state } from "./store.js";
@@ -82,7 +82,7 @@ function turnView({ question, answer, state: end, sources }) {
     fold.querySelector("summary").focus();
   });
   colourCode(words);
-  const said = el("div", { class: "answer" }, words, end === "stopped" ? el("p", { class: "status", text: "Stopped before the end." }) : null);
+  const said = el("div", { class: "answer" }, words, end === "stopped" ? el("p", { class: "status", text: STOPPED }) : null);
   return el("article", { class: "turn", "aria-label": question }, el("h3", { class: "question", text: question, dir: "auto" }), said, sources.length ? el("div", { class: "passages" }, el("h4", { text: "Sources" }), passages) : null);
 }
 
