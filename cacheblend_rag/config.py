@@ -830,6 +830,20 @@ class BlendConfig:
         docs/explanation/engine.md#weight-prepacking.
         """,
     )
+    int8_prefill: bool = _engine_option(
+        False,
+        FLAG,
+        """
+        Multiply prompts by weights and rows of 8 bits on a CPU: prefill, blending and storing. The first token comes
+        sooner, and answers move a little. Projections of queries, keys and values, the output head and tokens of
+        answers are computed as ever. Stored KV of one setting is of no use to the other. Turn it on where prefill is
+        slow, as on processors without AVX-512; not for small models, which it moves furthest. See
+        docs/explanation/performance.md#prompts-in-eight-bits.
+        """,
+        flag="int8-prefill",
+        metavar="on|off",
+        identity="kv",
+    )
     check_model: bool = _engine_option(
         True,
         FLAG,

@@ -41,7 +41,16 @@ FORBIDDEN = {"fusor": ("store",)}
 # tenant would see what is in it.
 REMEMBERED = {
     # about this machine, its packages and what PyTorch does here
-    *("_agrees", "_auto_limit", "_multiprocessors", "_side_stream", "agrees", "are_there", "kernels_run_on"),
+    *(
+        "_agrees",
+        "_auto_limit",
+        "_multiprocessors",
+        "_side_stream",
+        "agrees",
+        "are_there",
+        "gives_int8",
+        "kernels_run_on",
+    ),
     *("rows_worth_it", "_arguments", "_options_of", "_tracer", "_instruments"),
     # a text of ours, numbers of samples, and models' own templates
     *("_passages", "_draw", "template_variables"),

@@ -137,7 +137,7 @@ class Answering:
         with self._begun(prompt, options, sink, self.turns.alone()) as trace:
             fit = fitted_images(prompt, adapter.context_window, options.requested_tokens or 1)
             started = time.perf_counter()
-            with self.pipeline.segments.model.products():
+            with self.pipeline.segments.model.products(decoding=True):
                 decoded = generate(
                     adapter.model,
                     self.tokenizer,
@@ -301,7 +301,7 @@ class Answering:
         """The answer that full prefill gives; None if memory ran out."""
         model, ids = self.pipeline.segments.model, lookup.split.input_ids
         begun = self.pipeline.recent_prompts.exact_beginning(lookup.ticket, ids)
-        how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun}
+        how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun, "products": model.products}
         try:
             with model.products(decoding=True):
                 return check(model.blended, self.tokenizer, ids, draft, options, **how)

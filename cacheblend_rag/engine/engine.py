@@ -138,7 +138,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         model, config = unwrap(model), check_config(config)
         adapter = adapter_of(model, config.like or None, config.check_model)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
-        in_use = ModelInUse(adapter, config.prepack_weights, adapter.identity(fingerprint), anew=True)
+        in_use = ModelInUse(adapter, config, adapter.identity(fingerprint), anew=True)
         # Engines over one model take turns.
         scheduler = scheduler_of(model, None if beside is None else beside._parts.turns.scheduler)
         write_back, lifetime = WriteBack(scheduler), Lifetime()

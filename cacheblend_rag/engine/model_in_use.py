@@ -6,12 +6,14 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.cpu.int8_prefill import int8_layers
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, as_it_is, prepacked_products
 from cacheblend_rag.models.families import check_runs
-from cacheblend_rag.models.identity import ModelIdentity
+from cacheblend_rag.models.identity import ModelIdentity, fingerprint_in_int8
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
 
 _log = logging.getLogger(__name__)
@@ -24,8 +26,8 @@ class ModelInUse:
     ----------
     adapter : PlainAdapter
         A `ModelAdapter`, if the model is blended.
-    option : bool or "auto"
-        `BlendConfig.prepack_weights`.
+    config : BlendConfig
+        How it multiplies: ``prepack_weights`` and ``int8_prefill``.
     identity : ModelIdentity
     anew : bool
         Whether copies of weights that others have made are made again.
@@ -33,18 +35,19 @@ class ModelInUse:
     Raises
     ------
     ConfigError
-        If weights cannot be prepacked though they should be.
+        If weights cannot be prepacked, or prompts not be multiplied in 8 bits, though they should be.
     """
 
-    def __init__(self, adapter: PlainAdapter, option: bool | str, identity: ModelIdentity, *, anew: bool) -> None:
-        self.adapter, self._option, self._identity = adapter, option, identity
+    def __init__(self, adapter: PlainAdapter, config: BlendConfig, identity: ModelIdentity, *, anew: bool) -> None:
+        self.adapter, self._identity = adapter, identity
+        self._option, self._int8 = config.prepack_weights, config.int8_prefill
         self._prepacked = self._prepack(anew)
 
-    def with_prepacking(self, option: bool | str) -> ModelInUse:
-        """The same model, multiplying as another option says; its weights are not read again."""
-        if option == self._option:
+    def with_config(self, config: BlendConfig) -> ModelInUse:
+        """The same model, multiplying as other options say; its weights are not read again."""
+        if (config.prepack_weights, config.int8_prefill) == (self._option, self._int8):
             return self
-        return ModelInUse(self.adapter, option, self._identity, anew=False)
+        return ModelInUse(self.adapter, config, self._identity, anew=False)
 
     @property
     def blended(self) -> ModelAdapter:
@@ -62,13 +65,14 @@ class ModelInUse:
     @property
     def fingerprint(self) -> str:
         """Identity when the model was last looked at; see `look`."""
-        return self._identity.value
+        own = self._identity.value
+        return fingerprint_in_int8(own) if self._int8 else own
 
     def look(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
         if self._identity.refresh():  # copies of its weights are of what they were
             self._prepack(anew=True)
-        return self._identity.value
+        return self.fingerprint
 
     def products(self, decoding: bool = False) -> AbstractContextManager[None]:
         """Context within which the model multiplies as ``prepack_weights`` says; ``decoding`` for tokens of answers."""
@@ -84,9 +88,15 @@ class ModelInUse:
                 raise ConfigError(
                     "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
                 )
+            if self._int8:
+                remedy = f"leave it off; the model is not blended: {self.adapter.plain_reason}"
+                raise ConfigError("int8_prefill", True, remedy)
             return as_it_is
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
-        return prepacked_products(model, parts, self._option, anew=anew)
+        int8 = int8_layers(self.adapter.layers, self.adapter.family.attention) if self._int8 else ()
+        if self._int8 and not int8:
+            raise ConfigError("int8_prefill", True, "leave it off; the model has no large plain layers on a CPU")
+        return prepacked_products(model, parts, self._option, anew=anew, int8=int8)
 
 
 def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:

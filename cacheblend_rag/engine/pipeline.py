@@ -297,7 +297,7 @@ class Pipeline:
     def _again(
         self, config: BlendConfig, learned: LearnedContext | None, minimum: MinimumRatio | None = None
     ) -> Pipeline:
-        model = self.segments.model.with_prepacking(config.prepack_weights)
+        model = self.segments.model.with_config(config)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self, minimum)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -62,6 +63,7 @@ def check(
     pauses: Pauses | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     begun: Any = None,
+    products: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> CheckedAnswer:
     """Hold an answer against full prefill.
 
@@ -83,6 +85,8 @@ def check(
         True once nobody wants the answer.
     begun : transformers Cache, optional
         Exact KV of the prompt's beginning; see `ModelAdapter.prefill`.
+    products : callable
+        Gives a context within which the model multiplies as it does for prompts.
 
     Returns
     -------
@@ -96,7 +100,8 @@ def check(
         If it was cancelled.
     """
     started = time.perf_counter()
-    exact = adapter.prefill(input_ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
+    with products():
+        exact = adapter.prefill(input_ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
     steps = _DraftSteps(adapter, exact.cache, draft.token_ids, step, pauses)
     ties = _KeptTies(draft.token_ids, len(input_ids), adapter.dtype)
     if not options.samples(adapter.model, tokenizer):

@@ -15,6 +15,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.contexts import LearnedContext
+from cacheblend_rag.models.cpu import float16_copies, int8_prefill
 from cacheblend_rag.models.kv import SegmentKV
 from docs.benchmarks.scripts import deviation, three_models, yardstick
 from docs.benchmarks.scripts.redraw import draw_file
@@ -50,12 +51,14 @@ def cases(count: int = 4) -> list[EvalCase]:
     ]  # fmt: skip
 
 
-NOISE = ["separator", "order", "one passage less", "8-bit weights", "8-bit products"]
+NOISE = ["separator", "order", "one passage less", "8-bit weights", "int8 prefill"]
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+    with pytest.MonkeyPatch.context() as patch, engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        patch.setattr(int8_prefill, "_LEAST_SIDE", 8)
+        patch.setattr(float16_copies, "_LEAST", 8)
         measured = Yardstick(engine, cases(), METHODS, chunks=3, answers=["sink/none"], noise=NOISE)
         return [measured.measure(case, order) for case in cases() for order in ("0", "1")]
 

@@ -194,7 +194,7 @@ def test_copies_are_shared_and_go_with_the_last_engine() -> None:
 def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[Any], Any]) -> None:
     both = [linear(64, 32), linear(32, 64)]
     layers, rows = nn.Sequential(*both), torch.randn(2, 32)
-    with Float16Copies(both).decoding(), torch.no_grad():
+    with Float16Copies(both).multiplying(answers=True), torch.no_grad():
         expected = layers(rows)
         twin = copied(layers)
         for layer in twin:
@@ -207,7 +207,7 @@ def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[An
 def test_copies_are_freed_without_waiting_for_the_garbage_collector() -> None:
     layer = linear(400, 100)
     copies = Float16Copies([layer])
-    with copies.decoding(), torch.no_grad():
+    with copies.multiplying(answers=True), torch.no_grad():
         layer(torch.randn(1, 100))
     gone = weakref.ref(copies)
     gc.disable()
@@ -305,7 +305,7 @@ with torch.inference_mode():
     expected = layer(rows)
     taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * copies.nbytes // 4, resource.RLIM_INFINITY))
-    with copies.decoding():
+    with copies.multiplying(answers=True):
         assert torch.equal(layer(rows), expected)
 assert copies.trouble.seen
 """
@@ -334,7 +334,7 @@ def test_packing_starts_a_thread_for_each_of_pytorchs_at_most(monkeypatch: pytes
         torch.randn(1000, 1000).half()  # PyTorch has its threads
         before = len(os.listdir("/proc/self/task"))
         copies = Float16Copies(layers)
-        with copies.decoding(), torch.no_grad():
+        with copies.multiplying(answers=True), torch.no_grad():
             layers[0](torch.randn(1, 512))
     finally:
         torch.set_num_threads(threads)

@@ -7,8 +7,10 @@ it always does.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cacheblend_rag.models.cpu.int8_prefill import Int8Weight
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
 
@@ -82,7 +85,7 @@ class CopyForward(ForwardOverride):
         All of the model's copies.
     """
 
-    __slots__ = ("copy", "seen", "weights")
+    __slots__ = ("copy", "int8", "seen", "weights")
 
     module: nn.Linear
 
@@ -91,9 +94,12 @@ class CopyForward(ForwardOverride):
         self.weights: CopiedWeights = weakref.proxy(weights)  # in a circle, copies would outlive the last engine
         self.seen: WeightState | None = None  # the weight as it was when a pass last began, if it can be copied
         self.copy: WeightCopy | None = None
+        self.int8: WeightCopy | None = None  # by which prompts are multiplied, if that is asked for
 
     def instead(self, input: torch.Tensor) -> torch.Tensor:
         module, copy = self.module, self.copy
+        if self.int8 is not None and self.weights.rows.in_int8:
+            copy = self.int8
         if copy is not None and type(module) is nn.Linear and copy.seen.still(module.weight):
             bias, dtype = module.bias, self.weights.dtype
             if are_ordinary(input, dtype, copy.width) and input.numel() > 0 and (bias is None or bias.dtype is dtype):
@@ -129,6 +135,13 @@ class _FailureNote:
             _log.warning("weights are not prepacked any more, products are plain: %s", error)
 
 
+class _Rows(threading.local):
+    """Whose rows the thread that asks computes."""
+
+    of_answers = False
+    in_int8 = False
+
+
 class CopiedWeights(ForwardOverrides[CopyForward]):
     """Copies of the linear weights of one model; subclasses say in which form.
 
@@ -142,8 +155,33 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         super().__init__(())
-        self.trouble = _FailureNote()
+        self.trouble, self.rows = _FailureNote(), _Rows()
+        self._int8_layers = frozenset[nn.Module]()
         self.renew(layers)
+
+    @contextmanager
+    def multiplying(self, *, answers: bool, int8: bool = False) -> Iterator[None]:
+        """`in_use`, on this thread.
+
+        Parameters
+        ----------
+        answers : bool
+            Whether tokens of answers are computed within.
+        int8 : bool
+            Whether layers that were given to `take_int8` multiply all other rows in 8 bits.
+        """
+        rows = self.rows
+        before = rows.of_answers, rows.in_int8
+        rows.of_answers, rows.in_int8 = answers, int8 and not answers
+        try:
+            with self.in_use():
+                yield
+        finally:
+            rows.of_answers, rows.in_int8 = before
+
+    def take_int8(self, layers: Iterable[nn.Module]) -> None:
+        """Make copies in 8 bits of these layers' weights, when rows are first to be multiplied by them."""
+        self._int8_layers = frozenset(layers)
 
     def least(self) -> int:
         """Elements of the smallest weight that is copied; below, the call itself is the time."""
@@ -197,11 +235,19 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         if self._unchanged() or first:
             try:
                 self.make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
+                if self.rows.in_int8:
+                    self._make_int8()
             except (RuntimeError, AttributeError, TypeError) as error:
                 self.fail(error)
         for forward in self._forwards:
-            if forward.copy is not None:
+            if forward.copy is not None or forward.int8 is not None:
                 forward.put()
+
+    def _make_int8(self) -> None:
+        for forward in self._forwards:
+            weight = forward.weight() if forward.int8 is None and forward.module in self._int8_layers else None
+            if weight is not None and forward.seen is not None:
+                forward.int8 = WeightCopy(Int8Weight(weight), forward.seen, weight.shape[1])
 
     def fail(self, error: object) -> None:
         """Make no copies any more, and use none."""
@@ -210,7 +256,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
     def _drop(self) -> None:
         for forward in self._forwards:
-            forward.copy = None
+            forward.copy = forward.int8 = None
 
     def _unchanged(self) -> bool:
         """Whether all weights are what they were when last looked at; if not, copies are dropped.

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
@@ -22,7 +21,6 @@ from torch import nn
 from cacheblend_rag.models.cpu.copied_weights import CopiedWeights, CopyForward, WeightCopy, WeightState
 from cacheblend_rag.models.cpu.int8_linear import gives
 from cacheblend_rag.models.cpu.onednn_linear import fits, most_rows, onednn_product
-from cacheblend_rag.models.modules import ThreadDepth
 
 # Rows up to which the packed weight is the faster one (docs/benchmarks/parts.md).
 _ROWS = 32
@@ -38,7 +36,7 @@ class Float16Copies(CopiedWeights):
     """The linear layers of a float32 model; few rows of an answer's tokens are multiplied by packed weights.
 
     All else is multiplied by oneDNN where that is faster. So the first token never waits for packing, which is done
-    once, when the second is computed. Whether a row is of a token is said by `decoding`: the same input is multiplied
+    once, when the second is computed. `multiplying` is told whether rows are of tokens: the same input is multiplied
     in the same way in every process.
 
     Parameters
@@ -49,7 +47,7 @@ class Float16Copies(CopiedWeights):
     dtype: ClassVar[torch.dtype] = torch.float32
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        self._decoding, self._packing = ThreadDepth(), threading.Lock()
+        self._packing = threading.Lock()
         super().__init__(layers)
 
     @property
@@ -57,19 +55,9 @@ class Float16Copies(CopiedWeights):
         """Bytes that copies take."""
         return self.weight_bytes // 2
 
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """`in_use`, for the tokens of an answer."""
-        self._decoding.users += 1
-        try:
-            with self.in_use():
-                yield
-        finally:
-            self._decoding.users -= 1
-
     def serves(self, rows: torch.Tensor) -> bool:
         """Whether rows are multiplied by packed weights."""
-        return bool(self._decoding.users) and are_few(rows)
+        return self.rows.of_answers and are_few(rows)
 
     def pack_all(self) -> None:
         """Pack all weights that are not yet.

@@ -22,6 +22,7 @@ from cacheblend_rag.models.cpu.copied_weights import CopiedWeights, CopyForward,
 from cacheblend_rag.models.cpu.float16_copies import Float16Copies, are_there
 from cacheblend_rag.models.cpu.int4_linear import Codes, are_few, int4_product
 from cacheblend_rag.models.cpu.int8_linear import coded_layers, int8_products
+from cacheblend_rag.models.cpu.int8_prefill import gives_int8
 from cacheblend_rag.models.cpu.kept_codes import codes_of_layers
 from cacheblend_rag.models.cpu.onednn_linear import direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
@@ -51,7 +52,9 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
+def prepacked_products(
+    model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool, int8: Sequence[nn.Linear] = ()
+) -> Prepacking:
     """Let the linear layers of a model multiply by copies of weights, by codes or by oneDNN, where that helps.
 
     Parameters
@@ -65,16 +68,20 @@ def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: boo
     anew : bool
         Whether copies that others have made are made again: weights may have changed since in ways that
         leave no trace.
+    int8 : sequence of Linear
+        Those that multiply prompts in 8 bits.
 
     Raises
     ------
     ConfigError
-        If weights cannot be prepacked though they should be.
+        If weights cannot be prepacked though they should be, or prompts not be multiplied in 8 bits.
     """
+    if option is False and int8:
+        raise ConfigError("prepack_weights", option, "use 'auto' with int8_prefill: it multiplies by such copies")
     if option is False:
         return as_it_is
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
-    ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
+    ordinary, coded = _ordinary_products(model, layers, option, anew, int8), coded_layers(model, layers)
     if not coded:
         return ordinary
     by_codes = int8_products.get(model, coded)
@@ -100,13 +107,15 @@ def as_it_is(decoding: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
+def _ordinary_products(
+    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool, int8: Sequence[nn.Linear]
+) -> Prepacking:
     """Prepacking for layers whose weights are not quantised."""
-    copies = _copies(model, layers, option, anew)
-    if isinstance(copies, Float16Copies):
-        return lambda decoding: copies.decoding() if decoding else copies.in_use()
+    copies = _copies(model, layers, option, anew, bool(int8))
     if copies is not None:
-        return lambda decoding: copies.in_use()
+        if int8:
+            copies.take_int8(int8)
+        return lambda decoding: copies.multiplying(answers=decoding, int8=bool(int8))
     if option == "auto" and multiplies_directly(model, layers):
         direct = direct_products.get(model, layers)
         return lambda decoding: direct.in_use()
@@ -114,7 +123,7 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
 
 
 def _copies(
-    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool
+    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool, int8: bool
 ) -> Float16Copies | _PrepackedWeights | None:
     """The copies that all who run the model share; None where there are none, and none are asked for."""
     elements = Counter[torch.dtype]()
@@ -131,7 +140,12 @@ def _copies(
             return copies
         copies = Float16Copies(layers) if wide else _PrepackedWeights(layers, partial(codes_of_layers, model))
         reason = _why_not(model, copies) or (_why_not_unasked(copies) if option == "auto" else None)
+        if int8 and reason is None and not gives_int8():
+            reason = "this PyTorch has no products of 8 bits here"
         if reason is not None:
+            if int8:
+                instead = ", or load the model in float32" if copies.dtype is _DTYPE else ""
+                raise ConfigError("int8_prefill", True, f"leave it off here{instead}: {reason}")
             if option == "auto":
                 _log.debug("weights are not prepacked: %s", reason)
                 return None
@@ -144,7 +158,7 @@ def _copies(
 def _why_not(model: nn.Module, copies: Float16Copies | _PrepackedWeights) -> str | None:
     """Why weights cannot be prepacked."""
     if not copies.nbytes:
-        return "the model has no ordinary linear layers of some size in bfloat16 on a CPU"
+        return "the model has no ordinary linear layers of some size in bfloat16 or float32 on a CPU"
     if is_compiled(model):
         return "the model is compiled"
     if isinstance(copies, Float16Copies):

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,8 @@ WAYS = {
     "full": Way("this package, full recompute", lambda case: _engine(case, selection="all")),
     "reuse": Way("this package, full KV reuse", lambda case: _engine(case, selection="none")),
     "default": Way("this package, blended (default)", _engine),
+    "int8-prefill": Way("the same, prompts in 8 bits", lambda case: _engine(case, int8_prefill=True)),
+    "full-int8": Way("this package, full recompute in 8 bits", partial(_engine, selection="all", int8_prefill=True)),
     "int8": Way("the same, weights in 8 bits", lambda case: _engine(case, eight_bits=True)),
     "llama-4": Way("llama.cpp, 4 bits, full prefill", lambda case: _llama(case, 4), 4, "llama_cpp"),
     "llama-8": Way("llama.cpp, 8 bits, full prefill", lambda case: _llama(case, 8), 8, "llama_cpp"),

@@ -17,7 +17,8 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, prompts multiplied in 8 bits, another element type. Methods named by ``--answers`` also write their
+weights of 8 bits, ``int8_prefill``, another element type. With ``--int8-prefill`` methods multiply so, and are held
+against full prefill that does not. Methods named by ``--answers`` also write their
 own answers, and so does full prefill under each noise. ``--only-right`` measures only prompts that full prefill answers
 rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show``
 joins them: a table, its JSON, and a plot.
@@ -32,9 +33,10 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,8 @@ from docs.benchmarks.scripts.variants import Variants
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
-NOISE = ("separator", "order", "one passage less", "8-bit weights", "8-bit products", "bfloat16", "float32")
+NOISE = ("separator", "order", "one passage less", "8-bit weights", "int8 prefill", "bfloat16", "float32")
 _ANSWER_TOKENS = 32
-_FEW_ROWS = 32  # up to which a product is of an answer, and in no fewer bits
 _KEPT_CHUNKS = 256  # of each condition, in memory
 _KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
 
@@ -307,6 +308,8 @@ class Yardstick:
         All chunks, those of a document one after another; by default the passages of the questions.
     earlier : sequence of EvalCase
         Questions that were asked before, for the conditions that take KV from their prompts.
+    int8_prefill : bool
+        Whether methods multiply in 8 bits. Full prefill never does.
     """
 
     def __init__(
@@ -320,6 +323,7 @@ class Yardstick:
         only_right: bool = False,
         corpus: Sequence[str] | None = None,
         earlier: Sequence[EvalCase] = (),
+        int8_prefill: bool = False,
     ) -> None:
         self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
@@ -331,6 +335,9 @@ class Yardstick:
         self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
         self.end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
         self._other_models: dict[str, Any] = {}
+        in_int8 = engine.with_config(int8_prefill=True) if int8_prefill or "int8 prefill" in noise else engine
+        self._in_int8: Callable[[], AbstractContextManager[None]] = in_int8.products
+        self._multiplying = self._in_int8 if int8_prefill else nullcontext
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:
         """The prompt that LangChain's ``RetrievalQA`` writes, in the model's chat template."""
@@ -372,10 +379,12 @@ class Yardstick:
         greedy = GreedyAnswers(self._engine, full.ids, _ANSWER_TOKENS)
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
-            prepared = self.prepared(condition, prompt)
+            with self._multiplying():
+                prepared = self.prepared(condition, prompt)
             for method in self._methods:
                 if method.condition == condition:
-                    fused = prepared.fuse(method.rule)
+                    with self._multiplying():
+                        fused = prepared.fuse(method.rule)
                     cache = self.adapter.new_cache(fused.fusion.layers)
                     logits = fused.fusion.logits
                     gold_here = self._gold(shared_cache(cache), logits, gold)
@@ -404,14 +413,18 @@ class Yardstick:
         """How far full prefill moves from itself by what users accept anyway, and its answer then if it is wanted."""
         prompts = self._other_prompts(case)
         for name in self._noise:
-            model = self._engine.model if name in prompts else self._other_model(name)
-            yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full)
+            products = self._in_int8 if name == "int8 prefill" else nullcontext
+            model = self._engine.model if name in prompts or name == "int8 prefill" else self._other_model(name)
+            yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full, products)
 
-    def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> tuple[list[float], str | None]:
+    def _moved(
+        self, model: Any, prompt: Prompt, full: FullAnswer, products: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[list[float], str | None]:
         device = self.adapter.device
         ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids], device=device)
         with torch.no_grad():
-            cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
+            with products():
+                cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
             last = torch.tensor([[int(ids[0, -1]), *full.answer[:-1]]], device=device)
             logits = model(last, past_key_values=shared_cache(cache)).logits[0]
         moved = _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
@@ -436,13 +449,8 @@ class Yardstick:
     def _other_model(self, name: str) -> Any:
         if name not in self._other_models:
             own = self._engine.model
-            kept = {id(one): one for one in own.parameters()} if name == "8-bit products" else {}
-            model = copy.deepcopy(own, kept)
-            if name == "8-bit products":
-                for module in model.modules():
-                    if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
-                        module.forward = partial(_in_eight_bits, module)
-            elif name in DTYPES:
+            model = copy.deepcopy(own)
+            if name in DTYPES:
                 model = model.to(getattr(torch, name))
             else:
                 for module in model.modules():
@@ -456,14 +464,6 @@ def _in_steps(rows: torch.Tensor) -> torch.Tensor:
     """Each row on 255 even steps of its own."""
     scale = rows.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny) / 127
     return (rows / scale).round() * scale
-
-
-def _in_eight_bits(module: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    """A product as a kernel of 8 by 8 bits gives it; few rows are of an answer and multiplied as ever."""
-    weight = module.weight
-    if rows.shape[-2] > _FEW_ROWS:
-        rows, weight = _in_steps(rows), _in_steps(weight)
-    return torch.nn.functional.linear(rows, weight, module.bias)
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
@@ -503,7 +503,8 @@ def run(options: argparse.Namespace) -> None:
     random.Random(options.seed).shuffle(chosen)
     earlier = chosen[::-1][: options.earlier]  # from the end: the others are asked from the beginning
     answers, noise, right = options.answers, options.noise, options.only_right
-    yardstick = Yardstick(engine, cases, options.methods, options.chunks, answers, noise, right, corpus, earlier)
+    how = (answers, noise, right, corpus, earlier, options.int8_prefill)
+    yardstick = Yardstick(engine, cases, options.methods, options.chunks, *how)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {json.loads(line)["id"] for line in out.open(encoding="utf-8")} if out.exists() else set()
@@ -660,7 +661,7 @@ _SAID = {
     "one passage less": "full prefill, one passage left out",
     "separator": "full prefill, another separator",
     "8-bit weights": "full prefill, 8-bit weights",
-    "8-bit products": "full prefill, prompt in 8-bit products",
+    "int8 prefill": "full prefill in 8 bits",
 }
 
 
@@ -741,6 +742,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--threads", type=int, default=1)
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
+    add.add_argument("--int8-prefill", action="store_true", help="let methods multiply in 8 bits, full prefill not")
     add.add_argument("--only-right", action="store_true", help="pass over prompts that full prefill answers wrongly")
     add.add_argument("--earlier", type=int, metavar="COUNT", help="most questions asked before")
     add.add_argument("--out", required=True, metavar="FILE")
