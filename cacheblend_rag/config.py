@@ -432,7 +432,7 @@ class Option:
             shown = error.value if isinstance(error.value, str) else given
             raise ConfigError(source, shown, error.remedy) from error
         except ValueError as error:
-            raise ConfigError(source, given, f"use {self.kind.words}") from error
+            raise ConfigError(source, given, f"use {'on or off' if self.kind is FLAG else self.kind.words}") from error
 
 
 _NOT_GIVEN: Any = ...
@@ -840,6 +840,7 @@ class BlendConfig:
         slow, as on processors without AVX-512; not for small models, which it moves furthest. See
         docs/explanation/performance.md#prompts-in-eight-bits.
         """,
+        shown="off",
         flag="int8-prefill",
         metavar="on|off",
         identity="kv",

@@ -16,6 +16,10 @@ from cacheblend_rag.models.families import check_runs
 from cacheblend_rag.models.identity import ModelIdentity, fingerprint_in_int8
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
 
+_NO_INT8 = (
+    "leave it off; the model has no large linear layers in float32 or bfloat16 on a CPU. Quantised weights are none, "
+    'and with dtype="float32" those in float16 are some'
+)
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +99,7 @@ class ModelInUse:
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
         int8 = int8_layers(self.adapter.layers, self.adapter.family.attention) if self._int8 else ()
         if self._int8 and not int8:
-            raise ConfigError("int8_prefill", True, "leave it off; the model has no large plain layers on a CPU")
+            raise ConfigError("int8_prefill", True, _NO_INT8)
         return prepacked_products(model, parts, self._option, anew=anew, int8=int8)
 
 

@@ -80,7 +80,7 @@ def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple
 def _cell(action: argparse.Action) -> str:
     flag = action.option_strings[0] if action.option_strings else ""
     value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
-    return f"`{f'{flag} {value}'.strip()}{' …' if action.nargs in ('+', '*') else ''}`"
+    return f"`{f'{flag} {value}'.strip()}{' …' if action.nargs in ('+', '*') else ''}`".replace("|", "\\|")
 
 
 def commands_page(text: str) -> str:

@@ -280,9 +280,9 @@ def test_copies_go_with_the_last_engine() -> None:
 
 
 def test_model_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"prepack_weights=False is not usable: use 'auto' with int8_prefill"):
+    with pytest.raises(ConfigError, match=r"int8_prefill=True .* leave it off, or prepack_weights at 'auto'"):
         engine_of(model_of(), int8_prefill=True, prepack_weights=False)
-    with pytest.raises(ConfigError, match=r"int8_prefill=True .* no large plain layers"):
+    with pytest.raises(ConfigError, match=r"int8_prefill=True .* no large linear layers"):
         engine_of(model_of().half(), int8_prefill=True)
     monkeypatch.setattr(prepacking, "is_compiled", lambda model: True)
     with pytest.raises(ConfigError, match=r"int8_prefill=True .* the model is compiled"):

@@ -77,7 +77,7 @@ def prepacked_products(
         If weights cannot be prepacked though they should be, or prompts not be multiplied in 8 bits.
     """
     if option is False and int8:
-        raise ConfigError("prepack_weights", option, "use 'auto' with int8_prefill: it multiplies by such copies")
+        raise ConfigError("int8_prefill", True, "leave it off, or prepack_weights at 'auto'")
     if option is False:
         return as_it_is
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
@@ -158,7 +158,8 @@ def _copies(
 def _why_not(model: nn.Module, copies: Float16Copies | _PrepackedWeights) -> str | None:
     """Why weights cannot be prepacked."""
     if not copies.nbytes:
-        return "the model has no ordinary linear layers of some size in bfloat16 or float32 on a CPU"
+        dtype = str(copies.dtype).removeprefix("torch.")
+        return f"the model has no ordinary linear layers of some size in {dtype} on a CPU"
     if is_compiled(model):
         return "the model is compiled"
     if isinstance(copies, Float16Copies):
