@@ -71,7 +71,9 @@ def _measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequen
         Tokens of prompts, about; longer ones than the model is made for are left out.
     """
     limit = engine.context_window or max(lengths)
-    config = BlendConfig(min_tokens=0, write_back="off")
+    own = engine.config  # as requests are computed
+    multiplied = {"prepack_weights": own.prepack_weights, "int8_prefill": own.int8_prefill}
+    config = BlendConfig(min_tokens=0, write_back="off", **multiplied)
     found: list[BlendTime] = []
     with BlendEngine(
         engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint

@@ -298,6 +298,8 @@ class Pipeline:
         self, config: BlendConfig, learned: LearnedContext | None, minimum: MinimumRatio | None = None
     ) -> Pipeline:
         model = self.segments.model.with_config(config)
+        if model.fingerprint != self.segments.model.fingerprint:  # what was learned for the one is of no use to another
+            learned = _learned_context(self.store, model)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self, minimum)
 

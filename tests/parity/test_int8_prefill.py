@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.cpu import float16_copies as halves
 from cacheblend_rag.models.cpu import int8_prefill as int8
 from cacheblend_rag.models.cpu import weight_prepacking as prepacking
 from cacheblend_rag.models.cpu.int8_prefill import Int8Weight, codes_of, int8_layers, row_codes
 from cacheblend_rag.models.identity import fingerprint_in_int8, known_names, remember_fingerprint
+from cacheblend_rag.store.learned import keep_context
 from tests import tiny
 from tests.parity.test_weight_prepacking import CHANGES, error
 from tests.probes import CHUNKS, PROMPT, engine_of, untouched
@@ -199,6 +201,66 @@ def test_engine_beside_it_computes_as_before(products: list[int]) -> None:
         assert not products
 
 
+def test_engine_made_during_a_pass_leaves_it_in_8_bits() -> None:
+    model, made = model_of(), list[BlendEngine]()
+    with engine_of(model, int8_prefill=True, min_tokens=10_000) as engine:
+        expected = engine.fuse(PROMPT).logits
+
+        def meanwhile(module: Any, args: Any) -> None:
+            thread = threading.Thread(target=lambda: made.append(engine_of(model, check_model=False)))
+            thread.start()
+            thread.join()
+
+        with model.model.layers[1].register_forward_pre_hook(meanwhile):
+            assert torch.equal(engine.fuse(PROMPT).logits, expected)
+        assert made
+        made[0].close()
+        assert torch.equal(engine.fuse(PROMPT).logits, expected)
+    assert untouched(model)
+
+
+def test_answers_of_earlier_turns_do_not_count_as_prefilled_in_8_bits() -> None:
+    model = model_of()
+    with engine_of(model, int8_prefill=True, min_tokens=10_000, prompt_cache=2**26) as engine:
+        said = engine.generate(PROMPT, max_new_tokens=24).text
+        again = Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + said + " And then?")
+        found = engine.fuse(again)
+        assert found.report.resumed_tokens >= len(engine.tokenize(PROMPT).input_ids) - 1
+        expected = engine.with_config(prompt_cache=0).fuse(again)
+    assert error(found.logits, expected.logits) < 1e-5
+
+
+def test_what_was_learned_for_one_setting_is_not_used_by_the_other(tmp_path: Path) -> None:
+    model = model_of()
+    with engine_of(model, store=tmp_path, condition="auto") as engine:
+        (kv,) = engine.adapter.segments_kv((), [tuple(range(5, 15))], heads=[0])
+        keep_context(engine.store, engine.fingerprint, LearnedContext(kv))
+    with engine_of(model, store=tmp_path, condition="auto") as engine:
+        assert engine.condition == "learned"
+        view = engine.with_config(int8_prefill=True)
+        assert (view.condition, view.learned) == ("context", None)
+        assert view.with_config(int8_prefill=False).condition == "learned"
+        assert engine.with_config(prepack_weights=False).condition == "learned"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_are_off_change_no_product() -> None:
+    peft = pytest.importorskip("peft")
+    model = model_of()
+    with engine_of(model, int8_prefill=True, min_tokens=10_000) as engine:
+        expected, own = engine.fuse(PROMPT).logits, engine.fingerprint
+        chosen = int8_layers(model.model.layers, "self_attn")
+    config = peft.LoraConfig(r=8, target_modules=["o_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    assert int8_layers(model.model.layers, "self_attn") == chosen
+    with engine_of(adapted, int8_prefill=True, min_tokens=10_000) as engine:
+        assert engine.fingerprint != own
+        assert error(engine.fuse(PROMPT).logits, expected) > 0.01
+        with adapted.disable_adapter():
+            assert torch.equal(engine.fuse(PROMPT).logits, expected)
+            assert engine.fingerprint == own
+
+
 def test_one_thread_computes_a_prompt_while_another_computes_tokens(products: list[int]) -> None:
     model = model_of()
     rows, layer = torch.randn(2, 32), model.model.layers[0].mlp.up_proj
@@ -262,6 +324,24 @@ def test_copies_are_made_again_once_they_were_dropped(products: list[int]) -> No
         assert products
 
 
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_without_memory_for_copies_products_are_plain(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(weight: torch.Tensor) -> None:
+        raise kind("no memory")
+
+    model = model_of()
+    with engine_of(model, int8_prefill=True, min_tokens=10_000) as engine:
+        monkeypatch.setattr(int8, "codes_of", fails)
+        for _ in range(2):
+            found = engine.fuse(PROMPT)
+            assert error(found.logits, tiny.full_prefill(model, found.input_ids).logits[0, -1]) < 1e-5
+    assert [one.getMessage() for one in caplog.records if "plain" in one.message] == [
+        "weights are not prepacked any more, products are plain: no memory"
+    ]
+
+
 def test_copies_go_with_the_last_engine() -> None:
     model = model_of()
     engine = engine_of(model, int8_prefill=True)
@@ -284,6 +364,8 @@ def test_model_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_of(model_of(), int8_prefill=True, prepack_weights=False)
     with pytest.raises(ConfigError, match=r"int8_prefill=True .* no large linear layers"):
         engine_of(model_of().half(), int8_prefill=True)
+    with pytest.raises(ConfigError, match=r"prepack_weights=True is not usable: use 'auto' with int8_prefill"):
+        engine_of(model_of(), int8_prefill=True, prepack_weights=True)
     monkeypatch.setattr(prepacking, "is_compiled", lambda model: True)
     with pytest.raises(ConfigError, match=r"int8_prefill=True .* the model is compiled"):
         engine_of(model_of(), int8_prefill=True, check_model=False)

@@ -199,7 +199,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
         Raises
         ------
-        RuntimeError, AttributeError, TypeError
+        RuntimeError, MemoryError, AttributeError, TypeError
             If no copies can be made here.
         """
         raise NotImplementedError
@@ -215,13 +215,46 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         weights = (forward.weight() for forward in self._forwards)
         return sum(weight.nbytes for weight in weights if weight is not None)
 
-    def renew(self, layers: Iterable[nn.Linear] | None = None) -> None:
-        """Begin again, with these layers if some are given; copies are made when a pass begins."""
+    def renew(self, layers: Iterable[nn.Linear]) -> None:
+        """Begin again with these layers; copies are made when a pass begins.
+
+        A pass that is under way goes on by copies of the same kind, which are made now: half of it in 8 bits would be
+        neither setting's.
+        """
         with self._lock:
-            self._remove()
-            layers = [forward.module for forward in self._forwards] if layers is None else layers
-            self._forwards = self._ours(CopyForward(layer, self) for layer in layers)
-            self._samples: torch.Tensor | None = None
+            known, layers = {one.module: one for one in self._forwards}, list(layers)
+            for module in known.keys() - set(layers):
+                known[module].remove()
+            self._forwards = self._ours(known.get(layer) or CopyForward(layer, self) for layer in layers)
+            if self._users:
+                self._make_again()
+            else:
+                self._forget()
+
+    def forget(self) -> None:
+        """Free all copies; the next pass makes them again."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._remove()
+        self._drop()
+        self._samples: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def _make_again(self) -> None:
+        """Put new copies in the place of those that are in use, one by one."""
+        self._look()
+        if self.trouble.seen or not torch.backends.mkldnn.enabled:
+            self._drop()
+            return
+        try:
+            self.make([one for one in self._forwards if one.seen is not None], first=True)
+            for forward in self._forwards:
+                forward.copy = None if forward.seen is None else forward.copy
+                forward.int8 = None if forward.int8 is None else self._in_int8(forward)
+        except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
+            self.fail(error)
 
     @torch.no_grad()
     def _put(self) -> None:
@@ -237,7 +270,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
                 self.make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
                 if self.rows.in_int8:
                     self._make_int8()
-            except (RuntimeError, AttributeError, TypeError) as error:
+            except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
                 self.fail(error)
         for forward in self._forwards:
             if forward.copy is not None or forward.int8 is not None:
@@ -245,9 +278,14 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
     def _make_int8(self) -> None:
         for forward in self._forwards:
-            weight = forward.weight() if forward.int8 is None and forward.module in self._int8_layers else None
-            if weight is not None and forward.seen is not None:
-                forward.int8 = WeightCopy(Int8Weight(weight), forward.seen, weight.shape[1])
+            if forward.int8 is None and forward.module in self._int8_layers:
+                forward.int8 = self._in_int8(forward)
+
+    def _in_int8(self, forward: CopyForward) -> WeightCopy | None:
+        weight = forward.weight()
+        if weight is None or forward.seen is None:
+            return None
+        return WeightCopy(Int8Weight(weight), forward.seen, weight.shape[1])
 
     def fail(self, error: object) -> None:
         """Make no copies any more, and use none."""
@@ -265,23 +303,26 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         ``.data`` moves no version, and shows only in the values.
         """
         weights = [forward.weight() for forward in self._forwards]
-        samples = _samples([weight for weight in weights if weight is not None])
-        unchanged = self._samples is not None and torch.equal(samples, self._samples)
+        unchanged = self._samples is not None and torch.equal(_samples(weights), self._samples)
         if unchanged and all(map(_is_as_seen, self._forwards, weights)):
             return True
         self._drop()
-        for forward, weight in zip(self._forwards, weights, strict=True):
-            forward.seen = None if weight is None else WeightState(weight)
-        self._samples = samples
+        self._look()
         return False
 
+    def _look(self) -> None:
+        """Note what the weights are now."""
+        weights = [forward.weight() for forward in self._forwards]
+        for forward, weight in zip(self._forwards, weights, strict=True):
+            forward.seen = None if weight is None else WeightState(weight)
+        self._samples = _samples(weights)
 
-def _samples(weights: list[nn.Parameter]) -> torch.Tensor:
-    """A few elements of each weight, bit by bit, ``[weights, bytes]``."""
-    if not weights:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    parts = [weight.as_strided((_SAMPLES,), ((weight.numel() - 1) // (_SAMPLES - 1),)) for weight in weights]
-    return torch.stack(parts).view(torch.uint8)
+
+def _samples(weights: Iterable[nn.Parameter | None]) -> torch.Tensor:
+    """A few elements of each weight that can be copied, bit by bit, ``[weights, bytes]``."""
+    there = [weight for weight in weights if weight is not None]
+    parts = [weight.as_strided((_SAMPLES,), ((weight.numel() - 1) // (_SAMPLES - 1),)) for weight in there]
+    return torch.stack(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _is_as_seen(forward: CopyForward, weight: nn.Parameter | None) -> bool:

@@ -21,6 +21,8 @@ from cacheblend_rag.models.cpu.int8_linear import gives
 _LEAST_SIDE = 512
 # Attribute of attention modules: the projection that ends them. transformers calls it so in all families.
 _OUTPUT = "o_proj"
+# Names within a layer that PEFT has wrapped: the layer itself, and the beginning of those of its adapters' matrices.
+_WRAPPED, _LORA = "base_layer", "lora_"
 # Largest code of a row of rows, and what is added to it: oneDNN is slow with signed ones (decision 0018).
 _LARGEST, _CENTRE = 127, 128
 # Largest sum of two neighbouring codes of a weight: 255 times as much still fits into 16 bits with a sign.
@@ -35,7 +37,8 @@ def int8_layers(layers: Iterable[nn.Module], attention: str) -> list[nn.Linear]:
     """The linear layers of decoder layers that multiply prompts in 8 bits.
 
     Projections of queries, keys and values are none of them: with these in 8 bits answers move three to four times as
-    far, for a fifteenth of the products (docs/decisions/0018-weights-in-eight-bits.md).
+    far, for a fifteenth of the products (docs/decisions/0018-weights-in-eight-bits.md). Nor are adapters' matrices.
+    A layer counts as it would without adapters: one that is switched off leaves the model what it is.
 
     Parameters
     ----------
@@ -47,8 +50,10 @@ def int8_layers(layers: Iterable[nn.Module], attention: str) -> list[nn.Linear]:
     found = []
     for layer in layers:
         inner = getattr(layer, attention)
-        reading = {part for name, part in inner.named_modules() if name != _OUTPUT}
-        found += [part for part in layer.modules() if part not in reading and _is_large(part)]
+        reading = {part for name, part in inner.named_modules() if name not in (_OUTPUT, f"{_OUTPUT}.{_WRAPPED}")}
+        for name, part in layer.named_modules():
+            if part not in reading and _LORA not in name and _is_large(part):
+                found.append(part)
     return found
 
 

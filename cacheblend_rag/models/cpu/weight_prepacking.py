@@ -99,7 +99,7 @@ def drop_copies(model: nn.Module) -> None:
     with _table_lock:
         known = _by_model.get(model)
         if known is not None and (copies := known()) is not None:
-            copies.renew()
+            copies.forget()
 
 
 def as_it_is(decoding: bool) -> AbstractContextManager[None]:
@@ -129,7 +129,8 @@ def _copies(
     elements = Counter[torch.dtype]()
     for layer in layers:  # some models keep small layers in float32, as that which chooses experts
         elements[layer.weight.dtype] += layer.weight.numel()
-    wide = option == "auto" and elements[torch.float32] > elements[_DTYPE]
+    mostly_float32 = elements[torch.float32] > elements[_DTYPE]
+    wide = option == "auto" and mostly_float32
     kind = Float16Copies if wide else _PrepackedWeights
     with _table_lock:
         known = _by_model.get(model)
@@ -143,13 +144,14 @@ def _copies(
         if int8 and reason is None and not gives_int8():
             reason = "this PyTorch has no products of 8 bits here"
         if reason is not None:
-            if int8:
+            if int8 and mostly_float32 is wide:
                 instead = ", or load the model in float32" if copies.dtype is _DTYPE else ""
                 raise ConfigError("int8_prefill", True, f"leave it off here{instead}: {reason}")
             if option == "auto":
                 _log.debug("weights are not prepacked: %s", reason)
                 return None
-            raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
+            remedy = "use 'auto' with int8_prefill" if int8 else "use 'auto' or False here"
+            raise ConfigError("prepack_weights", option, f"{remedy}: {reason}")
         _by_model[model] = weakref.ref(copies)
     _log.info("prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{copies.nbytes:,}")
     return copies
