@@ -317,9 +317,9 @@ def decode_from(
     engine: BlendEngine, ids: Sequence[int], result: PrefillResult, options: DecodeOptions
 ) -> DecodedAnswer:
     """The answer that a method's KV leads to; its cache grows by it."""
-    return decode(
-        engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
-    )
+    given = {"input_ids": ids, "cache": result.cache, "logits": result.logits, "options": options}
+    with engine.products(decoding=True):
+        return decode(engine.model, engine.tokenizer, **given)
 
 
 def shared_cache(cache: Any) -> Any:

@@ -230,7 +230,7 @@ def test_answers_of_earlier_turns_do_not_count_as_prefilled_in_8_bits() -> None:
     assert error(found.logits, expected.logits) < 1e-5
 
 
-def test_what_was_learned_for_one_setting_is_not_used_by_the_other(tmp_path: Path) -> None:
+def test_context_that_was_learned_for_one_setting_is_not_used_by_the_other(tmp_path: Path) -> None:
     model = model_of()
     with engine_of(model, store=tmp_path, condition="auto") as engine:
         (kv,) = engine.adapter.segments_kv((), [tuple(range(5, 15))], heads=[0])
