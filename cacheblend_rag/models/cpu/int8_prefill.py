@@ -29,8 +29,8 @@ _LARGEST, _CENTRE = 127, 128
 _LARGEST_PAIR = 128
 # Rows that are rounded and multiplied at a time, so that what is made of them stays in the processor's cache.
 _TOGETHER = 256
-# Rows of a weight that are rounded at a time.
-_WEIGHT_ROWS = 1024
+# Rows of a weight that are rounded at a time, for the same reason.
+_WEIGHT_ROWS = 128
 
 
 def int8_layers(layers: Iterable[nn.Module], attention: str) -> list[nn.Linear]:
