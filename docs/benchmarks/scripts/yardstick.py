@@ -18,10 +18,10 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
 weights of 8 bits, ``int8_prefill``, another element type. With ``--int8-prefill`` methods multiply so, and are held
-against full prefill that does not. Methods named by ``--answers`` also write their
-own answers, and so does full prefill under each noise. ``--only-right`` measures only prompts that full prefill answers
-rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show``
-joins them: a table, its JSON, and a plot.
+against full prefill that does not. Methods named by ``--answers`` also write their own answers, and so does full
+prefill under each noise. ``--only-right`` measures only prompts that full prefill answers rightly, and passes over the
+others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them: a table, its
+JSON, and a plot.
 """
 
 from __future__ import annotations
