@@ -112,7 +112,7 @@ class Running:
         async def turn() -> None:
             for wait in (0.0, seconds):
                 self._clock.advance(wait)
-                for _ in range(3):  # each time the loop looks at all sockets and timers
+                for _ in range(10):  # each time the loop looks at all sockets and timers
                     await asyncio.sleep(0)
 
         asyncio.run_coroutine_threadsafe(turn(), self._loop).result(60)

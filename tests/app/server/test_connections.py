@@ -100,6 +100,12 @@ def test_slow_request_head_is_cut_off(careful: Running, first: bytes) -> None:
         assert heard(one).startswith(b"HTTP/1.1 408")
 
 
+def waits_for_body(server: Running) -> bool:
+    """Whether the head of a request has been read, and its body has not."""
+    connections: list[Any] = list(server.server.server_state.connections)
+    return any(one.under_way and one.cycle.more_body for one in connections)
+
+
 def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None:
     with client_of(careful, KEYS["ada"]) as client:
         id = new_collection(client)
@@ -108,9 +114,11 @@ def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None
         "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
     ).encode()
     with connected(careful, head + b'{"query"') as one:
+        until(lambda: waits_for_body(careful))
         careful.later(30)
         assert heard(one) == b""
     with connected(careful, head) as one:
+        until(lambda: waits_for_body(careful))
         for byte in b'{"query":  "a leaf"}':
             one.sendall(bytes([byte]))
             careful.later(29)  # all take longer than one may

@@ -138,7 +138,7 @@ def test_suggestions_are_those_of_the_bundled_articles_alone(tmp_path: Path, mon
 
 def test_every_option_and_request_is_in_the_pages(toy: Running) -> None:
     help_text = _parser()._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore[union-attr]
-    for option in set(re.findall(r"--[a-z-]+", help_text)) - {"--help", "--device", "--dtype"}:
+    for option in set(re.findall(r"--[a-z0-9-]+", help_text)) - {"--help", "--device", "--dtype"}:
         assert f"`{option}`" in PAGE + REFERENCE, option
     with client_of(toy) as client:
         paths = client.get("/openapi.json").json()["paths"]

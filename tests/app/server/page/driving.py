@@ -65,9 +65,12 @@ def passage_text(name: str) -> str:
 
 def ask(page: Page, question: str) -> Locator:
     """Type a question, send it, and wait until its answer has ended; its place in the conversation."""
+    turn = page.locator(".turn").last
+    before = turn.get_attribute("data-turn") if turn.count() else None
     page.locator("#question").fill(question)
     page.locator("#question").press("Enter")
-    turn = page.locator(".turn").last
+    if before is not None:
+        expect(turn).not_to_have_attribute("data-turn", before)  # the question before may have had the same words
     expect(turn.locator(".question")).to_have_text(question)
     expect(turn).to_have_attribute("data-status", "done")
     return turn

@@ -96,8 +96,6 @@ export async function ask(question, { earlier = null, tokens = state.tokens, ane
   if (turn.code === "history_erased" && !anew) {
     await renewKept(); // a document was deleted elsewhere: what was made from it is not followed
     await ask(question, { earlier, tokens, anew: true });
-  } else if (["no_document", "no_collection"].includes(turn.code)) {
-    await refreshServer(); // it was deleted or replaced elsewhere: the next question is asked of what is there
   } else if (turn.status === "done" && comparing()) await compare(turn);
 }
 
@@ -134,7 +132,13 @@ async function* asked(turn, signal) {
   else body.resume = true;
   if (turn.reasoning !== null) body.reasoning = turn.reasoning;
   if (turn.temperature) body.temperature = turn.temperature;
-  yield* stream("POST", path(turn, "ask"), body, signal);
+  try {
+    yield* stream("POST", path(turn, "ask"), body, signal);
+  } catch (error) {
+    // It was deleted or replaced elsewhere: before it can be asked again, the page learns what is there.
+    if (["no_document", "no_collection"].includes(error.code)) await refreshServer();
+    throw error;
+  }
 }
 
 /** Events of an answer that is under way on the server, from its first on. */
