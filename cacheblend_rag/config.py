@@ -38,12 +38,15 @@ class Kind:
         Reads a value from text. It raises `ValueError` for a text that is none.
     toml : type
         Type of its value in a file of options; ``object`` for one that has several.
+    written : str
+        The values in words as text has them, where these are others.
     """
 
     words: str
     check: Callable[[str, Any], Any]
     parse: Callable[[str], Any] = str
     toml: type = object
+    written: str = ""
 
 
 def kind_of(
@@ -149,7 +152,10 @@ def read_reasoning(name: str, value: Any) -> Reasoning:
 REASONING = Kind("True or 'on', False or 'off', 'low', 'medium' or 'high'", read_reasoning)
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
-FLAG = kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool)
+FLAG = replace(
+    kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool),
+    written="on or off",
+)
 
 
 def check_whole(name: str, value: object, lowest: int = 0) -> None:
@@ -432,7 +438,7 @@ class Option:
             shown = error.value if isinstance(error.value, str) else given
             raise ConfigError(source, shown, error.remedy) from error
         except ValueError as error:
-            raise ConfigError(source, given, f"use {'on or off' if self.kind is FLAG else self.kind.words}") from error
+            raise ConfigError(source, given, f"use {self.kind.written or self.kind.words}") from error
 
 
 _NOT_GIVEN: Any = ...

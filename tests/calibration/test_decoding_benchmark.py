@@ -87,5 +87,7 @@ def test_tokens_by_copies_and_without_take_turns(dtype: str, tmp_path: Path, mon
     assert tuple(result["ms_a_token"]) == decode_codes.WAYS
     assert all(one > 0 for one in result["ms_a_token"].values())
     assert result["scores"]["tokens"] == 3
+    assert ("of_bound" in result) == (dtype == "float32")
+    assert all(one > 0 for one in result.get("of_bound", {}).values())
     assert len(set(result["scores"]["divergence"].values())) == 2, "both ways were gone"
     assert weight_prepacking.are_few is int4_linear.are_few

@@ -44,7 +44,7 @@ from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, show_re
 from docs.benchmarks.scripts.plots import save_figure, titled
 from docs.benchmarks.scripts.shapes import BenchOptions
 
-__all__ = ["PLAIN", "DecodingOptions", "draw", "main", "measure", "show"]
+__all__ = ["PLAIN", "DecodingOptions", "bandwidth", "draw", "main", "measure", "show", "weight_bytes"]
 
 PLAIN = "transformers"
 _WEIGHTS = ("plain", "int8")
@@ -88,7 +88,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
         storing = engine.turns.write_back.seconds
     a_token = medians(seconds)
-    reading = _weight_bytes(model) / _bandwidth(model.device)
+    reading = weight_bytes(model) / bandwidth(model.device)
     return {
         **timed_result(options, report, seconds),
         "reading_weights": reading,
@@ -100,13 +100,13 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
     }
 
 
-def _weight_bytes(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Bytes of weights that a token reads: of all linear layers, the output head too."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     return sum(int(getattr(weight, "qdata", weight).nbytes) for weight in weights)
 
 
-def _bandwidth(device: torch.device) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes a second at which memory is read."""
     much = torch.ones(2**26, device=device)
     seconds = []

@@ -4,7 +4,8 @@
 
 In bfloat16 the copies are codes of 4 bits, and the model a starter or a GGUF file of 4 bits. With ``--dtype float32``
 they are weights packed in float16. One answer is made behind the bundled articles, and its tokens take turns: one is
-computed by copies, the next without. Scores are of texts of the articles that are read token by token.
+computed by copies, the next without. Scores are of texts of the articles that are read token by token. For float32, a
+share of each token's time is given, too: that of reading all weights once, at the rate at which memory is read here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.models.cpu import float16_copies, int4_linear, weight_prepacking
 from docs.benchmarks.scripts.common import greedy, reported, script_parser, write_json
+from docs.benchmarks.scripts.decode import bandwidth, weight_bytes
 from docs.benchmarks.scripts.measuring import machine, table
 
 WAYS = ("copies", "without")
@@ -71,6 +73,12 @@ def tokens(engine: BlendEngine, switch: _Switch, options: argparse.Namespace) ->
     medians = {way: 1e3 * statistics.median(each) for way, each in turns.seconds.items()}
     pairs = zip(*turns.seconds.values(), strict=True)
     return {"ms_a_token": medians, "ratio": statistics.median(one / other for one, other in pairs)}
+
+
+def _of_bound(engine: BlendEngine, ms_a_token: Mapping[str, float]) -> dict[str, float]:
+    """Share of a token's time that reading its weights takes: two bytes of each packed in float16, or four."""
+    wide = 1e3 * weight_bytes(engine.model) / bandwidth(engine.model.device)
+    return {way: wide / (2 if way == WAYS[0] else 1) / each for way, each in ms_a_token.items()}
 
 
 @torch.no_grad()
@@ -122,10 +130,12 @@ def run(options: argparse.Namespace) -> None:
         mock.patch.object(float16_copies if wide else weight_prepacking, "are_few", switch),
     ):
         result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
+        if wide:
+            result["of_bound"] = _of_bound(engine, result["ms_a_token"])
         if options.texts:
             result["scores"] = scores(engine, switch, options)
     print(table(("way", "a token"), [(way, f"{one:.1f} ms") for way, one in result["ms_a_token"].items()]))
-    print(f"ratio {result['ratio']:.2f}, {result.get('scores')}")
+    print(f"ratio {result['ratio']:.2f}, of the bound {result.get('of_bound')}, {result.get('scores')}")
     if options.out:
         write_json(options.out, result)
 

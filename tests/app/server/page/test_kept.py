@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from cacheblend_rag.app.server.keys_file import KEYS_FILE, change_keys, new_key
 from cacheblend_rag.app.server.services.ingestion import Warming
@@ -51,6 +51,7 @@ def ada(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
 def send(page: Page, question: str) -> Any:
     """Ask; the question's place in the conversation."""
     page.locator("#question").fill(question)
+    expect(page.locator("#send")).to_be_enabled()
     page.locator("#question").press("Enter")
     turn = page.locator(".turn").last
     expect(turn.locator(".question")).to_have_text(question)
@@ -87,6 +88,29 @@ def test_answer_goes_on_through_a_reload(
         assert done(page.locator(".turn")) == text
         expect(page.locator(".turn .sources li")).to_have_count(4)
         page.close()  # it asks how answers were checked, and the server ends before the browser
+
+
+def test_question_typed_before_the_conversations_are_there_is_not_lost(
+    model: Path, docs: Path, tmp_path: Path, ada: BrowserContext
+) -> None:
+    with keyed(model, docs, tmp_path) as server:
+        page = open_page(ada, server.url)
+        done(send(page, "Which leaf?"))
+        held: list[Route] = []
+        page.route(re.compile("/api/conversations$"), lambda route: held.append(route))  # a built-in is not taken
+        page.reload()
+        box = page.locator("#question")
+        box.fill("And then?")
+        expect(page.locator("#model")).not_to_be_empty()  # the server's state is known
+        box.press("Enter")
+        expect(box).to_have_value("And then?")
+        expect(page.locator("#send")).to_be_disabled()
+        held.pop().continue_()
+        expect(page.locator("#send")).to_be_enabled()
+        box.press("Enter")
+        done(page.locator(".turn").nth(1))
+        expect(page.locator(".turn .question")).to_have_text(["Which leaf?", "And then?"])
+        page.close()
 
 
 def give_key(page: Page, key: str) -> None:

@@ -41,6 +41,7 @@ async function load() {
     if (keeping()) await openKept();
     changed("conversation", { latest: turns().at(-1) });
     document.body.dataset.ready = "true";
+    changed("from"); // now a question can be asked of it
     goOn();
     openShared();
     resume(unreadAtFirst());

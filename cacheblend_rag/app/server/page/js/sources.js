@@ -28,6 +28,7 @@ function lostOfIt() {
 
 /** Whether a question can be asked of the choice; why not, or what is to be known of it. */
 export function readiness() {
+  if (!document.body.dataset.ready) return { ready: false, reason: "" }; // an answer would have no conversation yet
   const from = chosen();
   if (from.collections.length > MOST.collections || from.documents.length > MOST.documents) {
     return { ready: false, reason: `A question may be asked of ${MOST.collections} collections and ${MOST.documents} documents.` };
