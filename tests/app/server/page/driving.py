@@ -68,6 +68,7 @@ def ask(page: Page, question: str) -> Locator:
     turn = page.locator(".turn").last
     before = turn.get_attribute("data-turn") if turn.count() else None
     page.locator("#question").fill(question)
+    expect(page.locator("#send")).to_be_enabled()
     page.locator("#question").press("Enter")
     if before is not None:
         expect(turn).not_to_have_attribute("data-turn", before)  # the question before may have had the same words
