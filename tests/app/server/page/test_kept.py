@@ -98,7 +98,8 @@ def test_question_typed_before_the_conversations_are_there_is_not_lost(
         done(send(page, "Which leaf?"))
         held: list[Route] = []
         page.route(re.compile("/api/conversations$"), lambda route: held.append(route))  # a built-in is not taken
-        page.reload()
+        with page.expect_request(re.compile("/api/conversations$")):
+            page.reload()
         box = page.locator("#question")
         box.fill("And then?")
         expect(page.locator("#model")).not_to_be_empty()  # the server's state is known
