@@ -63,8 +63,8 @@ def passage_text(name: str) -> str:
     return (DOCUMENTS_PATH / name).read_text(encoding="utf-8").strip()
 
 
-def ask(page: Page, question: str) -> Locator:
-    """Type a question, send it, and wait until its answer has ended; its place in the conversation."""
+def send(page: Page, question: str) -> Locator:
+    """Type a question and send it; its place in the conversation."""
     turn = page.locator(".turn").last
     before = turn.get_attribute("data-turn") if turn.count() else None
     page.locator("#question").fill(question)
@@ -73,6 +73,18 @@ def ask(page: Page, question: str) -> Locator:
     if before is not None:
         expect(turn).not_to_have_attribute("data-turn", before)  # the question before may have had the same words
     expect(turn.locator(".question")).to_have_text(question)
+    return turn
+
+
+def done(turn: Locator) -> str:
+    """Wait until an answer has ended; its text."""
+    expect(turn).to_have_attribute("data-status", "done")
+    return str(turn.locator(".words").inner_text())
+
+
+def ask(page: Page, question: str) -> Locator:
+    """Send a question, and wait until its answer has ended; its place in the conversation."""
+    turn = send(page, question)
     expect(turn).to_have_attribute("data-status", "done")
     return turn
 

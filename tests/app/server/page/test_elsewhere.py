@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.page.conftest import open_page
-from tests.app.server.page.driving import compare_off
-from tests.app.server.page.test_kept import done, send, stored, visitor
+from tests.app.server.page.driving import compare_off, done, send
+from tests.app.server.page.test_kept import stored, visitor
 from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, ask, begin, keyed
 

@@ -11,7 +11,8 @@ from playwright.sync_api import Browser, expect
 
 from tests.app.server.common import Running, client_of, read_events
 from tests.app.server.page.conftest import open_page
-from tests.app.server.page.test_kept import done, send, visitor
+from tests.app.server.page.driving import done, send
+from tests.app.server.page.test_kept import visitor
 from tests.app.server.test_deleting import fill
 from tests.app.server.test_deleting import small_disk as small_disk
 from tests.app.server.test_kept_conversations import KEYS, Gate, ask, begin, keyed, turns

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
@@ -19,7 +18,7 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.calibration.datasets import load_cases
 from tests.app.server.common import client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.page.conftest import PATIENCE_MS, open_page, watch
-from tests.app.server.page.driving import compare_off, delete_conversation
+from tests.app.server.page.driving import compare_off, delete_conversation, done, send
 from tests.app.server.page.test_axe import AXE
 from tests.app.server.test_deleting import ids_of
 from tests.app.server.test_kept_conversations import KEYS, Gate, keyed
@@ -46,22 +45,6 @@ def ada(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
     with visitor(browser, problems, KEYS["ada"]) as made:
         yield made
     assert problems == []
-
-
-def send(page: Page, question: str) -> Any:
-    """Ask; the question's place in the conversation."""
-    page.locator("#question").fill(question)
-    expect(page.locator("#send")).to_be_enabled()
-    page.locator("#question").press("Enter")
-    turn = page.locator(".turn").last
-    expect(turn.locator(".question")).to_have_text(question)
-    return turn
-
-
-def done(turn: Any) -> str:
-    """Wait until an answer has ended; its text."""
-    expect(turn).to_have_attribute("data-status", "done")
-    return str(turn.locator(".words").inner_text())
 
 
 def stored(page: Page) -> str:

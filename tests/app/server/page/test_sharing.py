@@ -11,9 +11,10 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.app.server.common import Running
 from tests.app.server.page.conftest import open_page
+from tests.app.server.page.driving import done, send
 from tests.app.server.page.test_axe import AXE, RICH
 from tests.app.server.page.test_kept import ada as ada
-from tests.app.server.page.test_kept import done, send, stored, visitor
+from tests.app.server.page.test_kept import stored, visitor
 from tests.app.server.test_kept_conversations import KEYS, keyed
 
 

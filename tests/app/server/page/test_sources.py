@@ -10,8 +10,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.app.server.common import Running, client_of, new_collection, passage, settle, upload
 from tests.app.server.page.conftest import open_page
+from tests.app.server.page.driving import done, send
 from tests.app.server.page.test_axe import AXE
-from tests.app.server.page.test_kept import done, send, visitor
+from tests.app.server.page.test_kept import visitor
 from tests.app.server.test_kept_conversations import KEYS, keyed
 
 
