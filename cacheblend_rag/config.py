@@ -129,8 +129,11 @@ def or_auto(kind: Kind) -> Kind:
             raise ConfigError(name, value, f"use {words}") from error
 
     words = f"{kind.words}, or 'auto'"
+    written = kind.written and f"{kind.written}, or auto"
     parse = kind.parse
-    return Kind(words, check, lambda given: "auto" if given.strip().lower() == "auto" else parse(given))
+    return Kind(
+        words, check, lambda given: "auto" if given.strip().lower() == "auto" else parse(given), written=written
+    )
 
 
 def read_reasoning(name: str, value: Any) -> Reasoning:

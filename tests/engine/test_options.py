@@ -174,6 +174,12 @@ def test_command_line_flags_are_those_of_the_fields() -> None:
         rag_options(parser.parse_args(["--ratio", "much"]))
 
 
+def test_flag_that_may_be_auto_is_named_as_text_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_RAG_PREPACK_WEIGHTS", "maybe")
+    with pytest.raises(ConfigError, match=r"PREPACK_WEIGHTS='maybe' is not usable: use on or off, or auto$"):
+        BlendConfig()
+
+
 def files() -> Iterator[dict[str, Any]]:
     for path in Path(__file__).parents[2].glob("docs/**/*.toml"):
         yield tomllib.loads(path.read_text(encoding="utf-8"))
