@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -29,10 +30,22 @@ if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; read when Triton is imported
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: while a test waits for a server or a browser, others go on."""
-    return (os.cpu_count() or 1) + 1
+_seconds: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-json", metavar="PATH", help="write the seconds that each file of tests took")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--durations-json")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        rounded = {name: round(seconds, 1) for name, seconds in _seconds.most_common()}
+        Path(path).write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.hookimpl(tryfirst=True)
