@@ -151,7 +151,7 @@ def toy_chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape of a small model under the name ``"tiny"``, for benchmarks."""
-    from docs.benchmarks.scripts.shapes import SHAPES
+    from docs.benchmarks.scripts.common import SHAPES
 
     shape = SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     monkeypatch.setitem(SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})
@@ -160,7 +160,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def deep_shape(tiny_shape: None, tmp_path: Path) -> str:
     """A ``config.json`` of a small model with layers enough for every rule that benchmarks measure."""
-    from docs.benchmarks.scripts.shapes import SHAPES
+    from docs.benchmarks.scripts.common import SHAPES
 
     path = tmp_path / "deep.json"
     path.write_text(json.dumps(SHAPES["tiny"] | {"num_hidden_layers": 6}), encoding="utf-8")

@@ -21,7 +21,7 @@ from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV, Generation
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
-from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]

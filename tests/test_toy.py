@@ -1,4 +1,4 @@
-"""The toy is a fixture: its weights, and the archive of the training that made them, stay as they are."""
+"""The toy is a fixture: its weights and vocabularies stay as they are."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SUMS = [line.split() for line in (FOLDER / "SHA256SUMS").read_text(encoding="utf
 
 
 @pytest.mark.parametrize(("digest", "name"), SUMS, ids=[name for _, name in SUMS])
-def test_weights_and_their_training_are_those_that_were_measured(digest: str, name: str) -> None:
+def test_weights_are_those_that_were_measured(digest: str, name: str) -> None:
     assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest

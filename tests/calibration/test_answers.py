@@ -12,8 +12,8 @@ from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs
-from docs.benchmarks.evaluation import answers
-from docs.benchmarks.evaluation.answers import GreedyAnswers
+from docs.benchmarks.evaluation import runner
+from docs.benchmarks.evaluation.runner import GreedyAnswers
 from tests import tiny
 from tests.probes import engine_of
 
@@ -35,7 +35,7 @@ class Asked:
             self.generated.append(len(result.token_ids))
             return result
 
-        patch.setattr(answers, "decode", counted)
+        patch.setattr(runner, "decode", counted)
 
     def decoded(self, most: int) -> Any:
         options = DecodeOptions(max_new_tokens=most, temperature=0.0)

@@ -33,7 +33,7 @@ from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, Selection
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import PromptTokenizer
-from docs.benchmarks.evaluation.methods import settings_rule, variants
+from docs.benchmarks.evaluation.runner import settings_rule, variants
 from tests import tiny
 from tests.probes import engine_of
 

@@ -10,7 +10,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from cacheblend_rag.calibration.datasets import EvalCase, Passage
 from cacheblend_rag.calibration.passages import ChatFrame, WordRanker, build_prompt, choose
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.evaluation.passages import VectorRanker, repacked
+from docs.benchmarks.evaluation.runner import VectorRanker, repacked
 from tests import tiny
 from tests.integrations.langchain.models import TEMPLATE
 

@@ -12,15 +12,18 @@ from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.datasets import load_cases
 from cacheblend_rag.fusor.selection import RULES
 from docs.benchmarks.evaluation import command
-from docs.benchmarks.evaluation.methods import METHODS
+from docs.benchmarks.evaluation.runner import METHODS
 from docs.benchmarks.scripts.figures import FIGURES
 from tests.programs import run_program
-from tests.toy import MODEL_PATH
-from tests.toy.cases import ToyCases, write_cases
+from tests.toy import CASES_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "how-to" / "evaluation.md").read_text(encoding="utf-8")
 SCRIPTS = (ROOT / "docs" / "benchmarks" / "evaluation.md").read_text(encoding="utf-8")
+
+
+def first_cases(count: int, path: Path) -> None:
+    path.write_text("\n".join(CASES_PATH.read_text(encoding="utf-8").splitlines()[:count]) + "\n", encoding="utf-8")
 
 
 def blocks(language: str, page: str = PAGE) -> list[str]:
@@ -33,7 +36,7 @@ def test_the_first_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
-    write_cases(ToyCases("dev", 1).cases(3), tmp_path / "questions.jsonl")
+    first_cases(3, tmp_path / "questions.jsonl")
     (tmp_path / "questions.txt").write_text("When was the harbour dredged?\n", encoding="utf-8")
     docs = tmp_path / "contracts"
     docs.mkdir()
@@ -55,7 +58,7 @@ def test_the_scripts_first_command_runs(
     *program, data, file = shlex.split(line)[:5]
     assert [*program, data, file] == ["python", "-m", "docs.benchmarks.evaluation", "--data", "questions.jsonl"]
     monkeypatch.chdir(tmp_path)
-    write_cases(ToyCases("dev", 1).cases(6), tmp_path / "questions.jsonl")
+    first_cases(6, tmp_path / "questions.jsonl")
     assert command.main([*shlex.split(line)[3:], "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
     assert "| hkvd 0.15 " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}

@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.calibration.statistics import best_f1, exact_match, f1, first_line, interval, normalise, paired
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from docs.benchmarks.evaluation.rouge import best_rouge_l, rouge_scorer
+from docs.benchmarks.evaluation.runner import best_rouge_l, rouge_scorer
 
 
 def test_normalising() -> None:

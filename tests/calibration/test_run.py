@@ -17,18 +17,13 @@ from cacheblend_rag.calibration.statistics import Interval
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
-from docs.benchmarks.evaluation.command import main
-from docs.benchmarks.evaluation.methods import METHODS, rule_of, variants
-from docs.benchmarks.evaluation.plots import draw_run
-from docs.benchmarks.evaluation.runner import EvalOptions, EvalRun, Evaluation
-from docs.benchmarks.evaluation.subject import Subject
-from docs.benchmarks.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary
-from docs.benchmarks.scripts.plots import import_pyplot
+from docs.benchmarks.evaluation.command import MethodRow, draw_run, least_work, main, no_worse, summarise, write_summary
+from docs.benchmarks.evaluation.runner import METHODS, EvalOptions, EvalRun, Evaluation, Subject, rule_of, variants
+from docs.benchmarks.scripts.common import import_pyplot
 from tests import tiny
 from tests.calibration.conftest import write_questions
 from tests.probes import engine_of
-from tests.toy import MODEL_PATH
-from tests.toy.cases import ToyCases
+from tests.toy import CASES_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTIONS = 6
@@ -222,14 +217,14 @@ def test_run_measures_every_method_beside_full_prefill(run: EvalRun) -> None:
 
 def test_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
     """Of comparisons of the toy's archive many are longer than the 32 tokens that answers usually take."""
-    cases = ToyCases("dev", {"comparison": 6}).cases
+    read = [case for case in load_cases(CASES_PATH) if case.kind == "comparison"][:6]
     with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:
         subject = Subject(engine)
-        lengths = {case.id: subject.answer_tokens(case) for case in cases(6)}
+        lengths = {case.id: subject.answer_tokens(case) for case in read}
         assert min(lengths.values()) == 32
-        assert {Subject(engine, 4).answer_tokens(case) for case in cases(6)} == {4}
+        assert {Subject(engine, 4).answer_tokens(case) for case in read} == {4}
         options = EvalOptions(methods=("full",), style="stuff", order="retrieved")
-        run = Evaluation(engine, cases, options).run(tmp_path, progress=False)
+        run = Evaluation(engine, lambda chunks: read, options).run(tmp_path, progress=False)
     long = [line["results"][0] for line in run.lines if lengths[line["case"]] > 32]
     assert len(long) > 1
     assert any(result["forced_exact"] for result in long)

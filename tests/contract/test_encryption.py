@@ -14,7 +14,7 @@ from cacheblend_rag.store import DiskStore, RecordFormat
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.encryption import KEY_VARIABLE, Seal
 from cacheblend_rag.store.record import FileRecord, record_bytes
-from docs.benchmarks.scripts.faults import record_of, wrong_records
+from tests.contract.faults import record_of, wrong_records
 from tests.contract.store_contract import encoded
 from tests.contract.test_store import files
 

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
-from docs.benchmarks.scripts.faults import (
+from tests import tiny
+from tests.contract.faults import (
     DamageTrials,
     crowd,
     kill_while_writing,
@@ -33,8 +34,6 @@ from docs.benchmarks.scripts.faults import (
     truncations,
     wrong_records,
 )
-from docs.benchmarks.scripts.reliability import main
-from tests import tiny
 from tests.contract.test_store import alter, files
 from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
 
@@ -405,12 +404,3 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert list(wrong_records(store)) == []
     assert store.stats().evictions > 0
     store.close()
-
-
-def test_the_long_form_counts_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--flips", "5", "--cuts", "2", "--kills", "1", "--processes", "2", "--seconds", "0.3"]
-    assert main(few) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    assert len(table) == 4
-    assert [line["wrong"] for line in json.loads(last)] == [0] * 4
-    assert json.loads(last)[0]["tried"] == 5

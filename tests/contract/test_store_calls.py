@@ -31,9 +31,9 @@ from cacheblend_rag.store import (
 )
 from cacheblend_rag.store.tombstones import TombstonedStore
 from cacheblend_rag.store.wrapped import WrappedStore
-from docs.benchmarks.scripts.faults import record_of
-from docs.benchmarks.scripts.throttled import ThrottledStore
+from docs.benchmarks.scripts.storage import ThrottledStore
 from tests import tiny
+from tests.contract.faults import record_of
 from tests.contract.store_contract import CALLS, PATIENCE, assert_hands_on, fill
 from tests.probes import CHUNKS, PROMPT, CountingStore, Hooked, engine_of
 

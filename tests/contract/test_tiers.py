@@ -20,8 +20,8 @@ from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.record import RecordFormat
-from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
+from tests.contract.faults import record_of
 from tests.contract.store_contract import same
 from tests.probes import Hooked, assert_same, engine_of, key_of
 from tests.programs import start_program

@@ -18,8 +18,8 @@ from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.report import Generation, Seconds
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
+from tests.contract.faults import record_of
 from tests.probes import CountingStore, engine_of, key_of, record_files
 
 TEXTS = [tiny.text(12, seed) for seed in range(5)]

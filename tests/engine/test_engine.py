@@ -19,7 +19,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.store import DiskStore, MemoryStore
-from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 from tests.probes import Hooked, engine_of, key_of
 from tests.tolerance import assert_logits_close

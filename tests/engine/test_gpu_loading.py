@@ -22,7 +22,7 @@ from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordFormat, RecordInfo, TieredStore
 from cacheblend_rag.store.memory import MemoryRecord
 from cacheblend_rag.store.record import as_written
-from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 from tests.probes import Hooked, assert_same, engine_of, record_files
 

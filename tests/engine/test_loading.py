@@ -18,7 +18,7 @@ from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_i
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, StoredKV
-from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
 from tests.waiting import until

@@ -23,8 +23,8 @@ from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelErro
 from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
-from docs.benchmarks.scripts.families import OF_THE_DAY, PAGE, treatment_rows
 from tests import gguf_files, probes, tiny
+from tests.parity.families import OF_THE_DAY, PAGE, treatment_rows
 from tests.thinking import Writer, thinking_tokenizer
 
 BEGINS = tiny.text(40, 7)

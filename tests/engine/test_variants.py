@@ -21,16 +21,16 @@ from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import KEY_PREFIX, Place
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.prompt.chat import STUFF
 from cacheblend_rag.report import Tally
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.base import RecordInfo
-from docs.benchmarks.scripts.variants import Variants as Plain
-from docs.benchmarks.scripts.variants import fit as plain_fit
 from tests import tiny
+from tests.engine.plain_variants import Variants as Plain
+from tests.engine.plain_variants import fit as plain_fit
 from tests.probes import CountingStore, answers_of, engine_of, naive_rows, record_files
 from tests.tolerance import assert_close, assert_logits_close
 from tests.toy import DOCUMENTS_PATH, MODEL_PATH, QUESTIONS_PATH
-from tests.toy.prompts import STUFF
 from tests.waiting import until
 
 TEXTS = [tiny.text(20 + 3 * number, number) for number in range(6)]

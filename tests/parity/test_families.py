@@ -20,9 +20,9 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import CONTAINERS, FAMILIES, why_plain
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.rope import rotate
-from docs.benchmarks.scripts.families import PAGE, described_of
 from tests import tiny
 from tests.pairwise import others_slow
+from tests.parity.families import PAGE, described_of
 from tests.tolerance import assert_close, assert_layers_close, assert_logits_close, terms_of
 
 THREE_CHUNKS = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
@@ -142,7 +142,7 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
     (table,) = (part for part in PAGE.read_text(encoding="utf-8").split("\n\n") if part.startswith("| model type |"))
     rows = table.splitlines()[2:]
     described = [described_of(architecture) for architecture in tiny.ARCHITECTURES]
-    remedy = "write it anew: python -m docs.benchmarks.scripts.families"
+    remedy = "write it anew: python -m tests.parity.families"
     assert len(rows) == len(described) >= 30, remedy
     for row, (architecture, family, features, kernels) in zip(rows, described, strict=True):
         assert row.startswith(f"| `{architecture}` | `{family}` | {features} | {kernels} | "), remedy

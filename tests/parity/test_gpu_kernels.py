@@ -16,7 +16,7 @@ from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store import MemoryStore, RecordInfo
 from cacheblend_rag.store.codecs import CODECS
-from docs.benchmarks.scripts.measuring import read_plainly
+from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 
 pytest.importorskip("triton")

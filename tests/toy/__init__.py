@@ -1,4 +1,4 @@
-"""The toy: a small model trained to read across chunks, its embedder and the archive both were made for.
+"""The toy: a small model trained to read across chunks, its embedder and the archive that both were made for.
 
 Tests use it where they need answers of a trained model within milliseconds. Importing this package is light: it only
 names where the files lie.
@@ -10,9 +10,11 @@ MODEL_PATH : Path
 EMBEDDER_PATH : Path
     Folder for ``sentence_transformers.SentenceTransformer``.
 DOCUMENTS_PATH : Path
-    The archive folder, one passage a file, written from the test split.
+    The archive folder, one passage a file, of a town that the model never saw.
 QUESTIONS_PATH : Path
     Questions about the archive, one JSON object a line.
+CASES_PATH : Path
+    Questions with twelve passages each, of towns that the model never saw, as ``eval --data`` reads them.
 BLENDING : dict
     Options of `BlendConfig` that were measured to keep this model's answers (docs/reference/selection.md).
 ARGUMENTS : list of str
@@ -31,6 +33,7 @@ MODEL_PATH = _HERE / "model"
 EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
+CASES_PATH = _HERE / "cases.jsonl"
 BLENDING: dict[str, Any] = {
     "selection": "hkvd",
     "selection_options": {"check_layers": (3,)},
@@ -45,4 +48,13 @@ ENVIRONMENT = {
     "CACHEBLEND_RAG_CONDITION": BLENDING["condition"],
 }
 
-__all__ = ["ARGUMENTS", "BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "ENVIRONMENT", "MODEL_PATH", "QUESTIONS_PATH"]
+__all__ = [
+    "ARGUMENTS",
+    "BLENDING",
+    "CASES_PATH",
+    "DOCUMENTS_PATH",
+    "EMBEDDER_PATH",
+    "ENVIRONMENT",
+    "MODEL_PATH",
+    "QUESTIONS_PATH",
+]

@@ -4,40 +4,508 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
-from torch import nn
-from transformers import GenerationConfig
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation import LogitsProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag.app.cli.arguments import add_arguments
-from cacheblend_rag.errors import CacheBlendError
-from docs.benchmarks.scripts.measuring import shown_seconds, table
-from docs.benchmarks.scripts.plots import EDGE, bar_rows
+from cacheblend_rag.calibration.timing import QUESTION, SYSTEM, timing_prompt
+from cacheblend_rag.config import BlendConfig, check_choice, check_whole
+from cacheblend_rag.engine import pipeline
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import BlendReport, WarmReport
+from cacheblend_rag.store import KVStore
 
-__all__ = [
-    "TokenClock",
-    "add_prompt_arguments",
-    "draw_ways",
-    "greedy",
-    "in_eight_bits",
-    "in_turn",
-    "machine_parser",
-    "options_from",
-    "prompt_parser",
-    "reported",
-    "run_bench",
-    "script_parser",
-    "table_of_ways",
-    "write_json",
-]
+# How bars look by where the KV they read lies; those of methods that read none come first.
+_PLACES: dict[str, dict[str, str]] = {
+    "": {"facecolor": "white", "label": "no KV loaded"},
+    "disk": {"facecolor": "0.5", "label": "KV on disk"},
+    "memory": {"facecolor": "0.85", "hatch": "////", "label": "KV in memory"},
+    "gpu": {"facecolor": "0.95", "hatch": "....", "label": "KV on the GPU"},
+}
+EDGE = {"edgecolor": "black", "linewidth": 0.6}
+"""How bars are drawn round."""
+
+
+def import_pyplot() -> Any:
+    """Pyplot of matplotlib, drawing into files.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "benchmarks") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def pyplot_for(path: str | Path | None) -> Any:
+    """Pyplot for a file drawn after long work, which is checked now; None if none is named.
+
+    Raises
+    ------
+    ConfigError
+        If matplotlib draws no such kind of file, or its folder does not exist.
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    if not path:
+        return None
+    pyplot = import_pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    wanted = Path(path)
+    if wanted.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ConfigError("plot", str(path), "use a file name that ends in .svg, .png or .pdf")
+    if not wanted.parent.is_dir():
+        raise ConfigError("plot", str(path), "use a folder that exists")
+    return pyplot
+
+
+def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
+    """Write a figure into a file and let go of it; the same figure gives the same file."""
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower())
+    with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):  # ids that do not change
+        figure.savefig(path, dpi=150, metadata=undated)
+    pyplot.close(figure)
+
+
+def draw_ttft(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Time to first token of every method, a bar each, with its bound and how many times faster it is."""
+    seconds, bounds, faster = result["ttft_seconds"], result["bound_seconds"], result["times_faster"]
+    split = {name: _method_and_place(name) for name in seconds}
+    methods = list(dict.fromkeys(method for method, _ in split.values()))
+    # Bars of one method stand together, methods half a bar apart.
+    places = {name: number + 0.5 * methods.index(split[name][0]) for number, name in enumerate(seconds)}
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.5 + 0.24 * max(places.values())), layout="constrained")
+    for place, look in _PLACES.items():
+        at = [name for name in seconds if split[name][1] == place]
+        if at:
+            axis.barh([places[name] for name in at], [seconds[name] for name in at], height=0.9, **EDGE, **look)
+    for colour, width, label in (("white", 4, None), ("black", 2, "bound")):  # stands out on any bar
+        low, high = ([places[name] + half for name in seconds] for half in (-0.45, 0.45))
+        axis.vlines([bounds[name] for name in seconds], low, high, colors=colour, linewidth=width, label=label)
+    for name, value in seconds.items():
+        end = (max(value, bounds[name]), places[name])
+        text = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
+        axis.annotate(f"{faster[name]:.1f}×", end, **text)
+    middle = {method: [places[name] for name in seconds if split[name][0] == method] for method in methods}
+    bar_rows(axis, {method: sum(at) / len(at) for method, at in middle.items()})
+    axis.set(xlabel="time to first token (s)", xlim=(0, 1.1 * max(*seconds.values(), *bounds.values())))
+    prompt = f"{result['prompt_tokens']:,} tokens"
+    titled(figure, "Time to first token, and how many times faster than full recompute", result, prompt)
+    figure.legend(loc="outside lower center", ncols=5, fontsize="small", frameon=False)
+    save_figure(pyplot, figure, path)
+
+
+def _method_and_place(name: str) -> tuple[str, str]:
+    method, _, place = name.rpartition(", ")
+    return (method, place) if place in _PLACES and method else (name, "")
+
+
+def bar_rows(axis: Any, places: Mapping[str, float]) -> None:
+    """Names of rows of bars, the first on top."""
+    axis.set_yticks(list(places.values()), list(places))
+    axis.invert_yaxis()
+    axis.margins(y=0.02)
+    unboxed(axis)
+
+
+def unboxed(axis: Any) -> None:
+    """Leave out the frame's upper and right sides, and marks beside names."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+
+
+def titled(figure: Any, title: str, result: Mapping[str, Any], detail: str) -> None:
+    """Write above a figure what it shows, and under what it was measured: model, element type, processor.
+
+    Parameters
+    ----------
+    figure : matplotlib Figure
+    title : str
+    result : mapping
+        Of a benchmark.
+    detail : str
+        Further conditions of the measurement.
+    """
+    options, machine = result["options"], result["machine"]
+    device = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    conditions = f"{Path(options['shape']).name}, {options['dtype']}, {detail}, {device}"
+    figure.suptitle(f"{title}\n{conditions}", fontsize="medium")
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    # As of version 0.2, which has no sliding window.
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-14b": {
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    # The text model of Gemma 3: five layers of six see a window.
+    "gemma3-12b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "yi-34b": {
+        "model_type": "llama",
+        "hidden_size": 7168,
+        "intermediate_size": 20480,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 56,
+        "num_key_value_heads": 8,
+        "vocab_size": 64000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of all benchmarks over one prompt.
+
+    Parameters
+    ----------
+    shape : str
+        Model shape, a key of `SHAPES` or the path of a ``config.json``.
+    dtype : str
+        Element type.
+    chunks, chunk_tokens : int
+        Chunks in the prompt, and tokens of each.
+    rounds : int
+        Timed rounds after one that warms up.
+    threads : int
+        Threads torch may use.
+    device : str
+        Where the model is: ``"auto"`` (a GPU if there is one), or a torch device.
+
+    Raises
+    ------
+    ConfigError
+        If a number is below 1.
+    """
+
+    shape: str = "qwen2.5-0.5b"
+    dtype: str = "float32"
+    chunks: int = 4
+    chunk_tokens: int = 512
+    rounds: int = 5
+    threads: int = 2
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "chunk_tokens", "rounds", "threads"):
+            check_whole(name, getattr(self, name), 1)
+
+
+def bench_device(name: str) -> torch.device:
+    """The device of a name, ``"auto"`` being a GPU if there is one.
+
+    Raises
+    ------
+    ConfigError
+        If there is no device of that name.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", name, 'use "auto", "cpu", "cuda" or "cuda:0"') from error
+
+
+def shape_config(shape: str) -> Any:
+    """The transformers config of a shape.
+
+    Parameters
+    ----------
+    shape : str
+        A key of `SHAPES`, or the path of a ``config.json``.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither.
+    """
+    settings = dict(SHAPES[shape]) if shape in SHAPES else _settings_in(Path(shape))
+    return CONFIG_MAPPING[settings.pop("model_type")](**settings)
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = settings["model_type"] in CONFIG_MAPPING
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        names = ", ".join(map(repr, SHAPES))
+        raise ConfigError("shape", str(path), f"use one of {names}, or the path of a model's config.json")
+    return settings
+
+
+def random_model(shape: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> Any:
+    """A model of a known shape with random weights.
+
+    Parameters
+    ----------
+    shape : str
+        As for `shape_config`.
+    dtype : str
+        Element type, such as ``"bfloat16"``.
+    device : str
+        As for `bench_device`; the weights are drawn there.
+    seed : int
+        Of the weights.
+
+    Raises
+    ------
+    ConfigError
+        If the shape, the element type or the device is not known.
+    """
+    check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
+    config = shape_config(shape)
+    torch.manual_seed(seed)
+    with bench_device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+_ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
+
+
+@contextmanager
+def read_plainly() -> Iterator[None]:
+    """Within this, layers are read one after another, none of them ahead of its use."""
+    with mock.patch.object(pipeline, "_WORTH_A_THREAD", math.inf):
+        yield
+
+
+def bench_model(options: BenchOptions) -> tuple[Any, Any]:
+    """A model of random weights and a tokenizer; from now on torch takes the threads of the options."""
+    torch.set_num_threads(options.threads)
+    model = random_model(options.shape, dtype=options.dtype, device=options.device)
+    return model, bench_tokenizer()
+
+
+def bench_tokenizer() -> Any:
+    """A byte-level BPE tokenizer for the text of benchmarks, made on the spot."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([SYSTEM, QUESTION, f" {SYSTEM} {QUESTION}".lower()], trainer)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    # A message is written as it is, so that a chat has the tokens of the same text.
+    made.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
+
+
+def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
+    """The prompt of a benchmark: a short prefix, chunks, and a question of about 30 tokens."""
+    return timing_prompt(tokenizer, options.chunks, options.chunk_tokens)
+
+
+@contextmanager
+def warmed(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    store: KVStore | str | None,
+    *,
+    fingerprint: str | None = None,
+    **config: Any,
+) -> Iterator[tuple[BlendEngine, WarmReport]]:
+    """An engine in whose store a prompt's prefix and chunks are, and what warming took.
+
+    Parameters
+    ----------
+    model, tokenizer
+    prompt : Prompt
+    store : KVStore, str or None
+        As for `BlendEngine`.
+    fingerprint : str, optional
+        Of the model, if another engine has found it.
+    **config
+        Options of `BlendConfig`.
+    """
+    # Random weights repeat themselves, so there would be more to look up than in any real answer.
+    options = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_lookup": 0, "prompt_cache": 0, **config})
+    with BlendEngine(model, tokenizer, config=options, store=store, fingerprint=fingerprint) as engine:
+        warming = engine.warm(prompt.chunks, progress=False)
+        engine.fuse(prompt)  # stores the prefix
+        yield engine, warming
+
+
+def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The result of a benchmark of one prompt, whatever it times; fit for JSON.
+
+    Parameters
+    ----------
+    options : BenchOptions
+    report : BlendReport
+        Of the prompt, blended.
+    seconds : mapping of str to sequence of float
+        Times of each way, a round each.
+    """
+    return {
+        "options": asdict(options),
+        "machine": machine(options.device),
+        "prompt_tokens": report.prompt_tokens,
+        "hits": report.hits,
+        "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
+    }
+
+
+def show_result(
+    plot: str | None,
+    measure: Callable[[], Mapping[str, Any]],
+    tell: Callable[[Mapping[str, Any]], str],
+    draw: Callable[[Any, Mapping[str, Any], Path], None],
+) -> None:
+    """Measure, and print what is to be told of it; the whole result is the last line, as JSON.
+
+    Parameters
+    ----------
+    plot : str, optional
+        File to draw the result into. If a package or the folder is missing, this shows before anything is measured.
+    measure, tell : callable
+    draw : callable
+        Takes pyplot, the result and the file.
+    """
+    pyplot = pyplot_for(plot)
+    result = measure()
+    print(tell(result))
+    print(json.dumps(result))
+    if plot:
+        draw(pyplot, result, Path(plot))
+
+
+def shown_seconds(seconds: float) -> str:
+    """A time as tables show it."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} µs"
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def machine(device: str = "auto") -> dict[str, Any]:
+    """Where and with what something was measured; ``device`` as in `BenchOptions`."""
+    found = bench_device(device)
+    return {
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name(found) if found.type == "cuda" else str(found),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        # Settings of the C library's allocator, on which times over many megabytes depend.
+        "allocator": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ALLOCATOR)},
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns stand under one another."""
+    lines = [head, *rows]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(head))]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
+
 
 _Options = TypeVar("_Options")
 
@@ -45,13 +513,6 @@ _Options = TypeVar("_Options")
 def script_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """A parser of the script of a name; ``about`` is its docstring."""
     return argparse.ArgumentParser(prog=f"python -m docs.benchmarks.scripts.{name}", description=about)
-
-
-def machine_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with `add_machine_arguments`, whose defaults are given."""
-    parser = script_parser(name, about)
-    add_machine_arguments(parser, **defaults)
-    return parser
 
 
 def prompt_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -165,16 +626,6 @@ def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=0,
     )
-
-
-def in_eight_bits(model: nn.Module) -> None:
-    """Give linear layers but the output head torchao's weights of 8 bits, in place."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-untyped]
-
-    def meant(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and name != "lm_head"
-
-    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=meant)
 
 
 def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -26,10 +26,21 @@ from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
-from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, machine, show_result, table, warmed
-from docs.benchmarks.scripts.plots import save_figure, titled
-from docs.benchmarks.scripts.shapes import BenchOptions
+from docs.benchmarks.scripts.common import (
+    BenchOptions,
+    TokenClock,
+    bench_model,
+    bench_prompt,
+    greedy,
+    machine,
+    prompt_parser,
+    run_bench,
+    save_figure,
+    show_result,
+    table,
+    titled,
+    warmed,
+)
 
 __all__ = ["ConcurrentOptions", "draw", "in_other_order", "main", "measure", "show"]
 

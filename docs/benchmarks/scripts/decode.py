@@ -1,16 +1,24 @@
-"""Seconds a token after the first: after a blend, and by plain transformers.
+"""Seconds a token after the first: after a blend and by plain transformers, and by copies of weights in few bits.
 
-``python -m docs.benchmarks.scripts.decode --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
+``python -m docs.benchmarks.scripts.decode ways --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
 
 All ways run in one process, in turn, round after round; ratios are of medians. Timed is from the
 first token's logits to the last one's, so no prefill is in it. No token can come sooner than all weights are read once,
 which is reckoned from how fast memory is read here. A stream generates on a thread of its
 own, so transformers is also timed on one. Cold requests find none of the chunks stored; one keeps what
 it computed in the background, which should cost its tokens nothing, and one keeps nothing.
+
+``python -m docs.benchmarks.scripts.decode copies --model smollm2 --out decode-codes.json``
+
+In bfloat16 the copies are codes of 4 bits, and the model a starter or a GGUF file of 4 bits. With ``--dtype float32``
+they are weights packed in float16. One answer is made behind the bundled articles, and its tokens take turns: one is
+computed by copies, the next without. Scores are of texts of the articles that are read token by token. For float32, a
+share of each token's time is given, too: that of reading all weights once, at the rate at which memory is read here.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -21,33 +29,44 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.generation import LogitsProcessor
 
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.timing import medians
-from cacheblend_rag.config import check_choice
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.cpu import float16_copies, int4_linear, weight_prepacking
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import (
+    BenchOptions,
     TokenClock,
+    bench_model,
+    bench_prompt,
     draw_ways,
     greedy,
-    in_eight_bits,
     in_turn,
+    machine,
     prompt_parser,
+    reported,
     run_bench,
+    save_figure,
+    script_parser,
+    show_result,
+    table,
     table_of_ways,
+    timed_result,
+    titled,
+    warmed,
+    write_json,
 )
-from docs.benchmarks.scripts.measuring import bench_model, bench_prompt, show_result, timed_result, warmed
-from docs.benchmarks.scripts.plots import save_figure, titled
-from docs.benchmarks.scripts.shapes import BenchOptions
-
-__all__ = ["PLAIN", "DecodingOptions", "bandwidth", "draw", "main", "measure", "show", "weight_bytes"]
 
 PLAIN = "transformers"
-_WEIGHTS = ("plain", "int8")
 _NOT_KEPT, _KEPT = "cold, nothing kept", "cold, kept"
 
 
@@ -59,25 +78,19 @@ class DecodingOptions(BenchOptions):
     ----------
     new_tokens : int
         Tokens of an answer, the first one included.
-    weights : str
-        ``"plain"``, or ``"int8"``: linear layers have torchao's weights in 8 bits, all ways alike.
     """
 
     new_tokens: int = 32
-    weights: str = "plain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.new_tokens < 2:
             raise ConfigError("new_tokens", self.new_tokens, "use 2 or more; the first one is not timed")
-        check_choice("weights", self.weights, _WEIGHTS)
 
 
 def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
-    if options.weights == "int8":
-        in_eight_bits(model)
     prompt = bench_prompt(tokenizer, options)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -103,7 +116,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of weights that a token reads: of all linear layers, the output head too."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    return sum(int(getattr(weight, "qdata", weight).nbytes) for weight in weights)
+    return sum(int(weight.nbytes) for weight in weights)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -171,7 +184,7 @@ def show(options: DecodingOptions, plot: str | None = None) -> None:
             f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n"
             f"reading all weights once takes {1e3 * result['reading_weights']:.1f} ms, "
             f"{result['of_bound']['blended']:.0%} of a token after a blend\n\n"
-            f"{options.shape}, {options.dtype}, {options.weights} weights, {result['prompt_tokens']} tokens, "
+            f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, "
             f"then {options.new_tokens} new ones\n"
         ) + table_of_ways(("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
 
@@ -186,12 +199,144 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     save_figure(pyplot, figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def ways(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
-    parser = prompt_parser("decode", __doc__, shape="qwen2.5-0.5b", rounds=5)
+    parser = prompt_parser("decode ways", __doc__, shape="qwen2.5-0.5b", rounds=5)
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--weights", choices=_WEIGHTS, default="plain", help="those of linear layers")
     return run_bench(parser, arguments, DecodingOptions, show)
+
+
+# Copies of weights in few bits ------------------------------------------------------------------
+
+_COPIES = ("copies", "without")
+_READ = 160  # tokens of a text before those whose scores are compared
+
+
+class _Switch:
+    """Stands for what says whether rows are few, and says no for the way without copies."""
+
+    def __init__(self, are_few: Callable[[torch.Tensor], bool]) -> None:
+        self.way, self._are_few = _COPIES[0], are_few
+
+    def __call__(self, rows: torch.Tensor) -> bool:
+        return self.way == _COPIES[0] and self._are_few(rows)
+
+
+class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the way of the next token, and notes what the last one took."""
+
+    def __init__(self, switch: _Switch) -> None:
+        self._switch = switch
+        self.seconds: dict[str, list[float]] = {way: [] for way in _COPIES}
+        self._count, self._began = 0, 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `LogitsProcessor`."""
+        if self._count > len(_COPIES):  # the first turn of each warms up
+            self.seconds[self._switch.way].append(time.perf_counter() - self._began)
+        self._switch.way = _COPIES[self._count % len(_COPIES)]
+        self._count += 1
+        self._began = time.perf_counter()
+        return scores
+
+
+def tokens(engine: BlendEngine, switch: _Switch, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of tokens behind a prompt."""
+    ids = engine.tokenizer("\n\n".join(_texts())).input_ids[: options.prompt_tokens]
+    turns = _TakingTurns(switch)
+    engine.generate(
+        engine.tokenizer.decode(ids),
+        generation_config=greedy(engine.tokenizer, len(_COPIES) * (options.tokens + 1) + 1),
+        logits_processor=[turns],
+    )
+    medians = {way: 1e3 * statistics.median(each) for way, each in turns.seconds.items()}
+    pairs = zip(*turns.seconds.values(), strict=True)
+    return {"ms_a_token": medians, "ratio": statistics.median(one / other for one, other in pairs)}
+
+
+def _of_bound(engine: BlendEngine, ms_a_token: Mapping[str, float]) -> dict[str, float]:
+    """Share of a token's time that reading its weights takes: two bytes of each packed in float16, or four."""
+    wide = 1e3 * weight_bytes(engine.model) / bandwidth(engine.model.device)
+    return {way: wide / (2 if way == _COPIES[0] else 1) / each for way, each in ms_a_token.items()}
+
+
+@torch.no_grad()
+def scores(engine: BlendEngine, switch: _Switch, options: argparse.Namespace) -> dict[str, Any]:
+    """Divergence of next tokens from those of float32, in nats, and how many choices are the same."""
+    exact = AutoModelForCausalLM.from_pretrained(engine.model.config._name_or_path, dtype=torch.float32).eval()
+    away: dict[str, list[float]] = {way: [] for way in _COPIES}
+    same = dict.fromkeys(_COPIES, 0)
+    for text in _texts()[: options.texts]:
+        ids = torch.tensor([engine.tokenizer(text).input_ids[: _READ + options.tokens]])
+        wanted = _read(exact, ids)
+        for way in _COPIES:
+            switch.way = way
+            with engine.products(decoding=True):
+                found = _read(engine.model, ids)
+            away[way] += (wanted.exp() * (wanted - found)).sum(-1).tolist()
+            same[way] += int((wanted.argmax(-1) == found.argmax(-1)).sum())
+    return {
+        "tokens": len(away[_COPIES[0]]),
+        "divergence": {way: statistics.mean(each) for way, each in away.items()},
+        "worst": {way: max(each) for way, each in away.items()},
+        "same_choice": same,
+    }
+
+
+def _texts() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(ARTICLES_PATH.glob("*.md"))]
+
+
+def _read(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities behind each of the last tokens, which are read one by one, ``[tokens, vocabulary]``."""
+    found = model(ids[:, :_READ], use_cache=True)
+    rows = []
+    for at in range(_READ, ids.shape[1]):
+        found = model(ids[:, at : at + 1], past_key_values=found.past_key_values, use_cache=True)
+        rows.append(found.logits[0, -1].float().log_softmax(-1))
+    return torch.stack(rows)
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Measure, print a table, and write JSON."""
+    torch.set_num_threads(options.threads)
+    wide = options.dtype == "float32"
+    prepack = "auto" if wide else True
+    config = BlendConfig(prepack_weights=prepack, prompt_lookup=0, prompt_cache=0, write_back="off")
+    switch = _Switch(float16_copies.are_few if wide else int4_linear.are_few)
+    with (
+        BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,
+        mock.patch.object(float16_copies if wide else weight_prepacking, "are_few", switch),
+    ):
+        result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
+        if wide:
+            result["of_bound"] = _of_bound(engine, result["ms_a_token"])
+        if options.texts:
+            result["scores"] = scores(engine, switch, options)
+    print(table(("way", "a token"), [(way, f"{one:.1f} ms") for way, one in result["ms_a_token"].items()]))
+    print(f"ratio {result['ratio']:.2f}, of the bound {result.get('of_bound')}, {result.get('scores')}")
+    if options.out:
+        write_json(options.out, result)
+
+
+def copies(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = script_parser("decode copies", __doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    for name, default in (("prompt-tokens", 3000), ("tokens", 40), ("texts", 10), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out")
+    return reported(parser, lambda: _run(parser.parse_args(arguments)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure one of the parts, and print a table and JSON."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parts = {"ways": ways, "copies": copies}
+    parser = script_parser("decode", __doc__)
+    parser.add_argument("part", choices=parts)
+    return parts[parser.parse_args(given[:1]).part](given[1:])
 
 
 if __name__ == "__main__":

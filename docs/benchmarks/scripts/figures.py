@@ -2,51 +2,293 @@
 
 ``python -m docs.benchmarks.scripts.figures --data questions.jsonl --model PATH_OR_ID --out runs/figures``
 
-``--data toy:test`` draws questions from the toy's generator, anew for each number of chunks.
-
 Numbers are those of the CacheBlend paper (arXiv 2405.16444).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import logging
 import sys
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.outputs import LLMResult
 from tqdm import tqdm
 
 from cacheblend_rag.calibration.datasets import Cases
+from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.calibration.passages import Ranker
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
+from cacheblend_rag.fusor.scoring import attention_rows
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.fusor.work import prefill_work
+from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.loading import BlendSettings
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
-from docs.benchmarks.evaluation.command import add_eval_arguments, open_evaluation
-from docs.benchmarks.evaluation.methods import BLENDED, own_ratios, rule_of
-from docs.benchmarks.evaluation.plots import (
+from docs.benchmarks.evaluation.command import (
+    MethodRow,
+    add_eval_arguments,
     draw_against,
     draw_least_work,
     draw_over_chunks,
     draw_over_ratio,
     drawn,
+    main_measure,
+    open_evaluation,
+    write_summary,
 )
-from docs.benchmarks.evaluation.runner import EvalOptions, Evaluation
-from docs.benchmarks.evaluation.summary import MethodRow, main_measure, write_summary
-from docs.benchmarks.scripts.analysis import attention_deviation, kv_deviation, rank_correlation
-from docs.benchmarks.scripts.chains import with_chains
-from docs.benchmarks.scripts.common import reported, script_parser
-from docs.benchmarks.scripts.measuring import machine
-from docs.benchmarks.scripts.plots import import_pyplot
-from tests.toy.cases import ToyCases
+from docs.benchmarks.evaluation.runner import (
+    BLENDED,
+    DEPTH,
+    EvalOptions,
+    EvalRun,
+    Evaluation,
+    Subject,
+    own_ratios,
+    rule_of,
+    scored,
+)
+from docs.benchmarks.scripts.common import import_pyplot, machine, reported, script_parser
 
-__all__ = ["FIGURES", "FigureMaker", "main"]
+
+def kv_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far a rule's values are from full prefill's, token by token (Table 1 of the paper).
+
+    Parameters
+    ----------
+    prepared : PreparedPrompt
+    rule : SelectionRule, optional
+        Full KV reuse by default.
+
+    Returns
+    -------
+    Tensor, [layers, context], float32
+        L2 norm of the difference of values, over all heads; ``context`` are the positions from the first chunk to the
+        last.
+    """
+    span = slice(prepared.context.start, prepared.context.stop)
+    fused, full = prepared.fuse(rule or SelectNone()).fusion.layers, prepared.full.layers
+    rows = []
+    for ours, theirs in zip(fused, full, strict=True):
+        difference = (ours.values - theirs.values)[0, :, span].float()  # [kv_heads, context, head_dim]
+        rows.append(difference.square().sum(dim=(0, 2)).sqrt())
+    return torch.stack(rows)
+
+
+def question_attention(prepared: PreparedPrompt, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
+    """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""
+    adapter, ids = prepared.adapter, torch.tensor(prepared.tokens.input_ids, device=prepared.adapter.device)
+    copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
+    rows = torch.arange(prepared.question.start, prepared.question.stop, device=adapter.device)
+    numbers = range(adapter.num_layers)
+    with adapter.blending():
+        rotaries = adapter.rotary(len(ids))
+        found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
+    return [found[number] for number in numbers]
+
+
+def attention_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far the question's attention over the context is from full prefill's (section 4.2 of the paper).
+
+    Returns
+    -------
+    Tensor, [layers], float32
+        L2 norm of the difference of the forward attention matrices, mean over heads.
+    """
+    span = slice(prepared.context.start, prepared.context.stop)
+    ours = question_attention(prepared, prepared.fuse(rule or SelectNone()).fusion.layers)
+    theirs = question_attention(prepared, prepared.full.layers)
+    differences = [(a[:, :, span] - b[:, :, span]).float() for a, b in zip(ours, theirs, strict=True)]
+    return torch.stack([difference.square().sum(dim=(1, 2)).sqrt().mean() for difference in differences])
+
+
+def rank_correlation(scores: torch.Tensor) -> torch.Tensor:
+    """Spearman's rank correlation of neighbouring layers, over tokens (Fig. 8 of the paper).
+
+    Parameters
+    ----------
+    scores : Tensor, [layers, tokens]
+
+    Returns
+    -------
+    Tensor, [layers - 1], float64
+        NaN next to a layer on which all tokens are equal.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than two layers or two tokens.
+    """
+    if scores.ndim != 2 or min(scores.shape) < 2:
+        raise ConfigError("scores", tuple(scores.shape), "use at least two layers and two tokens")
+    ranks = torch.stack([_ranks(row) for row in scores])
+    ranks = ranks - ranks.mean(dim=1, keepdim=True)
+    sizes = ranks.norm(dim=1)
+    correlation: torch.Tensor = (ranks[1:] * ranks[:-1]).sum(dim=1) / (sizes[1:] * sizes[:-1])
+    return correlation
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, inverse, counts = torch.unique(values, sorted=True, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double() - 1
+    ranks: torch.Tensor = (last - (counts.double() - 1) / 2)[inverse]
+    return ranks
+
+
+CHAINS = ("map_reduce", "map_rerank")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChainAnswer:
+    """The result of a chain for a question.
+
+    Parameters
+    ----------
+    text : str
+        Empty if the chain could not use what the model wrote.
+    ttft : float
+        Seconds until the answer began to be known: to the first token of the last call, or to the end of
+        all calls where the answer is chosen among them.
+    calls : tuple of (int, int)
+        Prompt and generated tokens of each call of the model.
+    failed : bool
+        Whether LangChain refused what the model wrote: MapRerank asks for a score that can be read,
+        MapReduce for parts that are not too long.
+    """
+
+    text: str
+    ttft: float
+    calls: tuple[tuple[int, int], ...]
+    failed: bool = False
+
+
+class DocumentChains:
+    """LangChain's ``map_reduce`` and ``map_rerank`` question answering over an engine's model.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    max_new_tokens : int
+        Of each call.
+    **fields
+        Further fields of the `CacheBlendLLM`.
+
+    Raises
+    ------
+    MissingExtraError
+        If langchain-classic is not installed.
+    """
+
+    def __init__(self, engine: BlendEngine, max_new_tokens: int, **fields: Any) -> None:
+        try:
+            from langchain_classic.chains.question_answering import load_qa_chain
+        except ImportError as error:
+            raise MissingExtraError("langchain-classic", "langchain") from error
+        self._load = load_qa_chain
+        plain = engine.with_config(min_tokens=sys.maxsize, prompt_cache=0)
+        self._llm = CacheBlendLLM.from_engine(plain, max_new_tokens=max_new_tokens, track=False, **fields)
+        self._chains: dict[str, Any] = {}
+
+    def answer(self, kind: str, question: str, chunks: Sequence[str]) -> ChainAnswer:
+        """Answer from chunks by ``"map_reduce"`` or ``"map_rerank"``."""
+        seen = _Calls()
+        given = {"input_documents": [Document(page_content=chunk) for chunk in chunks], "question": question}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are deprecated, and still what people compare with
+            if kind not in self._chains:
+                self._chains[kind] = self._load(self._llm, chain_type=kind)
+            started = time.perf_counter()
+            try:
+                text, failed = str(self._chains[kind].invoke(given, {"callbacks": [seen]})["output_text"]), False
+            except CacheBlendError:
+                raise
+            except ValueError as error:
+                _log.info("%s gave no answer: %s", kind, error)
+                text, failed = "", True
+        ended = time.perf_counter()
+        calls = tuple((info["prompt_tokens"], info["generated_tokens"]) for info in seen.infos)
+        first = ended if failed or kind == "map_rerank" else seen.began + seen.infos[-1]["ttft"]
+        return ChainAnswer(text.strip(), first - started, calls, failed)
+
+
+class _Calls(BaseCallbackHandler):
+    """The model's report of each call, and when the last one began."""
+
+    def __init__(self) -> None:
+        self.infos: list[dict[str, Any]] = []
+        self.began = 0.0
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        for batch in response.generations:
+            self.infos += [dict(one.generation_info or {}) for one in batch]
+
+
+def with_chains(engine: BlendEngine, evaluation: Evaluation, run: EvalRun, folder: Path) -> EvalRun:
+    """A run in which the chains have answered the same questions from the same chunks.
+
+    They have no prompt that could be compared token by token. Rows and work count all their calls.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    evaluation : Evaluation
+        What the run was made by.
+    run : EvalRun
+    folder : path
+        Keeps their results question by question, as a run does.
+    """
+    subject = Subject(engine, run.settings["max_new_tokens"])
+    known: dict[int, DocumentChains] = {}
+    with Journal(folder, run.settings) as journal, engine.products():
+        for line in run.lines[len(journal.lines) :]:
+            count, length = line["chunks"], line["chunk_tokens"]
+            case = next(one for one in evaluation.pools[count] if one.id == line["case"])
+            most = subject.answer_tokens(case)
+            if most not in known:
+                known[most] = DocumentChains(engine, most)
+            chosen, prompt = evaluation.prompt_of(case, count, length)
+            tokens, question = len(engine.tokenize(prompt).input_ids), case.question or "Summarize the news."
+            results = []
+            for kind in CHAINS if line["results"] else ():
+                found = known[most].answer(kind, question, prompt.chunks)
+                results.append({**_spent(engine, kind, found, tokens), **scored(chosen, found.text)})
+            journal.append({"case": case.id, "results": results})
+        both = zip(run.lines, journal.lines, strict=True)
+        return replace(run, lines=[{**line, "results": [*line["results"], *more["results"]]} for line, more in both])
+
+
+def _spent(engine: BlendEngine, kind: str, found: ChainAnswer, tokens: int) -> dict[str, Any]:
+    """Time of a chain, beside full prefill of a prompt of so many tokens."""
+    calls = list(found.calls)
+    if kind == "map_reduce" and calls:
+        calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
+    sizes = [read + written for read, written in calls]
+    shape = engine.adapter.shape
+    deep = max(DEPTH, engine.adapter.num_layers)
+    work = {
+        name: sum(prefill_work(shape, size, layers) for size in sizes) / prefill_work(shape, tokens, layers)
+        for name, layers in (("work", None), ("work_24", deep))
+    }
+    about = {"label": kind, "method": kind, "ratio": None, "ttft": found.ttft, "rows": sum(sizes) / tokens}
+    return {**about, **work, "failed": found.failed}
+
 
 FIGURES: Mapping[int, str] = {
     2: "quality by full prefill and by full KV reuse, over the number of chunks",
@@ -266,14 +508,6 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _toy_cases(parsed: argparse.Namespace) -> Cases | None:
-    """Gives questions of ``toy:SPLIT``; None for those of a file."""
-    kind, _, split = parsed.data.partition(":")
-    if kind != "toy":
-        return None
-    return ToyCases(split, parsed.per_kind, parsed.seed, parsed.order == "random", parsed.limit).cases
-
-
 def _whole(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
@@ -282,7 +516,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make figures and print the files they are in."""
     parser = script_parser("figures", __doc__)
     add_eval_arguments(parser)
-    parser.add_argument("--per-kind", type=int, default=50, metavar="N", help="questions of each kind, of toy:SPLIT")
     parser.add_argument("--only", type=_whole, metavar="N,N,…", help="2, 6, 7, 8, 12, 13, 15, 16; all by default")
     parser.add_argument("--sweep-chunks", type=_whole, default=(3, 6, 9, 12), metavar="N,N,…")
     parser.add_argument("--sweep-tokens", type=_whole, default=(100, 200, 300), metavar="N,N,…")
@@ -290,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
 
     def make() -> None:
-        with open_evaluation(parsed, _toy_cases(parsed)) as made:
+        with open_evaluation(parsed) as made:
             maker = FigureMaker(
                 engine=made.engine,
                 cases=made.cases,

@@ -1,4 +1,4 @@
-"""The same traffic over three routers, beside the simulator, and a kill.
+"""The same traffic over three routers: the share of chunks that a replica holds, and times to first token.
 
 ``python -m docs.benchmarks.scripts.fleet --out docs/benchmarks/fleet-run.json``
 
@@ -6,11 +6,6 @@ Replicas of the starter model run on this machine over one Valkey server. Each r
 topics are asked for more often than others. A router is good if a request meets its chunks in the memory or on the disk
 of the replica that answers it. Routers take turns, round after round, each time over empty stores. All routers of a
 round get the same requests at the same moments.
-
-First `service_times` measures the engine with a replica's threads and the traffic's chunks, in a process of its own.
-Before each run it is noted what all processes together take while nothing is asked. Then a few requests come one by
-one: they say what a request takes beside the engine's time. From all this the simulator computes hit shares and TTFT of
-the same requests. Nothing is fitted to what is compared.
 """
 
 from __future__ import annotations
@@ -18,37 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.request_router import PendingRequest
 
 from cacheblend_rag.app.cli.configuration import GivenValue
 from cacheblend_rag.app.fleet.application import fleet
-from cacheblend_rag.app.fleet.routing import chunk_digest
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.models.loading import load_geometry
-from docs.benchmarks.scripts.common import reported, script_parser, write_json
-from docs.benchmarks.scripts.measuring import machine, table
+from docs.benchmarks.scripts.common import machine, reported, script_parser, table, write_json
 from docs.benchmarks.scripts.servers import valkey_server
-from docs.benchmarks.scripts.service_times import ServiceTimes
-from docs.benchmarks.scripts.simulator import read_trace, replay, table_of_replays
 
 __all__ = ["main"]
 
@@ -57,8 +43,6 @@ _FIRST = ("alder", "copper", "falcon", "harbour", "island", "larch", "meadow", "
 _LAST = ("bank", "bridge", "field", "gate", "hill", "lane", "mill", "row", "side", "stone", "wood", "yard")
 _WORDS = [first + last for first in _FIRST for last in _LAST]
 _MODEL = "measured"
-_PROBES, _IDLE_SECONDS = 15, 10.0
-_SLOTS = 4
 
 
 class PromptPrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
@@ -103,19 +87,13 @@ class Answered:
         Its number; empty if the request failed.
     tiers : tuple of str
         What each chunk was read from; empty for nowhere.
-    ttft, seconds : float
-        Until the first piece of the answer, and until the last, at the client.
-    engine : float
-        Until the first token, as the engine says.
-    prompt_tokens : int
+    ttft : float
+        Seconds until the first piece of the answer, at the client.
     """
 
     replica: str
     tiers: tuple[str, ...]
     ttft: float
-    seconds: float
-    engine: float = 0.0
-    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,21 +104,10 @@ class Run:
     ----------
     requests : tuple of Asked
     answers : tuple of Answered
-    probes : tuple of Answered
-        Of requests that came one by one before.
-    idle : float
-        How many processors all processes together took while nothing was asked.
     """
 
     requests: tuple[Asked, ...]
     answers: tuple[Answered, ...]
-    probes: tuple[Answered, ...]
-    idle: float = 0.0
-
-    @property
-    def overhead(self) -> list[float]:
-        """Seconds of each probe beside the engine's, while nothing else is asked."""
-        return [one.ttft - one.engine for one in self.probes if one.replica] or [0.0]
 
 
 def traffic(options: argparse.Namespace, number: int = 0) -> list[Asked]:
@@ -175,22 +142,11 @@ def ask(client: httpx.Client, asked: Asked, new_tokens: int) -> Answered:
             first = first or time.perf_counter()
             if line.startswith("data: {"):
                 told = json.loads(line.removeprefix("data: "))
-        seconds = time.perf_counter() - began
         if "cacheblend" not in told:
-            return Answered("", (), first - began, seconds)
+            return Answered("", (), first - began)
         (how,) = told["cacheblend"]
-        tokens, engine = int(told["usage"]["prompt_tokens"]), float(how["ttft_s"])
         tiers = tuple(tier or "" for tier in how["tiers"])
-        return Answered(answer.headers["x-replica"], tiers, first - began, seconds, engine, tokens)
-
-
-def probed(url: str, options: argparse.Namespace) -> Iterator[Answered]:
-    """The outcome of requests that come one by one; their chunks are in no other request."""
-    own = argparse.Namespace(**vars(options) | {"requests": _PROBES, "topics": 1, "seed": options.seed + 10_000})
-    with httpx.Client(base_url=url, timeout=600) as client:
-        for one in traffic(own):
-            yield ask(client, one, options.new_tokens)
-            time.sleep(1)  # until what was missing is stored
+        return Answered(answer.headers["x-replica"], tiers, first - began)
 
 
 def play(url: str, requests: Sequence[Asked], new_tokens: int) -> list[Answered]:
@@ -209,8 +165,8 @@ def play(url: str, requests: Sequence[Asked], new_tokens: int) -> list[Answered]
 
 
 @contextmanager
-def started(options: argparse.Namespace, routing: dict[str, Any] | None) -> Iterator[tuple[str, Path]]:
-    """Replicas with empty stores; their address and data folder."""
+def started(options: argparse.Namespace, routing: dict[str, Any] | None) -> Iterator[str]:
+    """Replicas with empty stores; their address."""
     with tempfile.TemporaryDirectory() as folder, valkey_server() as store:
         docs = Path(folder, "docs")
         docs.mkdir()
@@ -232,7 +188,7 @@ def started(options: argparse.Namespace, routing: dict[str, Any] | None) -> Iter
             {name: GivenValue(value, name) for name, value in given.items()}, options.replicas, routing=routing
         ) as at:
             time.sleep(2)  # until every replica has told of itself
-            yield at, Path(folder, "data")
+            yield at
 
 
 def summarized(runs: Sequence[Run], tokens: dict[str, int]) -> dict[str, Any]:
@@ -260,8 +216,6 @@ def summarized(runs: Sequence[Run], tokens: dict[str, int]) -> dict[str, Any]:
         "ttft_p50": cuts[49],
         "ttft_p90": cuts[89],
         "ttft_p99": cuts[98],
-        "overhead": [statistics.median(run.overhead) for run in runs],
-        "idle": [run.idle for run in runs],
         "failed": sum(not one.replica for one in answers),
         "requests_by_replica": {
             name: [one.replica for one in answers].count(name) for name in sorted({one.replica for one in answers})
@@ -277,154 +231,35 @@ def paired(ours: Sequence[Run], others: Sequence[Run]) -> float:
     return statistics.median([b.ttft / a.ttft for a, b in both if a.replica and b.replica] or [0.0])
 
 
-def trace(
-    router: str, options: argparse.Namespace, run: Run, tokens: dict[str, int], times: dict[str, Any]
-) -> Iterator[str]:
-    """Lines for the simulator."""
-    names = [str(number) for number in range(options.replicas)]
-    about = {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": _SLOTS}
-    about |= {"shared": True, "cores": times["cores"], "overhead": run.overhead, "seconds": times["seconds"]}
-    yield json.dumps({"run": about})
-    for asked, answered in zip(run.requests, run.answers, strict=True):
-        read = list(zip(asked.chunks, answered.tiers, strict=False))
-        known = sum(tokens[chunk] for chunk in asked.chunks)
-        observed = {
-            "replica": answered.replica,
-            "hit_tokens": sum(tokens[chunk] for chunk, tier in read if tier in _OWN),
-            "remote_tokens": sum(tokens[chunk] for chunk, tier in read if tier and tier not in _OWN),
-            "ttft": answered.ttft if answered.replica else None,
-        }
-        line = {
-            "arrival": asked.arrival,
-            "chunks": [[f"{chunk_digest(chunk):016x}", tokens[chunk]] for chunk in asked.chunks],
-            "question_tokens": max(tokens[asked.question], answered.prompt_tokens - known),
-            "new_tokens": options.new_tokens,
-            "observed": observed,
-        }
-        yield json.dumps(line)
-
-
-def kill(url: str, data: Path, requests: Sequence[Asked]) -> dict[str, Any]:
-    """Kill a replica in the middle of an answer, and see what others notice."""
-    client = httpx.Client(base_url=url, timeout=600)
-    by_replica: dict[str, list[Asked]] = {}
-    for one in requests:
-        if not any(set(one.chunks) & set(other.chunks) for known in by_replica.values() for other in known):
-            by_replica.setdefault(ask(client, one, 4).replica, []).append(one)
-    place = max(by_replica, key=lambda name: len(by_replica[name]))
-    victim, kept = by_replica.pop(place)[:2]
-    for one in (victim, kept):  # until their KV is on the disk
-        while not all(ask(client, one, 4).tiers):
-            time.sleep(1)
-    time.sleep(3)
-    process = int(json.loads((data / "replicas" / place / "in-use.json").read_text(encoding="utf-8"))["process"])
-    others: list[Answered] = []
-    asked = [one for known in by_replica.values() for one in known][:4]
-    threads = [threading.Thread(target=lambda one=one: others.append(ask(client, one, 16))) for one in asked]
-    body = {
-        "model": _MODEL,
-        "prompt": victim.question,
-        "documents": victim.chunks,
-        "max_tokens": 400,
-        "stream": True,
-    }
-    with client.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        told = [next(lines) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        os.kill(process, signal.SIGKILL)
-        killed = time.perf_counter()
-        told += list(lines)
-    last = [json.loads(line.removeprefix("data: ")) for line in told if line.startswith("data: {")][-1]
-    again = ask(client, victim, 4)
-    for thread in threads:
-        thread.join()
-    while client.get("/readyz").headers["x-replica"] != place and time.perf_counter() - killed < 300:
-        time.sleep(0.2)
-    back_after = time.perf_counter() - killed
-    time.sleep(5)  # until it has told what it holds
-    return {
-        "streamed_by": answer.headers["x-replica"],
-        "killed": place,
-        "error_of_the_stream": last.get("error", {}).get("code"),
-        "asked_again": asdict(again),
-        "others": [asdict(one) for one in others],
-        "others_failed": sum(not one.replica for one in others),
-        "back_after_seconds": back_after,
-        "what_it_kept": asdict(ask(client, kept, 4)),
-    }
-
-
-def timed(options: argparse.Namespace, chunk_tokens: int) -> dict[str, Any]:
-    """Measurements of `service_times` for the engine as a replica has it."""
-    if options.times:
-        ServiceTimes.read(options.times)  # says what is wrong with it
-        found: dict[str, Any] = json.loads(options.times.read_text(encoding="utf-8"))
-        return {"cores": float(os.cpu_count() or 1), **found}
-    with tempfile.TemporaryDirectory() as folder:
-        out, threads = Path(folder, "times.json"), max(1, (os.cpu_count() or 1) // options.replicas)
-        command = [sys.executable, "-m", "docs.benchmarks.scripts.service_times"]
-        command += ["--model", options.model, "--dtype", "float32"]
-        command += ["--condition", options.condition, "--chunk-tokens", str(chunk_tokens), "--threads", str(threads)]
-        subprocess.run([*command, "--out", str(out)], check=True)
-        measured: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return measured
-
-
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure times, then every router in turn, then simulate; a dictionary fit for JSON."""
+    """Measure every router in turn; a dictionary fit for JSON."""
     rounds = [traffic(options, number) for number in range(options.rounds)]
     tokenizer = load_geometry(options.model)[1]
-    texts = {text for requests in rounds for one in requests for text in (*one.chunks, one.question)}
-    tokens = {text: len(tokenizer.encode(text)) for text in texts}
-    chunk_tokens = round(statistics.mean(tokens[chunk] for one in rounds[0] for chunk in one.chunks))
-    times = timed(options, chunk_tokens)
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    results: dict[str, Any] = {"options": given, "machine": machine("cpu"), "chunk_tokens": chunk_tokens}
-    results |= {"times": {name: times[name] for name in ("options", "machine", "cores", "seconds")}}
+    tokens = {text: len(tokenizer.encode(text)) for requests in rounds for one in requests for text in one.chunks}
     runs: dict[str, list[Run]] = {name: [] for name in options.routers}
-    traces: dict[str, list[Path]] = {name: [] for name in options.routers}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, requests in enumerate(rounds):
-            turn = number % len(options.routers)
-            for name in [*options.routers[turn:], *options.routers[:turn]]:
-                with started(options, ROUTERS[name]) as (url, data):
-                    idle = psutil.cpu_percent(_IDLE_SECONDS) / 100 * (psutil.cpu_count() or 1)
-                    probes = tuple(probed(url, options))
-                    answers = tuple(play(url, requests, options.new_tokens))
-                    run = Run(tuple(requests), answers, probes, idle)
-                    print(json.dumps({name: summarized([run], tokens)}), flush=True)
-                    if options.kill and number == 0 and name == options.routers[0]:
-                        results["kill"] = kill(url, data, traffic(options, 99))
-                        print(json.dumps({"kill": results["kill"]}), flush=True)
-                runs[name].append(run)
-        # The late end of a start is no part of the time that is always taken.
-        idle = statistics.median(run.idle for found in runs.values() for run in found)
-        at = Path(options.out) if options.out else Path(folder, "run")
-        for name, found in runs.items():
-            for number, run in enumerate(found):
-                traces[name].append(at.with_suffix(f".{name.replace(' ', '-')}.{number}.jsonl"))
-                lines = [*trace(name, options, run, tokens, times | {"cores": times["cores"] - idle}), ""]
-                traces[name][-1].write_text("\n".join(lines), encoding="utf-8")
-        results["routers"] = {name: summarized(found, tokens) for name, found in runs.items()}
-        for name, found in runs.items():
-            results["routers"][name] |= {
-                "ttft_to_first_router": paired(runs[options.routers[0]], found),
-                "probes": [[asdict(one) for one in run.probes] for run in found],
-            }
-        seconds = ServiceTimes(**times["seconds"])
-        results["beside_simulator"] = {
-            name: replay([read_trace(path) for path in paths], seconds) for name, paths in traces.items()
-        }
-    return results
+    for number, requests in enumerate(rounds):
+        turn = number % len(options.routers)
+        for name in [*options.routers[turn:], *options.routers[:turn]]:
+            with started(options, ROUTERS[name]) as url:
+                runs[name].append(Run(tuple(requests), tuple(play(url, requests, options.new_tokens))))
+            print(json.dumps({name: summarized(runs[name][-1:], tokens)}), flush=True)
+    first = runs[options.routers[0]]
+    return {
+        "options": vars(options),
+        "machine": machine("cpu"),
+        "chunk_tokens": round(statistics.mean(tokens[chunk] for one in rounds[0] for chunk in one.chunks)),
+        "routers": {
+            name: {**summarized(found, tokens), "ttft_to_first_router": paired(first, found)}
+            for name, found in runs.items()
+        },
+    }
 
 
 _HEAD = ("router", "own memory or disk", "of possible", "shared store", "TTFT p50", "p90", "p99", "failed")
 
 
 def tell(results: dict[str, Any]) -> str:
-    """Tables of a result."""
+    """A result as a table."""
     rows = [
         (
             name,
@@ -436,7 +271,7 @@ def tell(results: dict[str, Any]) -> str:
         )
         for name, one in results["routers"].items()
     ]
-    return f"{table(_HEAD, rows)}\n\n{table_of_replays(results['beside_simulator'])}"
+    return table(_HEAD, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -455,9 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--condition", default="sink", help="what chunks are computed behind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--times", type=Path, metavar="FILE", help="written by service_times; else it is run first")
-    parser.add_argument("--kill", action="store_true", help="also kill a replica in the middle of an answer")
-    parser.add_argument("--out", help="write the results here, and a trace of each run beside them")
+    parser.add_argument("--out", help="write the results here")
     options = parser.parse_args(arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray shows every line
 

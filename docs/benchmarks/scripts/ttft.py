@@ -39,18 +39,20 @@ from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
-from docs.benchmarks.scripts.common import add_prompt_arguments, run_bench, script_parser
-from docs.benchmarks.scripts.measuring import (
+from docs.benchmarks.scripts.common import (
+    BenchOptions,
+    add_prompt_arguments,
     bench_model,
     bench_prompt,
+    draw_ttft,
+    run_bench,
+    script_parser,
     show_result,
     shown_seconds,
     table,
     timed_result,
     warmed,
 )
-from docs.benchmarks.scripts.plots import draw_ttft
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "invoke", "cold")
 _KV_PLACES = ("disk", "memory", "gpu")

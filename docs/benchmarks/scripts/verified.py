@@ -30,9 +30,16 @@ from cacheblend_rag.config import DTYPES, BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.tokenizer import common_length
-from docs.benchmarks.scripts.common import TokenClock, reported, script_parser, write_json
-from docs.benchmarks.scripts.measuring import machine, table
-from docs.benchmarks.scripts.plots import save_figure, unboxed
+from docs.benchmarks.scripts.common import (
+    TokenClock,
+    machine,
+    reported,
+    save_figure,
+    script_parser,
+    table,
+    unboxed,
+    write_json,
+)
 from docs.benchmarks.scripts.yardstick import in_prompt, is_right, of_half, open_cases
 
 WAYS = ("blended", "verified", "full", "transformers")

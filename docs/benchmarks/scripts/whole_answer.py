@@ -8,17 +8,21 @@ shape has random weights and reads made-up text. Each answer has 256 tokens. It 
 the 64th were there. An answer that may not end repeats itself, so no tokens are tried from what was written before
 (``prompt_lookup``): there would be more of them than in real answers.
 
-llama.cpp needs the package llama-cpp-python. Its 4 bits are the starter's own GGUF file, or what its own quantiser
-makes of a shape; its 8 bits are made by its quantiser. ik_llama.cpp and OpenVINO GenAI need the packages
-ik-llama-cpp-python and openvino-genai, and read a starter's own file. Memory is that of the whole process: each has
-torch in it, some 0.4 GB that llama.cpp by itself would not take.
+llama.cpp, ik_llama.cpp and OpenVINO GenAI need the packages llama-cpp-python, ik-llama-cpp-python and openvino-genai,
+and read a starter's own GGUF file of 4 bits. llama.cpp's 8 bits are made by its quantiser. OpenVINO by default takes
+activations to 8 bits where the processor multiplies them faster, and keeps KV in 8 bits. Memory is that of the whole
+process: each has torch in it, some 0.4 GB that llama.cpp by itself would not take.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
 import importlib.util
+import itertools
 import json
+import logging
 import os
 import re
 import statistics
@@ -27,25 +31,284 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns
-from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits, write_json
-from docs.benchmarks.scripts.gguf_file import write_gguf
-from docs.benchmarks.scripts.ik_llama import IkLlama
-from docs.benchmarks.scripts.llama_cpp import LlamaContext, LlamaCpp, LlamaSettings
-from docs.benchmarks.scripts.measuring import bench_prompt, bench_tokenizer, machine
-from docs.benchmarks.scripts.openvino import OpenVino, write_readable
-from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions, random_model
+from docs.benchmarks.scripts.common import (
+    SHAPES,
+    BenchOptions,
+    TokenClock,
+    bench_prompt,
+    bench_tokenizer,
+    greedy,
+    machine,
+    random_model,
+    write_json,
+)
+
+
+class IkLlama:
+    """A model in ik_llama.cpp with one KV cache: weights repacked for the processor, flash attention, KV in float16.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file.
+    tokens : int
+        Positions that the KV cache has room for.
+    threads : int
+    """
+
+    def __init__(self, path: Path, tokens: int, threads: int) -> None:
+        from ik_llama_cpp import _ctypes_api as library
+        from ik_llama_cpp import _internals as batches
+
+        self._library, self._batches = library, batches
+        library.llama_backend_init()
+        of_model = library.llama_model_default_params()
+        of_model.n_gpu_layers, of_model.repack_tensors, of_model.use_mmap = 0, True, False
+        model = library.llama_model_load_from_file(str(path).encode(), of_model)
+        if not model:
+            raise SystemExit(f"ik_llama.cpp could not load {path}")
+        params = library.llama_context_default_params()
+        params.n_ctx = params.n_batch = tokens
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn = True
+        self._context = library.llama_init_from_model(model, params)
+        self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+
+    def prefill(self, ids: Sequence[int], kept: int = 0) -> torch.Tensor:
+        """Logits of the last token, ``[vocab]``; see `LlamaContext.prefill`. What is kept must be all that is there."""
+        if not kept:
+            self._library.llama_kv_cache_clear(self._context)
+        batch = self._batches.make_batch_range(list(ids[kept:]), pos_start=kept, logits_last=True)
+        status = self._library.llama_decode(self._context, batch)
+        self._library.llama_batch_free(batch)
+        if status:
+            raise SystemExit(f"ik_llama.cpp could not evaluate {len(ids) - kept} tokens behind {kept}: status {status}")
+        logits = self._library.llama_get_logits_ith(self._context, -1)
+        view = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocabulary)).contents
+        return torch.frombuffer(view, dtype=torch.float32).clone()
+
+
+_UNREAD = ("Q5_0", "Q5_1", "Q5_K")
+"""Kinds of weights that it cannot read."""
+
+
+class OpenVino:
+    """A model in OpenVINO.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file.
+    threads : int
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import openvino_genai
+
+        self._library = openvino_genai
+        self._model = openvino_genai.LLMPipeline(str(path), "CPU", INFERENCE_NUM_THREADS=threads)
+
+    def answer(self, ids: Sequence[int], tokens: int) -> list[float]:
+        """Answer by so many tokens; seconds from the start until each was there."""
+        metrics = self._generate(ids, tokens).perf_metrics.raw_metrics
+        first = metrics.m_times_to_first_token[0] / 1e6
+        later = list(itertools.accumulate(each / 1e6 for each in metrics.m_durations))
+        self._generate([1, 2], 1)  # or it goes on from the KV of these ids when they come again
+        return [first, *(first + each for each in later)][:tokens]
+
+    def _generate(self, ids: Sequence[int], tokens: int) -> Any:
+        import openvino
+
+        config = self._library.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
+        given = np.array([ids], dtype=np.int64)
+        inputs = self._library.TokenizedInputs(openvino.Tensor(given), openvino.Tensor(np.ones_like(given)))
+        return self._model.generate(inputs, config)
+
+
+def write_readable(source: Path, target: Path) -> str:
+    """Write a file with the kinds of weights that cannot be read taken to 8 bits; how the weights are called then."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    reader = GGUFReader(source)
+    changed = sum(tensor.tensor_type.name in _UNREAD for tensor in reader.tensors)
+    if not changed:
+        target.symlink_to(source)
+        return "of the file"
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind = field.types[0]
+        of_array = field.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=of_array)
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if kind.name in _UNREAD:
+            data, kind = quantize(dequantize(data, kind), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return f"{changed} of {len(reader.tensors)} in 8 bits, else of the file"
+
+
+_log = logging.getLogger(__name__)
+_ERROR = 4  # GGML_LOG_LEVEL_ERROR
+
+
+@dataclass(frozen=True)
+class LlamaSettings:
+    """How llama.cpp computes.
+
+    Parameters
+    ----------
+    flash_attention : bool
+    ubatch : int
+        Rows computed at once.
+    kv : {"F16", "F32"}
+        Element type of its KV. Float16 is llama.cpp's default, and the quicker one.
+    """
+
+    flash_attention: bool = True
+    ubatch: int = 512
+    kv: str = "F16"
+
+
+class LlamaCpp:
+    """A model in llama.cpp; its contexts are freed with it.
+
+    Parameters
+    ----------
+    path : Path
+        A GGUF file, such as `write_gguf` makes.
+    threads : int
+        Threads llama.cpp computes with.
+    """
+
+    def __init__(self, path: Path, *, threads: int) -> None:
+        import llama_cpp
+
+        llama_cpp.llama_backend_init()
+        llama_cpp.llama_log_set(_log_callback(), None)
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise CacheBlendError(f"llama.cpp could not load {path}")
+        self._open = ExitStack()
+        self._open.callback(llama_cpp.llama_model_free, self._model)
+        self.threads = threads
+
+    def context(self, tokens: int, settings: LlamaSettings) -> LlamaContext:
+        """A context with a KV cache of its own.
+
+        Parameters
+        ----------
+        tokens : int
+            Positions it has room for.
+        settings : LlamaSettings
+        """
+        made = LlamaContext(self._model, tokens, self.threads, settings)
+        self._open.callback(made.close)
+        return made
+
+    def close(self) -> None:
+        """Free the model and its contexts."""
+        self._open.close()
+
+    def __enter__(self) -> LlamaCpp:
+        """See `close`."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """See `close`."""
+        self.close()
+
+
+@functools.cache  # llama.cpp calls it for as long as the process lives
+def _log_callback() -> Any:
+    import llama_cpp
+
+    def note(level: int, text: bytes, _: Any) -> None:
+        _log.log(logging.ERROR if level == _ERROR else logging.DEBUG, "%s", text.decode(errors="replace").rstrip())
+
+    return llama_cpp.llama_log_callback(note)
+
+
+class LlamaContext:
+    """A KV cache of llama.cpp and what it takes to fill it; made by `LlamaCpp.context`."""
+
+    def __init__(self, model: Any, tokens: int, threads: int, settings: LlamaSettings) -> None:
+        import llama_cpp
+
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = tokens
+        params.n_ubatch = settings.ubatch
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{settings.kv}")
+        params.flash_attn_type = int(settings.flash_attention)
+        params.offload_kqv = params.op_offload = False
+        self._lib, self._tokens = llama_cpp, tokens
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._context = llama_cpp.llama_init_from_model(model, params)
+        if not self._context:
+            raise CacheBlendError(f"llama.cpp could not make a context of {tokens} tokens")
+        self._kv = llama_cpp.llama_get_memory(self._context)
+
+    def prefill(self, ids: Sequence[int], kept: int = 0) -> torch.Tensor:
+        """Logits of the last token.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The whole prompt.
+        kept : int
+            How many of its first tokens the KV cache holds already, from the call before; what lies behind them
+            is removed.
+
+        Returns
+        -------
+        Tensor, [vocab], float32
+
+        Raises
+        ------
+        CacheBlendError
+            If they do not fit, or llama.cpp says that it could not evaluate them.
+        """
+        if len(ids) > self._tokens:  # which ends the process otherwise
+            raise CacheBlendError(f"{len(ids)} tokens do not fit a context made for {self._tokens}")
+        if not self._lib.llama_memory_seq_rm(self._kv, 0, kept, -1):
+            raise CacheBlendError(f"llama.cpp could not keep {kept} tokens")
+        rest = (ctypes.c_int32 * (len(ids) - kept))(*ids[kept:])
+        # Positions go on from those that are kept, and logits are computed of the last token alone.
+        status = self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(rest, len(rest)))
+        if status:
+            raise CacheBlendError(f"llama.cpp could not evaluate {len(rest)} tokens behind {kept}: status {status}")
+        logits = self._lib.llama_get_logits_ith(self._context, -1)
+        view = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocab)).contents
+        return torch.frombuffer(view, dtype=torch.float32).clone()
+
+    def close(self) -> None:
+        """Free it."""
+        self._lib.llama_free(self._context)
+
 
 CHUNK_TOKENS, THREADS = 512, 2
 NOTED = (1, 16, 64, 256)  # tokens of an answer
@@ -129,11 +392,9 @@ def _transformers(case: Case) -> _Answer:
     return answer
 
 
-def _engine(case: Case, *, eight_bits: bool = False, **options: Any) -> _Answer:
+def _engine(case: Case, **options: Any) -> _Answer:
     model, tokenizer = case.plain_model(), case.tokenizer()
-    if eight_bits:
-        in_eight_bits(model)
-    store = Path(case.folder, f"{case.chunks} chunks, {'eight bits' if eight_bits else 'plain'}")
+    store = Path(case.folder, f"{case.chunks} chunks")
     engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, prompt_cache=0, **options), store=store)
     prompt = case.prompt(tokenizer)
     engine.warm(prompt.chunks, progress=False)
@@ -185,7 +446,9 @@ def _openvino_file(case: Case) -> Path:
 
 def _starter_file(case: Case) -> Path:
     if not case.starter:
-        raise SystemExit(f"--model {case.model}: OpenVINO GenAI and ik_llama.cpp read the files of starters alone")
+        raise SystemExit(
+            f"--model {case.model}: llama.cpp, ik_llama.cpp and OpenVINO GenAI read the files of starters alone"
+        )
     return starter_folder(case.model) / STARTERS[case.model].weights
 
 
@@ -204,9 +467,6 @@ WAYS = {
     "full": Way("this package, full recompute", lambda case: _engine(case, selection="all")),
     "reuse": Way("this package, full KV reuse", lambda case: _engine(case, selection="none")),
     "default": Way("this package, blended (default)", _engine),
-    "int8-prefill": Way("the same, prompts in 8 bits", lambda case: _engine(case, int8_prefill=True)),
-    "full-int8": Way("this package, full recompute in 8 bits", partial(_engine, selection="all", int8_prefill=True)),
-    "int8": Way("the same, weights in 8 bits", lambda case: _engine(case, eight_bits=True)),
     "llama-4": Way("llama.cpp, 4 bits, full prefill", lambda case: _llama(case, 4), 4, "llama_cpp"),
     "llama-8": Way("llama.cpp, 8 bits, full prefill", lambda case: _llama(case, 8), 8, "llama_cpp"),
     "ik": Way("ik_llama.cpp, 4 bits, full prefill", _ik_llama, package="ik_llama_cpp"),
@@ -274,28 +534,23 @@ def write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
     wanted = {way: bits for way in ways if (bits := WAYS[way].bits) is not None}
     if not wanted:
         return {}
-    if case.starter:
-        source = _starter_file(case)
-    else:
-        source = Path(case.folder, "16.gguf")
-        write_gguf(random_model(case.model, dtype=case.dtype), source, torch.float16)
+    source = _starter_file(case)
     return {way: _write_quantised(case, source, bits) for way, bits in wanted.items()}
 
 
 def _write_quantised(case: Case, source: Path, bits: int) -> str:
-    """Write a file of so many bits; the kind of weights in it. A starter has 4 bits already."""
+    """Write a file of so many bits; the kind of weights in it. The starter's own has 4."""
     import llama_cpp
 
     file = Path(case.folder, f"{bits}.gguf")
-    if bits == 4 and case.starter:
+    if bits == 4:
         file.symlink_to(source)
         return source.name.split(".")[-2]
-    kind = {4: "Q4_0", 8: "Q8_0"}[bits]
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
     if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params):
         raise SystemExit(f"llama.cpp could not write {file}")
-    return kind
+    return "Q8_0"
 
 
 def measure(
@@ -325,7 +580,7 @@ def measure(
 
 
 def _weights_of(way: str, dtype: str) -> str:
-    return "int8" if way == "int8" else "of the file" if way == "ik" else dtype
+    return "of the file" if way == "ik" else dtype
 
 
 def _in_turn(case: Case, rounds: int, ways: Sequence[str]) -> dict[str, list[dict[str, Any]]]:

@@ -2,26 +2,21 @@
 
 ``python -m docs.benchmarks.scripts.yardstick run --data squad.jsonl --half test --out runs/squad.jsonl``
 
-Each prompt is prefilled in full, and answers greedily. Each method then fuses the same prompt and is held against that
+Each prompt is prefilled in full, and answers greedily. Each method then fuses the same prompt and is compared with that
 answer, token by token. A method is written ``condition/rule@ratio``, such as ``context/boundary@0.1``:
 
 - ``sink``: a chunk is computed behind what opens a text;
 - ``prefix``: behind the prompt's own prefix;
 - ``plain``: behind passages about nothing in particular;
 - ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
-- ``learned``, ``learned1``, ``learned0``: behind two of these, one or none, and what ``cacheblend-rag adapt`` learned;
-- ``together``: behind two stretches of the chunks of its own prompt, in another order;
-- ``variant``: behind what stood before it in the prompt of another question, the best-fitting one of the same half;
-- ``fitting``: the same, where it has half of what stands before the chunk; ``both``: the mean over it and ``context``.
-
-``context+int8`` and the like reads the chunks from records that a codec wrote.
+- ``together``: behind two stretches of the chunks of its own prompt, in another order.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, ``int8_prefill``, another element type. With ``--int8-prefill`` methods multiply so, and are held
-against full prefill that does not. Methods named by ``--answers`` also write their own answers, and so does full
+weights of 8 bits, another element type. Methods named by ``--answers`` also write their own answers, and so does full
 prefill under each noise. ``--only-right`` measures only prompts that full prefill answers rightly, and passes over the
 others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them: a table, its
-JSON, and a plot.
+JSON, and a plot. ``models`` compares the results of several models on the same prompts. ``retrieve`` writes long
+prompts: questions with the six chunks that ``cacheblend-rag ask`` would retrieve for them.
 """
 
 from __future__ import annotations
@@ -33,44 +28,42 @@ import json
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
+from langchain_core.documents import Document
 
+from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.calibration.comparison import shared_cache
 from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
 from cacheblend_rag.calibration.passages import ChatFrame, build_prompt
 from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt
-from cacheblend_rag.config import DTYPES, LEAST_RATIO
+from cacheblend_rag.config import DEFAULT_EMBEDDER, DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, greedy_answer, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV, LearnedContext
-from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
-from cacheblend_rag.store.base import KVRecord
-from cacheblend_rag.store.learned import kept_context
-from cacheblend_rag.store.record import RecordFormat, as_written
-from docs.benchmarks.evaluation.answers import GreedyAnswers
-from docs.benchmarks.evaluation.methods import rule_of
-from docs.benchmarks.scripts.common import script_parser, write_json
-from docs.benchmarks.scripts.plots import pyplot_for, save_figure
-from docs.benchmarks.scripts.variants import Variants
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.index import FolderIndex, build_index
+from cacheblend_rag.retrieval.splitting import SplitSettings
+from docs.benchmarks.evaluation.runner import GreedyAnswers, rule_of
+from docs.benchmarks.scripts.common import pyplot_for, save_figure, script_parser, unboxed, write_json
 
-__all__ = ["Conditions", "Yardstick", "main", "parse_method"]
-
-NOISE = ("separator", "order", "one passage less", "8-bit weights", "int8 prefill", "bfloat16", "float32")
+NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16", "float32")
 _ANSWER_TOKENS = 32
 _KEPT_CHUNKS = 256  # of each condition, in memory
 _KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
@@ -165,10 +158,6 @@ class Conditions:
     tokenizer : PromptTokenizer
     corpus : sequence of str
         All chunks; those of a document one after another.
-    learned : LearnedContext, optional
-        What the model was adapted to.
-    earlier : sequence of Prompt
-        Prompts that left variants of their chunks.
     """
 
     def __init__(
@@ -176,11 +165,8 @@ class Conditions:
         adapter: ModelAdapter,
         tokenizer: PromptTokenizer,
         corpus: Sequence[str],
-        learned: LearnedContext | None = None,
-        earlier: Sequence[Prompt] = (),
     ) -> None:
-        self._adapter, self._tokenizer, self._learned = adapter, tokenizer, learned
-        self._variants = Variants(adapter, tokenizer, earlier)
+        self._adapter, self._tokenizer = adapter, tokenizer
         self._texts = corpus
         self._kept: dict[str, ComputeKV] = {}
 
@@ -189,10 +175,6 @@ class Conditions:
 
         What does not depend on the prompt is kept for other prompts with the same chunks.
         """
-        condition, _, codec = condition.partition("+")
-        if codec:
-            computed = self.compute(condition, prompt) or self._alone
-            return lambda *chunk: _coded(computed(*chunk), codec)
         if condition == "sink":
             return None
         if condition == "prefix":
@@ -200,9 +182,6 @@ class Conditions:
             return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
             return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
-        if condition in ("variant", "fitting", "both"):
-            least = 0.5 if condition == "fitting" else 0.0
-            return self._variants.compute(prompt, self._of("context"), condition == "both", least)
         return self._of(condition)
 
     def _of(self, condition: str) -> ComputeKV:
@@ -211,32 +190,19 @@ class Conditions:
             self._kept[condition] = lru_cache(_KEPT_CHUNKS)(self._of_corpus(condition))
         return self._kept[condition]
 
-    def _alone(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
-        return self._adapter.segment_kv(before, ids, regime)
-
     def _of_corpus(self, condition: str) -> ComputeKV:
         if condition == "plain":
             return _behind(ContextKV(self._adapter, Contexts(self._tokenizer, (), 2).ids))
-        match = re.fullmatch("(context|learned)([0-2]?)", condition)
-        if match is None or condition == "context0":
-            names = "'sink', 'prefix', 'plain', 'context', 'context1', 'learned', 'learned1', 'learned0', 'together'"
-            names += ", 'variant', 'fitting', 'both'"
+        match = re.fullmatch("context([12]?)", condition)
+        if match is None:
+            names = "'sink', 'prefix', 'plain', 'context', 'context1', 'together'"
             raise ConfigError("condition", condition, f"use {names}")
-        learned = self._learned if match[1] == "learned" else None
-        if learned is None and match[1] == "learned":
-            raise ConfigError("condition", condition, "name the folder given to `cacheblend-rag adapt` with --data-dir")
-        return Corpus(self._adapter, self._tokenizer, self._texts, int(match[2] or 2), learned).compute
+        return Corpus(self._adapter, self._tokenizer, self._texts, int(match[1] or 2)).compute
 
 
 def _behind(contexts: ContextKV) -> ComputeKV:
     """Chunks behind all of some contexts."""
     return lambda text, before, ids, regime: contexts.segments_kv([(*before, *ids)], regime, [len(before)])[0]
-
-
-def _coded(kv: SegmentKV, name: str) -> SegmentKV:
-    """KV as it is read from a record that a codec wrote."""
-    record = KVRecord.describe(kv, fingerprint="", context_ids=(), token_ids=range(kv.keys[0].shape[1]))
-    return as_written(record, RecordFormat(name)).kv
 
 
 # Methods ---------------------------------------------------------------------------------------
@@ -251,7 +217,7 @@ class _Method:
 
 def parse_method(text: str) -> _Method:
     """``condition/rule@ratio``, a rule with options as ``hkvd:check_layers=2``."""
-    match = re.fullmatch(r"(\w+(?:\+\w+)?)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
+    match = re.fullmatch(r"(\w+)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
     if match is None or match[2] not in RULES:
         raise ConfigError("methods", text, "write condition/rule@ratio, such as context/boundary@0.1")
     ratio = float(match[4]) if match[4] else LEAST_RATIO
@@ -306,10 +272,6 @@ class Yardstick:
         Whether only prompts are measured that full prefill answers rightly.
     corpus : sequence of str, optional
         All chunks, those of a document one after another; by default the passages of the questions.
-    earlier : sequence of EvalCase
-        Questions that were asked before, for the conditions that take KV from their prompts.
-    int8_prefill : bool
-        Whether methods multiply in 8 bits. Full prefill never does.
     """
 
     def __init__(
@@ -322,8 +284,6 @@ class Yardstick:
         noise: Sequence[str] = (),
         only_right: bool = False,
         corpus: Sequence[str] | None = None,
-        earlier: Sequence[EvalCase] = (),
-        int8_prefill: bool = False,
     ) -> None:
         self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
@@ -331,13 +291,9 @@ class Yardstick:
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
         texts = corpus or [passage.chunk for case in cases for passage in case.passages]
-        before = [self.prompt(in_prompt(case, chunks)) for case in earlier]
-        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned, before)
+        self._conditions = Conditions(self.adapter, self.tokenizer, texts)
         self.end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
         self._other_models: dict[str, Any] = {}
-        in_int8 = engine.with_config(int8_prefill=True) if int8_prefill or "int8 prefill" in noise else engine
-        self._in_int8: Callable[[], AbstractContextManager[None]] = in_int8.products
-        self._multiplying = self._in_int8 if int8_prefill else nullcontext
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:
         """The prompt that LangChain's ``RetrievalQA`` writes, in the model's chat template."""
@@ -379,12 +335,10 @@ class Yardstick:
         greedy = GreedyAnswers(self._engine, full.ids, _ANSWER_TOKENS)
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
-            with self._multiplying():
-                prepared = self.prepared(condition, prompt)
+            prepared = self.prepared(condition, prompt)
             for method in self._methods:
                 if method.condition == condition:
-                    with self._multiplying():
-                        fused = prepared.fuse(method.rule)
+                    fused = prepared.fuse(method.rule)
                     cache = self.adapter.new_cache(fused.fusion.layers)
                     logits = fused.fusion.logits
                     gold_here = self._gold(shared_cache(cache), logits, gold)
@@ -413,18 +367,14 @@ class Yardstick:
         """How far full prefill moves from itself by what users accept anyway, and its answer then if it is wanted."""
         prompts = self._other_prompts(case)
         for name in self._noise:
-            products = self._in_int8 if name == "int8 prefill" else nullcontext
-            model = self._engine.model if name in prompts or name == "int8 prefill" else self._other_model(name)
-            yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full, products)
+            model = self._engine.model if name in prompts else self._other_model(name)
+            yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full)
 
-    def _moved(
-        self, model: Any, prompt: Prompt, full: FullAnswer, products: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[list[float], str | None]:
+    def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> tuple[list[float], str | None]:
         device = self.adapter.device
         ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids], device=device)
         with torch.no_grad():
-            with products():
-                cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
+            cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
             last = torch.tensor([[int(ids[0, -1]), *full.answer[:-1]]], device=device)
             logits = model(last, past_key_values=shared_cache(cache)).logits[0]
         moved = _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
@@ -488,12 +438,6 @@ def run(options: argparse.Namespace) -> None:
     """Measure prompts that the file of results does not have yet, one line each."""
     torch.set_num_threads(options.threads)
     engine = BlendEngine.from_pretrained(options.model, dtype=options.dtype)
-    if options.data_dir:
-        learned = kept_context(Path(options.data_dir) / "kv", engine.fingerprint, engine.adapter)
-        if learned is None:
-            remedy = f"adapt this model there first: cacheblend-rag adapt --dtype {options.dtype}"
-            raise ConfigError("data_dir", options.data_dir, remedy)
-        engine = engine.with_learned(learned)
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
     corpus = None
     if options.corpus:
@@ -501,9 +445,8 @@ def run(options: argparse.Namespace) -> None:
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
     random.Random(options.seed).shuffle(chosen)
-    earlier = chosen[::-1][: options.earlier]  # from the end: the others are asked from the beginning
     answers, noise, right = options.answers, options.noise, options.only_right
-    how = (answers, noise, right, corpus, earlier, options.int8_prefill)
+    how = (answers, noise, right, corpus)
     yardstick = Yardstick(engine, cases, options.methods, options.chunks, *how)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -652,7 +595,6 @@ _LINES = {
     "sink/query": ("what the question attends to", "tab:brown", "v"),
     "context/boundary": ("behind contexts: first tokens of chunks", "tab:cyan", "v"),
     "context/query": ("behind contexts: what the question attends to (default)", "tab:blue", "o"),
-    "learned/boundary": ("behind contexts and a learned one: first tokens of chunks", "tab:green", "D"),
 }
 
 
@@ -661,7 +603,6 @@ _SAID = {
     "one passage less": "full prefill, one passage left out",
     "separator": "full prefill, another separator",
     "8-bit weights": "full prefill, 8-bit weights",
-    "int8 prefill": "full prefill in 8 bits",
 }
 
 
@@ -721,6 +662,229 @@ def show(options: argparse.Namespace) -> None:
         draw(pyplot_for(options.plot), result, Path(options.plot))
 
 
+CHUNKS = 6
+
+
+def joined_articles(cases: Sequence[EvalCase]) -> dict[str, str]:
+    """The passages of questions as articles by their titles, each passage once.
+
+    Passages that a question needs stand in the order of their groups, ``NAME-NUMBER``; others follow.
+    """
+    articles: dict[str, list[str]] = {}
+    for case in sorted(cases, key=_paragraph):
+        for passage in case.passages:
+            if passage.support:
+                articles.setdefault(passage.title, []).append(passage.text)
+    for case in cases:
+        for passage in case.passages:
+            articles.setdefault(passage.title, []).append(passage.text)
+    return {title: "\n\n".join(dict.fromkeys(texts)) for title, texts in articles.items()}
+
+
+def _paragraph(case: EvalCase) -> tuple[str, int]:
+    name, _, number = case.group.rpartition("-")
+    return name, int(number) if number.isdigit() else 0
+
+
+def with_retrieved(cases: Sequence[EvalCase], index: FolderIndex, count: int = CHUNKS) -> Iterator[EvalCase]:
+    """Questions with the chunks that are nearest to them, where one of these has an answer in it."""
+    for case in cases:
+        found: list[Document] = index.store.similarity_search(case.question, k=count)
+        passages = tuple(Passage("", one.page_content, is_right(one.page_content, case.answers)) for one in found)
+        if any(passage.support for passage in passages):
+            yield replace(case, passages=passages)
+
+
+def _bundled_questions() -> list[EvalCase]:
+    found = []
+    for number, line in enumerate(QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()):
+        one = json.loads(line)
+        answers = (one["answer"], *one["aliases"])
+        found.append(EvalCase(f"bundled-{number}", one["question"], answers, (), "bundled", group=one["files"][0]))
+    return found
+
+
+def retrieve(options: argparse.Namespace) -> None:
+    """Write questions with the chunks that would be retrieved for them, and all chunks."""
+    cases = load_cases(options.data)
+    with tempfile.TemporaryDirectory() as folder:
+        documents = Path(folder, "documents")
+        documents.mkdir()
+        for title, text in joined_articles(cases).items():
+            documents.joinpath(title.replace("/", "-") + ".txt").write_text(text, encoding="utf-8")
+        for article in ARTICLES_PATH.iterdir():
+            documents.joinpath(article.name).write_bytes(article.read_bytes())
+        embedder = SentenceTransformerEmbeddings(DEFAULT_EMBEDDER)
+        sizes = SplitSettings(chunk_size=2_000)
+        index = build_index(documents, embedder=embedder, index_dir=Path(folder, "index"), settings=sizes).index
+        wanted = [case for case in cases if any(p.support and p.title in options.titles for p in case.passages)]
+        found = list(with_retrieved(wanted if options.titles else _bundled_questions(), index))
+        chunks = [chunk.page_content for chunk in index.chunks()]
+    with Path(options.out).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(case)) + "\n" for case in found)
+    if options.corpus:
+        Path(options.corpus).write_text("".join(json.dumps(text) + "\n" for text in chunks), encoding="utf-8")
+    print(f"{len(found)} questions, {len(chunks)} chunks")
+
+
+_DEFAULT = "context/query@0.15"
+_LEAST = 1e-4  # what is nearer is drawn here
+_OF_MODEL = {
+    "context/query@0.15": "the default",
+    "context/none": "contexts, nothing recomputed",
+    "sink/none": "alone, nothing recomputed",
+    "sink/hkvd@0.15": "alone, the paper's rule 15%",
+    "context/boundary@0.15": "contexts, chunk starts 15%",
+    "context/hkvd@0.15": "contexts, the paper's rule 15%",
+    "order": "full prefill, another order",
+    "8-bit weights": "full prefill, 8-bit weights",
+}
+
+
+def model_summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str], against: str = _DEFAULT) -> dict[str, Any]:
+    """What was found of one model.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        As `yardstick run` writes them.
+    names : sequence of str
+        The methods, and what moves full prefill.
+    against : str
+        The method that all others are paired with.
+    """
+    groups, right = [row["group"] for row in rows], [bool(row["right"]) for row in rows]
+
+    def spread(values: Sequence[float], at: Sequence[str] = groups) -> dict[str, float]:
+        found = interval(values, groups=at)
+        return {name: float(f"{getattr(found, name):.4g}") for name in ("mean", "low", "high")}
+
+    def each(name: str) -> list[float]:
+        return [fmean(_of(row, name)["kl"]) for row in rows]
+
+    def one(name: str) -> dict[str, Any]:
+        found, kl = [_of(row, name) for row in rows], each(name)
+        values: dict[str, Any] = {
+            "divergence": spread(kl),
+            "median": _rounded(median(kl)),
+            "p95": _rounded(sorted(kl)[ceil(0.95 * len(kl)) - 1]),
+            "worst": _rounded(max(kl)),
+            "first_token": _rounded(fmean(row["kl"][0] for row in found)),
+            "further": spread([mine - other for mine, other in zip(kl, each(against), strict=True)]),
+            "each": [_rounded(value) for value in kl],
+        }
+        if "work" in found[0]:
+            values["work"] = _rounded(fmean(row["work"] for row in found))
+        if all("same" in row for row in found):
+            now = [bool(row["right"]) for row in found]
+            values["same"] = spread([float(row["same"]) for row in found])
+            values["lost"] = sum(was and not still for was, still in zip(right, now, strict=True))
+            values["gained"] = sum(still and not was for was, still in zip(right, now, strict=True))
+        return values
+
+    return {
+        "prompts": len(rows),
+        "groups": len(set(groups)),
+        "mean_tokens": round(fmean(row["tokens"] for row in rows)),
+        "right": sum(right),
+        "methods": {name: one(name) for name in names},
+    }
+
+
+def _of(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A method or noise of a prompt, both in the same form; empty if it was not measured."""
+    if name in row["methods"]:
+        return dict(row["methods"][name])
+    if name not in row["noise"]:
+        return {}
+    found = {"kl": row["noise"][name]}
+    for field in ("right", "same"):
+        if name in row.get(f"noise_{field}", ()):
+            found[field] = row[f"noise_{field}"][name]
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def model_table(found: Mapping[str, Any]) -> str:
+    """One model's model_summary in Markdown."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "work": lambda one: f"{one['work']:.1%}" if "work" in one else "",
+        "divergence": lambda one: _bracketed(one["divergence"]),
+        "median": lambda one: f"{one['median']:.3f}",
+        "95th percentile": lambda one: f"{one['p95']:.3f}",
+        "worst": lambda one: f"{one['worst']:.3f}",
+        "first token": lambda one: f"{one['first_token']:.3f}",
+        "further than the default, paired": lambda one: (
+            _bracketed(one["further"]) if any(one["further"].values()) else "–"
+        ),
+        "word for word": lambda one: _percent(one["same"]) if "same" in one else "",
+        "right answers lost, gained": lambda one: f"{one['lost']}, {one['gained']}" if "lost" in one else "",
+    }
+    lines = ["| method | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name, one in found["methods"].items():
+        lines.append(f"| {_OF_MODEL.get(name, name)} | " + " | ".join(write(one) for write in columns.values()) + " |")
+    return "\n".join(lines)
+
+
+def _bracketed(one: Mapping[str, float]) -> str:
+    return f"{one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+
+
+def _percent(one: Mapping[str, float]) -> str:
+    return f"{one['mean']:.0%} [{100 * one['low']:.0f}, {100 * one['high']:.0f}]"
+
+
+def draw_models(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """A panel for each model: every prompt's divergence a dot, the mean with its interval above, the median a line."""
+    models = result["models"]
+    names = list(next(iter(models.values()))["methods"])
+    form: dict[str, Any] = {"figsize": (2.2 + 3.2 * len(models), 1.6 + 0.42 * len(names)), "layout": "constrained"}
+    figure, panels = pyplot.subplots(1, len(models), sharex=True, sharey=True, squeeze=False, **form)
+    for axis, (model, found) in zip(panels[0], models.items(), strict=True):
+        for place, name in enumerate(names):
+            one = found["methods"][name]
+            colour = "tab:blue" if name == result["options"]["against"] else "0.35" if "work" in one else "tab:green"
+            values = [max(_LEAST, value) for value in one["each"]]
+            axis.scatter(values, [place + 0.12] * len(values), s=9, color=colour, alpha=0.35, linewidths=0)
+            axis.vlines(max(_LEAST, one["median"]), place - 0.02, place + 0.26, color=colour, linewidth=1.5)
+            mean = one["divergence"]
+            bars = [[mean["mean"] - mean["low"]], [mean["high"] - mean["mean"]]]
+            axis.errorbar([mean["mean"]], [place - 0.2], xerr=bars, fmt="D", markersize=4, capsize=3, color=colour)
+        axis.set_xscale("log")
+        axis.set_title(f"{model}: {found['prompts']} prompts", fontsize="small")
+        axis.set_xlabel("KL divergence, nats a token")
+        axis.grid(axis="x", alpha=0.3)
+        unboxed(axis)
+    panels[0][0].set_yticks(range(len(names)), [_OF_MODEL.get(name, name) for name in names])
+    panels[0][0].invert_yaxis()
+    title = "How far answers move from full prefill's: dots are prompts, a line the median, diamonds the mean"
+    figure.suptitle(title, fontsize="medium")
+    save_figure(pyplot, figure, path)
+
+
+def models(options: argparse.Namespace) -> None:
+    """Print a table of each model, and write their JSON and a picture."""
+    said = {name: getattr(options, name) for name in ("about", "against", "date", "machine")}
+    result: dict[str, Any] = {"options": said, "models": {}}
+    rows = {
+        name: [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        for name, *files in options.model
+    }
+    every = [row for found in rows.values() for row in found]
+    names = [name for name in (*every[0]["methods"], *every[0]["noise"]) if all(_of(row, name) for row in every)]
+    for name in rows:
+        found = result["models"][name] = model_summary(rows[name], names, options.against)
+        print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
+        print(model_table(found))
+    if options.out:
+        write_json(options.out, result)
+    if options.plot:
+        draw_models(pyplot_for(options.plot), result, Path(options.plot))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script."""
     parser = script_parser("yardstick", __doc__)
@@ -738,13 +902,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--part", default="0/1", help="which part of the questions")
     add.add_argument("--model", default="smollm2")
     add.add_argument("--dtype", default="float32")
-    add.add_argument("--data-dir", metavar="FOLDER", help="as given to `cacheblend-rag adapt`")
     add.add_argument("--threads", type=int, default=1)
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
-    add.add_argument("--int8-prefill", action="store_true", help="let methods multiply in 8 bits, full prefill not")
     add.add_argument("--only-right", action="store_true", help="pass over prompts that full prefill answers wrongly")
-    add.add_argument("--earlier", type=int, metavar="COUNT", help="most questions asked before")
     add.add_argument("--out", required=True, metavar="FILE")
     add.set_defaults(action=run)
     join = actions.add_parser("show", help="join results: a table, its JSON and a plot")
@@ -756,6 +917,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     join.add_argument("--out", metavar="FILE", help="JSON")
     join.add_argument("--plot", metavar="FILE", help="SVG")
     join.set_defaults(action=show)
+    beside = actions.add_parser("models", help="compare models: a table of each, their JSON and a picture")
+    beside.add_argument("--model", nargs="+", action="append", required=True, metavar=("NAME", "FILE"))
+    beside.add_argument("--against", default=_DEFAULT, metavar="METHOD", help="pair all others with this one")
+    for name in ("about", "date", "machine"):
+        beside.add_argument(f"--{name}", default="")
+    beside.add_argument("--out", metavar="FILE", help="JSON")
+    beside.add_argument("--plot", metavar="FILE", help="SVG")
+    beside.set_defaults(action=models)
+    long = actions.add_parser("retrieve", help="write long prompts, as `ask` retrieves them")
+    long.add_argument("--data", required=True, metavar="FILE", help="questions with passages")
+    long.add_argument("--titles", nargs="*", default=[], help="articles whose questions are taken; else those bundled")
+    long.add_argument("--out", required=True, metavar="FILE", help="questions with their chunks")
+    long.add_argument("--corpus", metavar="FILE", help="all chunks, one JSON string a line")
+    long.set_defaults(action=retrieve)
     options = parser.parse_args(arguments)
     options.action(options)
     return 0

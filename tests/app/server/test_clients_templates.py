@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend_rag.prompt.quoted_chats import Said
 from cacheblend_rag.prompt.repeated import RepeatedText
-from docs.benchmarks.scripts.client_prompts import CLIENTS, Passage, Turn
+from tests.app.server.client_prompts import CLIENTS, Passage, Turn
 from tests.integrations.test_repeated import passage
 
 PASSAGES = [Passage(f"file-{number % 2}.md", passage(300 + number, 9)) for number in range(6)]

@@ -11,10 +11,8 @@ import httpx
 import pytest
 
 from cacheblend_rag.app.server.services import shared_kv
-from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.ahead import keys_ahead
 from cacheblend_rag.report import Verification
-from docs.benchmarks.scripts import isolation
 from tests.app.server.common import client_of, passage, running, settings_for, settle, write_documents
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -126,18 +124,3 @@ def test_deleted_shared_texts_go_from_the_kv_of_every_tenant(model: Path, tmp_pa
         held = [key for key, info in service.engine.store.infos("") if ids[5:37] == info.token_ids[5:37]]
         assert held == []
         assert ask(ben, 2)["hits"] == 1
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_questions_of_one_tenant_tell_nothing_of_those_of_another(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
-    if not ahead:
-        monkeypatch.setattr(shared_kv, "_SHARE", 0.0)
-    docs = write_documents(tmp_path / "docs", 24)
-    with two(model, docs, tmp_path / "data", limits=Limits()) as (service, ada, ben):
-        found = isolation.watch(ada, ben, [passage(seed) for seed in range(24)], lambda: settle(service))
-    assert found.questions == 11
-    assert (found.differing, found.counted) == ([], []), "these depend on what the other asked"
-    assert found.guesses["hits"].undecided == found.questions, "a hit would tell which was asked"
-    assert found.least_p > isolation.BOUND, found.guesses

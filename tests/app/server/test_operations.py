@@ -14,7 +14,7 @@ import yaml
 
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
-from docs.benchmarks.scripts.shapes import SHAPES, shape_config
+from docs.benchmarks.scripts.common import SHAPES, shape_config
 from tests import tiny
 from tests.app.server.common import (
     Running,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.tombstones import TombstonedStore
-from docs.benchmarks.scripts import tenants
 from tests.app.server.common import BASE, client_of, new_collection, passage, running, settings_for, settle, upload
 from tests.app.server.test_deleting import hits
 from tests.waiting import until
@@ -281,16 +279,3 @@ def test_vectors_that_are_not_used_leave_memory(
             body = {"query": passage(100 * (at % 3) + 1), "k": 1}
             assert client.post(f"/api/collections/{id}/search", json=body).json()[0]["document"] == "1.txt"
             assert sum(one.in_memory for one in library.collections()) <= 5
-
-
-@pytest.mark.slow
-def test_three_tenants_are_answered_whatever_a_fourth_does(
-    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short form of the trial in docs/explanation/reliability.md."""
-    monkeypatch.setattr(tenants, "_STILL", 0.2)
-    done = ["answers without an end", "comparisons", "uploads and deletions", "128 texts to embed"]
-    with running(settings_for(model, docs, tmp_path, keys=tenants.KEYS)) as server:
-        phases = asyncio.run(tenants.run_trial(server.url, 0.5, done))
-    assert [phase.name for phase in phases if phase.name != "quiet"] == done
-    assert [phase for phase in phases if phase.refused or phase.lost or not phase.seconds] == []

@@ -11,12 +11,7 @@ from typing import Any
 from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.toy import DOCUMENTS_PATH
-from tests.toy.archive import TownSize, build_town
-from tests.toy.bundle import BundledQuestion, file_names, read_questions
-from tests.toy.questions import Question, ask_all
-
-SEED = 4711  # not that of the toy's archive, and names of the test split are never trained on
-
+from tests.toy.bundle import BundledQuestion, read_questions
 
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
 
@@ -50,12 +45,10 @@ def easy_questions() -> list[BundledQuestion]:
     return [question for question in read_questions() if question.kind == "within"]
 
 
-def new_town() -> tuple[list[File], list[Question]]:
+def new_town() -> tuple[list[File], list[BundledQuestion]]:
     """An archive that the model never saw: its files, and questions that one named passage answers."""
-    town = build_town(SEED, "test", TownSize(people=6, companies=2, places=2, events=2, sequels=0, company_sequels=0))
-    files = [File(name, passage.chunk) for name, passage in zip(file_names(town), town.passages, strict=True)]
-    named = [one for one in ask_all(town) if one.kind == "within" and " the " not in one.question.split("?")[0]]
-    return files, named
+    town = json.loads((DOCUMENTS_PATH.parent / "town.json").read_text(encoding="utf-8"))
+    return [File(**one) for one in town["files"]], [BundledQuestion(**one) for one in town["questions"]]
 
 
 def passage_text(name: str) -> str:

@@ -27,8 +27,8 @@ from cacheblend_rag.store import KVStore, MemoryStore
 from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
-from docs.benchmarks.scripts.faults import is_right, record_of, same_result
 from docs.benchmarks.scripts.servers import Proxy, make_bucket, s3_environment
+from tests.contract.faults import is_right, record_of, same_result
 from tests.toy import MODEL_PATH
 
 __all__ = ["Answered", "Place", "RemoteTrials", "clients_at_once", "s3_place", "valkey_place"]

@@ -1,6 +1,6 @@
 """The tables of model families in the documentation, by the tiny models of the tests.
 
-``python -m docs.benchmarks.scripts.families`` holds the blended pass of each at recompute ratio 1.0 against the plain
+``python -m tests.parity.families`` holds the blended pass of each at recompute ratio 1.0 against the plain
 model, as the tests do, and writes the table. It writes nothing if one of them is not exact. With ``--treatments`` it
 writes only the table of what the families of the day get, by loading a tiny model of each.
 """
