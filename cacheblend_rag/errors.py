@@ -10,7 +10,6 @@
     ├── UnsupportedModelError               this model cannot be answered, or not in this way
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
-    │   ├── ForgetError                     documents have left a vector store, but their KV is still there
     │   ├── RecordError                     one record is damaged, foreign or of another version
     │   └── StoreUnreachableError           a store on another machine does not answer now
     ├── DocumentError                       a document or folder cannot be read
@@ -124,28 +123,6 @@ class ModelLoadError(CacheBlendError):
 
 class StoreError(CacheBlendError):
     """The KV store cannot be opened or used."""
-
-
-class ForgetError(StoreError):
-    """Documents have left a vector store, and not all of their KV could be erased.
-
-    Parameters
-    ----------
-    texts : list of str
-        Whose KV was to be erased. Their documents are no longer there to be read.
-    reason : object
-        Why it was not.
-    """
-
-    def __init__(self, texts: list[str], reason: object) -> None:
-        self.texts, self.reason = texts, reason
-        super().__init__(
-            f"{len(texts):,} texts have left the vector store, but not all of their KV could be erased: {reason}; "
-            "give .texts of this error to the model's forget once that is mended"
-        )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.texts, str(self.reason))
 
 
 class RecordError(StoreError):

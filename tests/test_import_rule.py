@@ -62,7 +62,6 @@ HOMES = {
     "valkey": ("store.valkey",),
     "psycopg": ("app.server.storage.postgres",),
     "sqlalchemy": ("app.server.storage",),
-    "qdrant_client": ("retrieval.qdrant",),
     "faiss": ("retrieval",),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM
-from cacheblend_rag.langchain.retrieval import CacheBlendRetriever, track
+from cacheblend_rag.langchain.retrieval import CacheBlendRetriever, track, warm_vectorstore
 from cacheblend_rag.langchain.tracking import switch_off, switch_on, tracking, tracking_off
-from cacheblend_rag.langchain.vector_stores import forgetting, warm_vectorstore
 from cacheblend_rag.prompt.registry import ChunkRegistry
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ __all__ = [
     "ChatCacheBlend",
     "ChunkRegistry",
     "HuggingFaceEmbeddings",
-    "forgetting",
     "known_chunks",
     "switch_off",
     "switch_on",

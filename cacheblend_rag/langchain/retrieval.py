@@ -1,4 +1,4 @@
-"""Searches whose documents are found in prompts without a tracked retriever: of a vector store, and a retriever.
+"""A retriever and vector stores that make their documents known without tracking, and warming a whole store.
 
 LangChain calls no callback for a method of a ``VectorStore``. Without `track` the documents of such a call are known
 only if a retriever, a runnable (a LangGraph node, a lambda) or a tool returns them as documents.
@@ -7,21 +7,22 @@ only if a retriever, a runnable (a LangGraph node, a lambda) or a tool returns t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import Field
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.langchain.tracking import documents_in, note_search
 from cacheblend_rag.prompt.registry import ChunkRegistry
-from cacheblend_rag.retrieval.wrapping import StoreProxy
+from cacheblend_rag.report import WarmReport
 
 S = TypeVar("S", bound=VectorStore)
 
@@ -90,60 +91,28 @@ def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
     Parameters
     ----------
     vectorstore : VectorStore
-        Any of LangChain's. It is not changed.
+        Any of LangChain's. Each of its public methods with ``search`` in their name, synchronous or not, is replaced
+        on this object by one that also notes the documents it returns.
     known : ChunkRegistry, optional
         Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
 
     Returns
     -------
     VectorStore
-        Behaves as the store that was given, also to ``isinstance``, and keeps everything in it. Documents that its
-        search methods return are known from then on, whether tracking is switched on or off.
+        The same store. Documents that it finds are known from then on, whether tracking is switched on or off.
 
     Raises
     ------
     ConfigError
         If it is no vector store.
-
-    Notes
-    -----
-    Search methods are all public methods with ``search`` in their name, synchronous or not.
     """
     if not isinstance(vectorstore, VectorStore):
         remedy = "give a LangChain vector store; what retrievers return is known without this"
         raise ConfigError("vectorstore", type(vectorstore).__name__, remedy)
-    if isinstance(vectorstore, _Tracked) and known is None:
-        return vectorstore
-    return cast(S, _Tracked(vectorstore, known))
-
-
-class VectorStoreProxy(StoreProxy):
-    """Passes for a LangChain vector store."""
-
-    def as_retriever(self, **kwargs: Any) -> Any:
-        """A retriever that searches this, not the store within."""
-        return self.__class__.as_retriever(self, **kwargs)
-
-    # LangChain's indexing looks for these two at the type.
-
-    def delete(self, *args: Any, **kwargs: Any) -> Any:
-        """As the store's."""
-        return self.__wrapped__.delete(*args, **kwargs)
-
-    def adelete(self, *args: Any, **kwargs: Any) -> Any:
-        """As the store's."""
-        return self.__wrapped__.adelete(*args, **kwargs)
-
-
-class _Tracked(VectorStoreProxy):
-    """Notes the documents that a search of the store returns."""
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if "search" not in name or name.startswith("_") or not callable(found):
-            return found
-        (known,) = self._self_more
-        return _noting(found, known_chunks if known is None else known)
+    for name in dir(vectorstore):
+        if "search" in name and not name.startswith("_") and callable(search := getattr(vectorstore, name)):
+            setattr(vectorstore, name, _noting(search, known_chunks if known is None else known))
+    return vectorstore
 
 
 def _noting(search: Callable[..., Any], known: ChunkRegistry) -> Callable[..., Any]:
@@ -162,3 +131,43 @@ def _noting(search: Callable[..., Any], known: ChunkRegistry) -> Callable[..., A
         return noted_later(found) if inspect.isawaitable(found) else noted(found)
 
     return searching
+
+
+def warm_vectorstore(
+    store: VectorStore,
+    model: BlendFields,
+    *,
+    documents: Iterable[Document] | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], object] | None = None,
+) -> WarmReport:
+    """Compute and store the KV of all documents of a vector store.
+
+    Says first how many bytes that takes. Of documents that are deleted later, ``llm.forget(documents)`` erases the KV.
+
+    Parameters
+    ----------
+    store : VectorStore
+        This package's, or LangChain's in-memory store; of any other kind, ``documents`` are given.
+    model : CacheBlendLLM or ChatCacheBlend
+        Whose KV is computed.
+    documents : iterable of Document, optional
+        The documents, for a store that cannot list them.
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+    say : callable, optional
+        Gets the message about bytes; by default it is printed to standard error.
+
+    Raises
+    ------
+    ConfigError
+        If the store cannot list its documents and none are given.
+    """
+    if documents is None and isinstance(store, InMemoryVectorStore):
+        documents = [Document(str(entry["text"])) for entry in store.store.values()]
+    elif documents is None:
+        listed = getattr(store, "documents", None)
+        if not callable(listed):
+            raise ConfigError("store", type(store).__name__, "give its documents=, this kind of store cannot list them")
+        documents = listed()
+    return model.warm_aloud(documents, progress=progress, say=say)

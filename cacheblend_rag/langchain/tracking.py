@@ -7,8 +7,7 @@ registry, by default the one that models share, and for the run they belong to. 
 There is one handler for the process, because LangChain takes no hook back. `tracking` has one of its own.
 
 A method called on a vector store is not a run, and no handler is called. Its documents are seen if a runnable returns
-them or is given them, such as a LangGraph node, a lambda or a chain. Our own stores tell the handler. For others,
-`track` makes them known.
+them or is given them, such as a LangGraph node, a lambda or a chain. Otherwise `track` makes them known.
 
 The documents of a prompt's run are looked for first, also in rewritten forms. The model finds them by the prompt's
 text, because a plain model is called with many prompts and one run, and a streaming chat model without a run.
@@ -40,7 +39,6 @@ from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
-from cacheblend_rag.retrieval.listening import SearchListener
 
 # Runs that never end (streams left early) are forgotten after so many others.
 _RUNS, _PROMPTS = 16_384, 256
@@ -211,7 +209,7 @@ class _AtOnce(partial[Any]):
         return _DoneAwaitable()
 
 
-class _Tracker(SearchListener):
+class _Tracker(BaseCallbackHandler):
     """Notes the texts of retrieved documents, and the runs they belong to.
 
     Parameters
@@ -300,9 +298,6 @@ class _Tracker(SearchListener):
 
     def _end(self, run_id: UUID) -> None:
         self.known.warn_of_missing(*self.runs.end(run_id))
-
-    def on_search(self, documents: Sequence[Document]) -> None:
-        self.known.add(document.page_content for document in documents)
 
 
 def documents_in(value: Any, depth: int = 4) -> list[str]:

@@ -1,7 +1,6 @@
 """LlamaIndex: put our LLM into a query engine, chat engine or agent and change nothing else.
 
-``vector_store`` has a vector store over faiss, and ``embedding`` a sentence-transformers embedding. Both load their
-libraries, so they are not imported here.
+``embedding`` has a sentence-transformers embedding. It loads its library, so it is not imported here.
 """
 
 from cacheblend_rag.engine.llm_base import known_chunks
@@ -10,7 +9,6 @@ from cacheblend_rag.llama_index.indexing import (
     CacheBlendPrecompute,
     erasing,
     forget_nodes,
-    forgetting,
     index_nodes,
     warm_index,
 )
@@ -25,7 +23,6 @@ __all__ = [
     "ChunkRegistry",
     "erasing",
     "forget_nodes",
-    "forgetting",
     "index_nodes",
     "known_chunks",
     "tracking",

@@ -12,9 +12,6 @@ load only where they are used.
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
 ``exact_index``  items with vectors in memory, searched by faiss
 ``vectorstore``  a LangChain vector store over it
-``listening``    handlers of LangChain that hear what a search of it returned
-``wrapping``     vector stores that pass for another, and see some of the calls
-``qdrant``       reading a Qdrant collection page by page
 ``vectors``      checks of vectors, and the choice of diverse ones
 ``saved_index``  a vector store on disk
 ``index``        an index of a folder, kept up to date file by file

@@ -22,7 +22,6 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.embedder import embed_in_parts, part_tokens_of, unread_from
 from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
-from cacheblend_rag.retrieval.listening import tell_listeners
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
 
@@ -36,8 +35,7 @@ class FaissVectorStore(VectorStore):
 
     Scores are L2 distances (not squared), so smaller is nearer. Documents at the same distance
     come in the order of their texts, then of their ids, whatever order they were added in.
-    Methods may be called from several threads. Each search tells the `SearchListener` among LangChain's handlers what
-    it returns. So models that track retrievers know its documents, also of a search that no retriever made.
+    Methods may be called from several threads.
 
     Where the embedder embeds a long document in parts (`SentenceTransformerEmbeddings` does), each part has a vector,
     and the nearest one counts. Of other embedders a document has one vector. If it does not depend on the document's
@@ -256,7 +254,6 @@ class FaissVectorStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
         hits = self._search("k", embedding, k, filter)
-        tell_listeners([document for document, _ in hits])
         return [(document, hit.distance) for document, hit in hits]
 
     def max_marginal_relevance_search(
@@ -315,9 +312,7 @@ class FaissVectorStore(VectorStore):
         if not hits:
             return []
         query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
-        found = [hits[row][0] for row in marginal_relevance(query, rows, k, lambda_mult)]
-        tell_listeners(found)
-        return found
+        return [hits[row][0] for row in marginal_relevance(query, rows, k, lambda_mult)]
 
     def _search(
         self, count: str, embedding: Sequence[float], k: int, filter: Filter | None

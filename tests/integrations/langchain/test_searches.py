@@ -1,9 +1,7 @@
-"""`track`: a vector store that behaves as the one it was made of, and whose searches are seen."""
+"""`track`: a vector store whose searches are seen."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +13,12 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
-from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
+from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.types import Command, Send
 from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain import ChunkRegistry, known_chunks, switch_off, switch_on, track, tracking, tracking_off
+from cacheblend_rag.langchain import ChunkRegistry, known_chunks, switch_on, track, tracking_off
 from cacheblend_rag.langchain.tracking import documents_in
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.langchain.models import passages
@@ -80,94 +78,38 @@ def texts(found: list[Any]) -> list[str]:
     return [(one[0] if isinstance(one, tuple) else one).page_content for one in found]
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-@pytest.mark.parametrize("make", [lambda: track(in_memory()), lambda: track(ours())], ids=["other", "ours"])
-def test_documents_of_a_search_are_known(make: Callable[[], Any], name: str) -> None:
-    store = make()
-    with tracking_off():
-        found = SEARCHES[name](store)
-    assert sorted(texts(found)) == sorted(TEXTS)
-    assert known() == [True] * 3
-
-
-@pytest.mark.parametrize("name", ASYNC_SEARCHES)
-async def test_documents_of_an_asynchronous_search_are_known(name: str) -> None:
-    with tracking_off():
-        found = await ASYNC_SEARCHES[name](track(in_memory()))
-    assert sorted(texts(found)) == sorted(TEXTS)
-    assert known() == [True] * 3
-
-
-@pytest.mark.parametrize("name", SEARCHES)
-def test_our_store_tells_trackers_what_a_search_returns_and_no_one_else(name: str) -> None:
-    switch_on()
-    store = ours()
-    with tracking_off():
-        found = SEARCHES[name](store)
+async def test_documents_of_every_search_of_a_tracked_store_are_known() -> None:
+    for make in (in_memory, ours):
+        store = make()
+        known_chunks.clear()
+        SEARCHES["search"](store)
         assert known() == [False] * 3
-        with tracking(ChunkRegistry()) as own:
-            SEARCHES[name](store)
-        assert [text in own for text in TEXTS] == [True] * 3
-        assert known() == [False] * 3
-    assert SEARCHES[name](store) == found
-    assert known() == [True] * 3
-    known_chunks.clear()
-    switch_off()
-    SEARCHES[name](store)
-    switch_on()
-    assert known() == [False] * 3
-
-
-@pytest.mark.parametrize("name", ASYNC_SEARCHES)
-async def test_so_does_an_asynchronous_search(name: str) -> None:
-    switch_on()
-    await ASYNC_SEARCHES[name](ours())
-    assert known() == [True] * 3
+        assert track(store) is store
+        for search in SEARCHES.values():
+            known_chunks.clear()
+            with tracking_off():
+                assert sorted(texts(search(store))) == sorted(TEXTS)
+            assert known() == [True] * 3
+        for search in ASYNC_SEARCHES.values():
+            known_chunks.clear()
+            with tracking_off():
+                assert sorted(texts(await search(store))) == sorted(TEXTS)
+            assert known() == [True] * 3
 
 
 def test_documents_of_a_search_within_a_chain_step_are_known() -> None:
     """The step returns text, so that nothing but the store can tell."""
     switch_on()
-    store = ours()
+    store = track(ours())
     RunnableLambda(lambda question: store.similarity_search(question, k=3)[0].page_content).invoke("What fell?")
     assert known() == [True] * 3
 
 
-def test_without_track_a_direct_search_is_not_seen() -> None:
-    switch_on()
-    in_memory().similarity_search("What fell?")
+def test_only_what_is_returned_is_known_where_it_is_to_be() -> None:
+    own = ChunkRegistry()
+    found = track(in_memory(), own).similarity_search("What fell?", k=1)
+    assert [text for text in TEXTS if text in own] == texts(found)
     assert known() == [False] * 3
-
-
-def test_only_what_is_returned_is_known() -> None:
-    found = track(in_memory()).similarity_search("What fell?", k=1)
-    assert [text for text, there in zip(TEXTS, known(), strict=True) if there] == texts(found)
-
-
-@pytest.mark.parametrize("make", [in_memory, ours])
-def test_tracked_store_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
-    store = make()
-    tracked = track(store)
-    assert isinstance(tracked, type(store))
-    assert tracked.__class__ is type(store)
-    assert repr(tracked).partition(" at ")[0] == repr(store).partition(" at ")[0]
-    assert track(tracked) is tracked
-    tracked.add_texts(["one more text of the river"], ids=["d"])
-    assert [one.id for one in store.get_by_ids(["d"])] == ["d"]
-    tracked.delete(["d"])
-    assert store.get_by_ids(["d"]) == tracked.get_by_ids(["d"]) == []
-    tracked.mark = 1
-    assert store.mark == 1
-    del tracked.mark
-    assert not hasattr(store, "mark")
-    assert dir(tracked) == dir(store)
-    assert tracked.similarity_search("What fell?") == store.similarity_search("What fell?")
-    retriever = tracked.as_retriever()
-    assert isinstance(retriever, VectorStoreRetriever)
-    assert retriever.vectorstore is tracked
-    assert retriever.tags == store.as_retriever().tags
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = tracked.nothing
 
 
 def test_langchains_indexing_takes_it() -> None:
@@ -178,21 +120,6 @@ def test_langchains_indexing_takes_it() -> None:
     done = index([Document("another text of it", metadata={"source": "a"})], manager, track(store), **options)
     assert (done["num_added"], done["num_deleted"]) == (1, 1)
     assert sorted(one.page_content for one in store.documents()) == sorted([*TEXTS, "another text of it"])
-
-
-def test_methods_of_the_language_go_through_it() -> None:
-    store = ours()
-    assert len(track(store)) == 3
-    store.delete(["a"])
-    assert len(track(store)) == 2
-
-
-def test_copy_is_tracked_too() -> None:
-    for copied in (copy.deepcopy(track(in_memory())), pickle.loads(pickle.dumps(track(in_memory())))):
-        known_chunks.clear()
-        copied.similarity_search("What fell?", k=3)
-        assert known() == [True] * 3
-        copied.delete(["a"])
 
 
 def test_object_that_is_no_vector_store_is_refused() -> None:

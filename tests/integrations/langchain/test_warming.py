@@ -1,20 +1,18 @@
-"""Warming a whole vector store, of whatever kind."""
+"""Warming a whole vector store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, warm_vectorstore
-from cacheblend_rag.langchain.vector_stores import contents_of
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.langchain.models import passages, tiny_engine
-from tests.integrations.langchain.stores import IN_FOLDERS, STORES, opened
 
 DOCUMENTS = passages(3, seed=7)
 TEXTS = [one.page_content for one in DOCUMENTS]
@@ -32,33 +30,17 @@ def stored(llm: CacheBlendLLM) -> list[bool]:
     return [bool(llm.engine.warm([text], progress=False).present) for text in TEXTS]
 
 
-def like_communitys_faiss() -> Any:
-    return SimpleNamespace(docstore=SimpleNamespace(_dict=dict(enumerate(DOCUMENTS))))
-
-
-@pytest.mark.parametrize("name", [*STORES, "community's faiss"])
-def test_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, tmp_path: Path, name: str) -> None:
-    said: list[str] = []
-    with nullcontext(like_communitys_faiss()) if name not in STORES else opened(name, tmp_path) as store:
-        if name in STORES:
-            store.add_documents(DOCUMENTS)
+def test_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM) -> None:
+    for make in (FaissVectorStore, InMemoryVectorStore):
+        said: list[str] = []
+        store = make(DeterministicFakeEmbedding(size=8))
+        store.add_documents(DOCUMENTS)
         report = warm_vectorstore(store, llm, progress=False, say=said.append)
-    assert (report.computed, report.skipped) == (3, 0)
-    assert said == [f"KV of 3 documents: {report.bytes:,} bytes; the KV store may take {10**10:,}"]
-    assert stored(llm) == [True] * 3
-    assert all(text in known_chunks for text in TEXTS)
-
-
-@pytest.mark.parametrize("name", [name for name in STORES if name not in IN_FOLDERS])
-def test_store_of_many_documents_is_read_whole(tmp_path: Path, name: str) -> None:
-    texts = [f"Passage {number}." for number in range(1200)]
-    with opened(name, tmp_path) as store:
-        store.add_texts(texts)
-        contents = contents_of(store)
-        assert contents is not None
-        assert sorted(one.page_content for one in contents.documents()) == sorted(texts)
-        for count in (3, 300):
-            assert contents.holding([*texts[:count], "nothing"]) == set(texts[:count])
+        assert (report.computed, report.skipped) == (3, 0)
+        assert said == [f"KV of 3 documents: {report.bytes:,} bytes; the KV store may take {10**10:,}"]
+        assert stored(llm) == [True] * 3
+        assert all(text in known_chunks for text in TEXTS)
+        assert llm.forget(DOCUMENTS) == 3
 
 
 def test_warming_reports_to_standard_error_by_default(llm: CacheBlendLLM, capsys: pytest.CaptureFixture[str]) -> None:

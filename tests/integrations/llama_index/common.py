@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -31,7 +31,6 @@ from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
 from cacheblend_rag.llama_index.tracking import node_texts, shared_tracker
-from cacheblend_rag.llama_index.vector_store import FaissVectorStore
 from tests import tiny
 from tests.integrations.langchain.models import tiny_engine
 from tests.integrations.retrieval.conftest import static_model
@@ -57,10 +56,9 @@ def embedding() -> SentenceTransformerEmbedding:
     return SentenceTransformerEmbedding(static_model())
 
 
-def make_index(nodes: Sequence[BaseNode], faiss: bool = False) -> VectorStoreIndex:
+def make_index(nodes: Sequence[BaseNode]) -> VectorStoreIndex:
     """An index over some nodes."""
-    context = StorageContext.from_defaults(vector_store=FaissVectorStore()) if faiss else None
-    return VectorStoreIndex(nodes=list(nodes), embed_model=embedding(), storage_context=context)
+    return VectorStoreIndex(nodes=list(nodes), embed_model=embedding())
 
 
 def make_llm(chat: bool = False, config: dict[str, Any] | None = None, **fields: Any) -> CacheBlendLLM:

@@ -106,14 +106,14 @@ def test_nodes_that_a_query_engine_found_in_its_own_way_hit() -> None:
     document = Document(text="-", id_="doc")
     for node in made:
         node.relationships[NodeRelationship.SOURCE] = document.as_related_node_info()
-    index = make_index(made, faiss=True)
+    index = make_index(made)
     synthesizer = get_response_synthesizer(llm=make_llm())
 
     class Own(CustomQueryEngine):
         def custom_query(self, query_str: str) -> Any:
             vector = embedding().get_query_embedding(query_str)
             found = index.vector_store.query(VectorStoreQuery(query_embedding=vector, similarity_top_k=3))
-            return synthesizer.synthesize(query_str, scored(found.nodes or []))  # type: ignore[arg-type]
+            return synthesizer.synthesize(query_str, scored(index.docstore.get_nodes(found.ids or [])))
 
     for outcome in ("miss", "hit"):
         assert outcomes(Own().query(QUESTION)) == [(outcome, "")] * 3

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, Settings, StorageContext, SummaryIndex, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
@@ -23,7 +24,6 @@ from cacheblend_rag.llama_index import (
     warm_index,
 )
 from cacheblend_rag.llama_index.tracking import node_texts
-from cacheblend_rag.llama_index.vector_store import FaissVectorStore
 from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
 from tests.probes import key_of
@@ -39,9 +39,9 @@ def documents(count: int = 3, seed: int = 40) -> list[Document]:
     ]
 
 
-def index_of(made: list[Document], faiss: bool) -> VectorStoreIndex:
+def index_of(made: list[Document]) -> VectorStoreIndex:
     splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
-    index = make_index([], faiss=faiss)
+    index = make_index([])
     index._transformations = [splitter]
     for document in made:
         index.insert(document)
@@ -53,9 +53,8 @@ def stored(llm: CacheBlendLLM, nodes: Any) -> list[bool]:
     return [llm.engine.store.contains(key_of(llm.engine, node_texts(node)[0])) for node in nodes]
 
 
-@pytest.mark.parametrize("faiss", [False, True])
-def test_warming_an_index_says_first_what_it_takes(faiss: bool) -> None:
-    llm, index = make_llm(), index_of(documents(), faiss)
+def test_warming_an_index_says_first_what_it_takes() -> None:
+    llm, index = make_llm(), index_of(documents())
     nodes, said = index_nodes(index), list[str]()
     assert len(nodes) > 3
 
@@ -87,10 +86,12 @@ def test_the_model_is_the_one_of_the_settings(capsys: pytest.CaptureFixture[str]
     assert "KV of 4 documents" in capsys.readouterr().err
 
 
-class Mute(FaissVectorStore):
-    """A store that cannot list its nodes."""
+class Mute(SimpleVectorStore):
+    """A store that keeps texts, and cannot list its nodes."""
 
-    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> Any:
+    stores_text: bool = True
+
+    def get_nodes(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -116,11 +117,10 @@ def delete_nodes(index: VectorStoreIndex, made: list[Document]) -> None:
     index.delete_nodes([node.node_id for node in index_nodes(index) if node.ref_doc_id == made[0].id_])
 
 
-@pytest.mark.parametrize("faiss", [False, True])
 @pytest.mark.parametrize("change", [delete, delete_nodes, update, refresh])
-def test_node_that_leaves_the_index_is_erased(change: Callable[..., None], faiss: bool) -> None:
+def test_node_that_leaves_the_index_is_erased(change: Callable[..., None]) -> None:
     llm, made = make_llm(config=APART), documents(seed=50)
-    index = index_of(made, faiss)
+    index = index_of(made)
     warm_index(index, llm, progress=False, say=lambda message: None)
     gone = [node for node in index_nodes(index) if node.ref_doc_id == made[0].id_]
     stays = [node for node in index_nodes(index) if node.ref_doc_id != made[0].id_]
@@ -176,14 +176,13 @@ def test_forms_that_stood_in_prompts_are_erased_too() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: bool) -> None:
-    llm, store = make_llm(), FaissVectorStore()
+    llm = make_llm()
     pipeline = IngestionPipeline(
         transformations=[
             SentenceSplitter(chunk_size=64, chunk_overlap=0),
             embedding(),
             CacheBlendPrecompute(llm=llm, progress=False),
-        ],
-        vector_store=store,
+        ]
     )
 
     async def run() -> Any:
@@ -198,7 +197,7 @@ async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: boo
     assert all(stored(llm, nodes))
     llm.forget(nodes)
     assert all(stored(llm, await run()))  # the pipeline's cache knows nothing of the KV store
-    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding())
+    index = VectorStoreIndex(nodes, embed_model=embedding())
     with listening() as answers:
         index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
     assert answers.counts == [(3, 0)]
@@ -211,3 +210,21 @@ def test_worker_process_without_the_model_says_so() -> None:
         step(make_nodes(seed=34))
     with pytest.raises(ConfigError, match="documents"):
         make_llm().warm(make_nodes(seed=34)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["FaissVectorStore", "FaissMapVectorStore"])
+def test_nodes_in_llama_indexs_own_faiss_store_hit(kind: str) -> None:
+    stores = pytest.importorskip(
+        "llama_index.vector_stores.faiss", reason="pip install llama-index-vector-stores-faiss"
+    )
+    faiss = pytest.importorskip("faiss")
+    vectors = faiss.IndexFlatL2(len(embedding().get_text_embedding("a")))
+    store = getattr(stores, kind)(faiss.IndexIDMap2(vectors) if "Map" in kind else vectors)
+    context, nodes = StorageContext.from_defaults(vector_store=store), make_nodes(seed=35)
+    index = VectorStoreIndex(nodes, embed_model=embedding(), storage_context=context)
+    assert len(index_nodes(index)) == 4
+    engine = index.as_query_engine(llm=make_llm(), similarity_top_k=2)
+    with listening() as answers:
+        for _ in range(2):
+            engine.query(QUESTION)
+    assert answers.counts == [(0, 2), (2, 0)]

@@ -165,7 +165,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         normalise_lists=True,
     )
     nodes = make_nodes(seed=1 if llm.metadata.is_chat_model else 2)
-    index = make_index(nodes, faiss=bool(llm.metadata.is_chat_model))
+    index = make_index(nodes)
     modes = (MetadataMode.LLM, MetadataMode.NONE)
     warm_index(index, llm, metadata_modes=modes, progress=False, say=lambda message: None)
     with llm.engine:
