@@ -38,7 +38,7 @@ _READ_AHEAD = 6
 _MOST_READERS = 6
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers
-# (docs/benchmarks/parts.md).
+# (docs/benchmarks/ttft.md).
 _FAST = 10**9
 # Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early

@@ -19,7 +19,7 @@ from tests.toy import CASES_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "how-to" / "evaluation.md").read_text(encoding="utf-8")
-SCRIPTS = (ROOT / "docs" / "benchmarks" / "evaluation.md").read_text(encoding="utf-8")
+SCRIPTS = (ROOT / "docs" / "benchmarks" / "figures.md").read_text(encoding="utf-8")
 
 
 def first_cases(count: int, path: Path) -> None:

@@ -7,6 +7,7 @@ writes only the table of what the families of the day get, by loading a tiny mod
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +21,11 @@ from cacheblend_rag.engine.model_in_use import adapter_of
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.gpu.plain import plain_layers
 from cacheblend_rag.models.treatment import Treatment, treatment_of
-from docs.benchmarks.scripts.common import script_parser
 from tests import tiny
 
 __all__ = ["OF_THE_DAY", "PAGE", "described_of", "main", "treatment_rows"]
 
-PAGE = Path(__file__).parents[2] / "reference" / "model-families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "model-families.md"
 _HEAD = "| model type | family | beyond Llama | our kernels on a GPU | float32 | bfloat16 | float16 |"
 _TREATMENTS = "| models | model type | what they get | why |"
 # Names under which people know them, by the model type of their text.
@@ -154,7 +154,7 @@ def _put(text: str, head: str, rows: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table into the page."""
-    parser = script_parser("families", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.families", description=__doc__)
     parser.add_argument("--treatments", action="store_true", help="only the table of what the families of the day get")
     parsed = parser.parse_args(arguments)
     text = _put(PAGE.read_text(encoding="utf-8"), _TREATMENTS, treatment_rows())

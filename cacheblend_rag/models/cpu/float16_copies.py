@@ -22,7 +22,7 @@ from cacheblend_rag.models.cpu.copied_weights import CopiedWeights, CopyForward,
 from cacheblend_rag.models.cpu.int8_linear import gives
 from cacheblend_rag.models.cpu.onednn_linear import fits, most_rows, onednn_product
 
-# Rows up to which the packed weight is the faster one (docs/benchmarks/parts.md).
+# Rows up to which the packed weight is the faster one (docs/benchmarks/ttft.md).
 _ROWS = 32
 # Elements of the smallest weight that is packed; below, the call itself is the time.
 _LEAST = 2**15

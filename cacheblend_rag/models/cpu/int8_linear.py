@@ -17,7 +17,7 @@ from torch import nn
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-# Rows up to which the kernel is the faster one (docs/benchmarks/parts.md).
+# Rows up to which the kernel is the faster one (docs/benchmarks/ttft.md).
 _ROWS = 8
 # Relative difference that rounding to bfloat16 may make.
 _ROUNDING = 2 * torch.finfo(torch.bfloat16).eps

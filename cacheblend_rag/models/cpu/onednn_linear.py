@@ -32,7 +32,7 @@ ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 # with AVX2: one row by 192 x 576 in 24 and 39, by 576 x 576 in 100 and 95, by 1536 x 576 in 281 and 164).
 _LEAST = 3 * 2**18
 _SMALLEST = 2**15  # elements of a weight that can come to so many
-# Rows up to which oneDNN is the faster one with AVX2 (docs/benchmarks/parts.md).
+# Rows up to which oneDNN is the faster one with AVX2 (docs/benchmarks/ttft.md).
 _ROWS_WITH_AVX2 = 96
 
 

@@ -40,7 +40,7 @@ It takes whether tokens of an answer are computed within.
 _FindCodes = Callable[[Sequence[nn.Linear]], Mapping[nn.Linear, Codes]]
 
 # Float16 gains nothing on processors without arithmetic for it, float32 too little by another order alone
-# (docs/benchmarks/parts.md).
+# (docs/benchmarks/ttft.md).
 _DTYPE = torch.bfloat16
 # Rows that the order of a copy is chosen for; it then serves any number well, where 1 serves only few.
 _ROWS = 256
