@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{what} encountered in:RuntimeWarning") for what in ("overflow", "invalid value")
 ]
 
-LAYERS, HEADS, DIM, TOKENS = 20, 1, 8, 60
-CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
+LAYERS, HEADS, DIM, TOKENS = 8, 1, 8, 60
+CHUNKS = [tiny.text(7, 1), tiny.text(9, 2), tiny.text(5, 3)]  # few: kernels run on an interpreter
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 
@@ -113,7 +113,7 @@ def test_records_of_both_codecs_from_files_and_memory_come_as_they_are_read_plai
     assert mixed.clock.seconds > 0
 
 
-@pytest.mark.parametrize("layer", [0, 1, 9, LAYERS - 1])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path: Path) -> None:
     (path,) = [path for path in record_files(tmp_path) if b'"token_ids":[0,1,2,3,4,5,6,7,8],' in path.read_bytes()]
     data = bytearray(path.read_bytes())
@@ -129,7 +129,7 @@ def test_damaged_layer_is_never_given(layer: int, mixed: LayerReader, tmp_path: 
     assert threads() == []
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2, 7, LAYERS])
+@pytest.mark.parametrize("taken", [0, 2, LAYERS])
 def test_cancelled_pass_waits_for_running_copies(taken: int, mixed: LayerReader) -> None:
     streams = NoStreams()
     layers = loader._load_to_gpu(mixed, streams)  # type: ignore[arg-type]
