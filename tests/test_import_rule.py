@@ -32,7 +32,7 @@ ORDER = (
     ("errors",),
 )
 # The server's floors, from the top down; files of one floor may import each other.
-FLOORS = (("app", "api"), ("services",), ("storage",), ("security",), ("settings", "keys_file", "problems"))
+FLOORS = (("app", "api"), ("services",), ("security",), ("settings", "keys_file", "problems"))
 # It receives an iterator of per-layer KV.
 FORBIDDEN = {"fusor": ("store",)}
 # Memories of all tenants together. None may be asked for a text or its ids: by the time that an answer takes, another
@@ -60,8 +60,6 @@ HOMES = {
     "diskcache": ("store.disk",),
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),
-    "psycopg": ("app.server.storage.postgres",),
-    "sqlalchemy": ("app.server.storage",),
     "faiss": ("retrieval",),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),
@@ -225,8 +223,7 @@ def test_modules_form_no_circle() -> None:
         ("prompt.tokenizer", "cacheblend_rag.models"),
         ("nowhere", "cacheblend_rag.config"),
         ("app.server.services.service", "cacheblend_rag.app.server.api.requests"),
-        ("app.server.storage.catalogue", "cacheblend_rag.app.server.services.library"),
-        ("app.server.security.tenants", "cacheblend_rag.app.server.storage.postgres"),
+        ("app.server.security.tenants", "cacheblend_rag.app.server.services.service"),
         ("app.server.settings", "cacheblend_rag.app.server.security.tenants"),
         ("app.server.services.service", "fastapi"),
     ],

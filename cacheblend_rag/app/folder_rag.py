@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +14,12 @@ from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 
 from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, closing_seconds
 from cacheblend_rag.errors import ConfigError, MissingExtraError
@@ -30,7 +28,8 @@ from cacheblend_rag.langchain.messages import THOUGHT
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import question_turns
 from cacheblend_rag.report import BlendReport, WarmReport
-from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, parse
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings, SharedEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.factory import open_store
@@ -74,6 +73,10 @@ class FolderRAG:
     options : FolderRAGOptions
     wrapped : callable, optional
         Puts a store of its own around the KV store.
+    read : callable
+        Turns the bytes of a file into text, as `parse` does.
+    may_be_empty : bool
+        Whether the folder may hold no text.
 
     Raises
     ------
@@ -81,20 +84,26 @@ class FolderRAG:
         If the model, the embedder or the documents cannot be read, or another process uses the data folder.
     """
 
-    def __init__(self, options: FolderRAGOptions, *, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
-        self.options = options
-        options.check_paths()
-        folder, config = options.data_path, options.blending
+    def __init__(
+        self,
+        options: FolderRAGOptions,
+        *,
+        wrapped: Callable[[KVStore], KVStore] | None = None,
+        read: Callable[[FileBytes], SourceFile] = parse,
+        may_be_empty: bool = False,
+    ) -> None:
+        self.options, self._read, self._may_be_empty = options, read, may_be_empty
+        options.check_paths(may_be_empty=may_be_empty)
         # Before anything is loaded, so that it is known at once.
-        self._lock = DataLock(folder)
+        self._lock = DataLock(options.data_path)
         try:
-            self._load(config, wrapped)
+            self._load(wrapped)
         except BaseException:
             self._lock.release()
             raise
 
-    def _load(self, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
-        options = self.options
+    def _load(self, wrapped: Callable[[KVStore], KVStore] | None) -> None:
+        options, config = self.options, self.options.blending
         self._others: list[CacheBlendLLM] = []
         self._store = wrapped and wrapped(open_store(options.store_locations, config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
@@ -109,16 +118,21 @@ class FolderRAG:
         model = ChatCacheBlend if chats else CacheBlendLLM
         thinking = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
         self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **thinking)
-        self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
+        embedder = SentenceTransformerEmbeddings(os.fspath(options.embedder))
+        self.embeddings = SharedEmbeddings(embedder, self.engine.turns.in_turn)
+        self.index = self.index_of(options.docs, self.forget)
 
-    def index_of(
-        self, docs: str | os.PathLike[str], embedder: Embeddings, *, only: Collection[str] = ()
-    ) -> FolderIndex:
+    def index_of(self, docs: str | os.PathLike[str], on_delete: Callable[[Sequence[str]], object]) -> FolderIndex:
         """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
         name = hashlib.sha256(os.fsencode(Path(docs).resolve())).hexdigest()[:16]
-        index_dir = self.options.data_path / "indexes" / name
         return FolderIndex(
-            docs, embedder=embedder, index_dir=index_dir, only=only, on_error="skip", on_delete=self._forget
+            docs,
+            embedder=self.embeddings,
+            index_dir=self.options.data_path / "indexes" / name,
+            on_error="skip",
+            on_delete=on_delete,
+            read=self._read,
+            may_be_empty=self._may_be_empty,
         )
 
     def also(self, model: str | os.PathLike[str]) -> BlendEngine:
@@ -152,11 +166,11 @@ class FolderRAG:
         self._others.append(CacheBlendLLM.from_engine(made))
         return made
 
-    def _forget(self, texts: Sequence[str]) -> None:
+    def forget(self, texts: Sequence[str]) -> None:
+        """Erase the KV of texts, that of a server's tenants too."""
         for llm in (self.llm, *self._others):
             llm.forget(texts)
-            if self._store is not None:  # of a server, whose tenants have KV of their own
-                llm.engine.chunks.forget_for_all(texts)
+            llm.engine.chunks.forget_for_all(texts)
 
     def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""

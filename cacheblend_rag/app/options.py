@@ -147,8 +147,13 @@ class FolderRAGOptions:
         if self.docs is None:
             object.__setattr__(self, "docs", ARTICLES_PATH)
 
-    def check_paths(self) -> None:
+    def check_paths(self, *, may_be_empty: bool = False) -> None:
         """Look whether folders and models are where they are said to be, without loading any.
+
+        Parameters
+        ----------
+        may_be_empty : bool
+            Whether the folder of documents may hold no file that can be read.
 
         Raises
         ------
@@ -161,7 +166,7 @@ class FolderRAGOptions:
         """
         from cacheblend_rag.retrieval.documents import list_files
 
-        list_files(self.docs)
+        list_files(self.docs, may_be_empty=may_be_empty)
         self._check_data_folder()
         check_model("model", self.model)
         _check_model("embedder", self.embedder, "embedder")

@@ -486,7 +486,9 @@ class FolderFiles:
     outside: tuple[str, ...]
 
 
-def list_files(folder: str | os.PathLike[str], *, only: Collection[str] = ()) -> FolderFiles:
+def list_files(
+    folder: str | os.PathLike[str], *, only: Collection[str] = (), may_be_empty: bool = False
+) -> FolderFiles:
     """List the files of a folder, and of the folders in it.
 
     Hidden files and folders are left out, and so are the lock files of Word (``~$…``). Links to folders are not
@@ -498,6 +500,8 @@ def list_files(folder: str | os.PathLike[str], *, only: Collection[str] = ()) ->
         The folder.
     only : collection of str
         Names of folders in it, if what lies beside them is to be left out.
+    may_be_empty : bool
+        Whether it may hold no file that can be read. By default that is an error.
 
     Raises
     ------
@@ -510,7 +514,7 @@ def list_files(folder: str | os.PathLike[str], *, only: Collection[str] = ()) ->
     if not root.is_dir():
         raise DocumentError(f"{root} is a file; name the folder that holds it")
     found = _walk(root, only)
-    if not found.readable:
+    if not found.readable and not may_be_empty:
         there = f" (there: {by_suffix(found.others)})" if found.others else ""
         raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
     return found

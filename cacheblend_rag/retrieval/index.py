@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,8 +15,16 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from tqdm import tqdm
 
-from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval.documents import LEADS_OUT, check_on_error, list_files, parse, read_bytes
+from cacheblend_rag.errors import ConfigError, DocumentError, StoreError
+from cacheblend_rag.retrieval.documents import (
+    LEADS_OUT,
+    FileBytes,
+    SourceFile,
+    check_on_error,
+    list_files,
+    parse,
+    read_bytes,
+)
 from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, part_tokens_of, same_model
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
@@ -57,6 +66,8 @@ class IndexReport:
         Chunk texts that were in the index before and are not any more.
     rebuilt : str
         Why everything was indexed anew; empty if it was not.
+    unread : int
+        New and changed files left for the next update.
     """
 
     files: int
@@ -71,6 +82,7 @@ class IndexReport:
     embedded: int
     forgotten: int
     rebuilt: str
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class _Scan:
     hashes: dict[str, str]
     chunks: list[Document]
     skipped: dict[str, str]
+    unread: int
 
 
 class FolderIndex:
@@ -101,11 +114,16 @@ class FolderIndex:
     only : collection of str
         Names of folders in ``folder``, if what lies beside them is to be left out.
     on_error : {"raise", "skip"}
-        For a file that cannot be read: raise, or leave it out with a logged warning.
+        For a file that cannot be read: raise, or leave it out with a logged warning. For an ``on_delete`` that raises
+        `StoreError`: raise, or leave it to the next update.
     on_delete : callable, optional
-        Called with the texts of chunks that are in no file any more, before the index forgets
-        them: if the call fails, or the process ends before the index is saved, the next update
-        calls again with them.
+        Called with the texts of chunks that are in no file any more. They are not found by then.
+        If the call fails, or the process ends before the index is saved, the next update calls
+        again with them.
+    read : callable
+        Turns the bytes of a file into text, as `parse` does.
+    may_be_empty : bool
+        Whether the folder may hold no text. By default that is an error.
 
     Raises
     ------
@@ -123,6 +141,8 @@ class FolderIndex:
         only: Collection[str] = (),
         on_error: str = "raise",
         on_delete: Callable[[Sequence[str]], object] | None = None,
+        read: Callable[[FileBytes], SourceFile] = parse,
+        may_be_empty: bool = False,
     ) -> None:
         check_on_error(on_error)
         self.folder = Path(folder)
@@ -131,18 +151,35 @@ class FolderIndex:
         self.settings = settings or SplitSettings()
         self.on_error = on_error
         self.on_delete = on_delete
+        self.read, self.may_be_empty = read, may_be_empty
         self.store = FaissVectorStore(embedder)
+        self.passages: Counter[str] = Counter()
+        """Number of chunks of each file."""
         self._lock = threading.Lock()
         self._loaded = False
         self._hashes: dict[str, str] = {}  # of the files in self.store
         self._stale = ""  # why all of self.store must be built anew, if it must
         self._unsaved = False  # self.store has what index_dir has not
+        self._leaving: list[str] = []  # texts that are in no file any more, and not deleted yet
+        self._states: dict[str, tuple[int, ...]] = {}  # of files that were read, when they were
+        self._failed: dict[str, str] = {}  # those of them that cannot be read, and why
 
     def chunks(self) -> list[Document]:
         """All chunks, by file and place in it."""
         return sorted(self.store.documents(), key=lambda one: (one.metadata["source"], one.metadata["chunk"]))
 
-    def update(self, *, progress: bool | None = False) -> IndexReport:
+    @property
+    def deleting(self) -> bool:
+        """Whether ``on_delete`` failed, so that the next update calls it again."""
+        return bool(self._leaving)
+
+    def is_read(self, path: str, state: tuple[int, ...]) -> bool:
+        """Whether a file was read, with or without success, since it was as ``state`` says."""
+        return self._states.get(path) == state
+
+    def update(
+        self, *, progress: bool | None = False, enough: Callable[[int], bool] = lambda chunks: False
+    ) -> IndexReport:
         """Bring the index up to date with the folder, and save it.
 
         A damaged index is logged as a warning and built anew; which chunk texts it held is then
@@ -152,6 +189,9 @@ class FolderIndex:
         ----------
         progress : bool or None
             Show progress bars of what takes longer than a second; None if standard error is a terminal.
+        enough : callable
+            Called with the number of new chunks before another file is read. True leaves the rest of
+            the new and changed files for the next update; changed ones stay as they were.
 
         Raises
         ------
@@ -168,14 +208,14 @@ class FolderIndex:
             If the saved index cannot be read, or the new one cannot be written.
         """
         with self._lock:
-            return self._update(None if progress is None else not progress)
+            return self._update(None if progress is None else not progress, enough)
 
-    def _update(self, hidden: bool | None) -> IndexReport:
-        found = list_files(self.folder, only=self.only)
+    def _update(self, hidden: bool | None, enough: Callable[[int], bool]) -> IndexReport:
+        found = list_files(self.folder, only=self.only, may_be_empty=self.may_be_empty)
         self._load()
         before, stale = self._hashes, self._stale
         with tqdm(found.readable, desc="reading", unit="file", delay=1, leave=False, disable=hidden) as paths:
-            scan = self._scan(paths, {} if stale else before)
+            scan = self._scan(paths, {} if stale else before, (lambda chunks: False) if stale else enough)
         for path in found.outside:
             _log.warning("%s is skipped: %s", path, LEADS_OUT)
             scan.skipped[path] = LEADS_OUT
@@ -183,14 +223,17 @@ class FolderIndex:
         old = self.store.documents()
         leaving = [one for one in old if one.metadata["source"] not in unchanged]
         staying = [one for one in old if one.metadata["source"] in unchanged]
-        if not staying and not scan.chunks:
+        if not staying and not scan.chunks and not self.may_be_empty:
             raise DocumentError(_nothing_read(self.folder, scan.skipped))
         vectors = self._embed(scan.chunks, hidden)
-        forgotten = self._forget(leaving, staying + scan.chunks)
         self.store.replace([str(one.id) for one in leaving], scan.chunks, vectors)
         self._unsaved |= bool(stale) or scan.hashes != before
         self._hashes, self._stale = scan.hashes, ""
-        self._save()
+        self.passages = Counter(one.metadata["source"] for one in (*staying, *scan.chunks))
+        try:
+            forgotten = self._forget(leaving, staying + scan.chunks)
+        finally:
+            self._save()
         return IndexReport(
             files=len(scan.hashes),
             unchanged=len(unchanged),
@@ -204,6 +247,7 @@ class FolderIndex:
             embedded=len(scan.chunks),
             forgotten=forgotten,
             rebuilt=stale,
+            unread=scan.unread,
         )
 
     def _embed(self, chunks: Sequence[Document], hidden: bool | None) -> list[Vectors]:
@@ -215,31 +259,55 @@ class FolderIndex:
                 bar.update(len(vectors) - bar.n)
         return vectors
 
-    def _scan(self, paths: Iterable[str], known: Mapping[str, str]) -> _Scan:
+    def _scan(self, paths: Iterable[str], known: Mapping[str, str], enough: Callable[[int], bool]) -> _Scan:
         hashes: dict[str, str] = {}
         chunks: list[Document] = []
         skipped: dict[str, str] = {}
+        unread = 0
         for path in paths:
+            state = file_state(self.folder / path)
+            same = self._states.get(path) == state
+            if same and path in self._failed and self.on_error == "skip":
+                skipped[path] = self._failed[path]
+                continue
+            if (same and path in known) or enough(len(chunks)):
+                if path in known:
+                    hashes[path] = known[path]
+                unread += not (same and path in known)
+                continue
+            self._failed.pop(path, None)
             try:
                 file = read_bytes(self.folder, path)
                 if known.get(path) != file.sha256:
-                    chunks += split([parse(file)], self.settings)
+                    chunks += split([self.read(file)], self.settings)
             except DocumentError as error:
                 if self.on_error == "raise":
                     raise
                 _log.warning("skipped: %s", error)
-                skipped[path] = str(error)
+                skipped[path] = self._failed[path] = str(error)
+                self._states[path] = state
                 continue
-            hashes[path] = file.sha256
+            hashes[path], self._states[path] = file.sha256, state
         for chunk in chunks:
             chunk.id = f"{chunk.metadata['source']}#{chunk.metadata['chunk']}"
-        return _Scan(hashes, chunks, skipped)
+        return _Scan(hashes, chunks, skipped, unread)
 
     def _forget(self, leaving: Sequence[Document], present: Sequence[Document]) -> int:
         texts = {chunk.page_content for chunk in present}
-        gone = list(dict.fromkeys(one.page_content for one in leaving if one.page_content not in texts))
+        texts_leaving = dict.fromkeys([*self._leaving, *(one.page_content for one in leaving)])
+        gone = [text for text in texts_leaving if text not in texts]
+        self._unsaved |= gone != self._leaving
+        self._leaving = gone
         if gone and self.on_delete is not None:
-            self.on_delete(gone)
+            try:
+                self.on_delete(gone)
+            except StoreError as error:
+                if self.on_error == "raise":
+                    raise
+                _log.warning("KV of text that is gone cannot be erased yet: %s", error)
+                return len(gone)
+        self._unsaved |= bool(gone)
+        self._leaving = []
         return len(gone)
 
     def _load(self) -> None:
@@ -256,6 +324,7 @@ class FolderIndex:
                 self._stale = "the saved index is damaged"
             else:
                 self._hashes = hashes
+                self._leaving = list(saved.state.get("leaving", []))
                 self._stale = self._difference(saved)
         self._loaded = True
 
@@ -286,6 +355,7 @@ class FolderIndex:
         state = {
             "kind": _KIND,
             "files": self._hashes,
+            "leaving": self._leaving,
             "splitter": asdict(self.settings),
             "probes": self._fingerprint.tolist(),
         }
@@ -295,6 +365,15 @@ class FolderIndex:
     @cached_property
     def _fingerprint(self) -> EmbedderFingerprint:
         return embedder_fingerprint(self.store.embeddings)
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """A value that differs once a file was changed; empty if it is not there."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return ()
+    return seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino
 
 
 def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:

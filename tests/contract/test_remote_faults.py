@@ -18,7 +18,6 @@ import valkey
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.s3 import S3Store
-from cacheblend_rag.store.tombstones import TombstonedStore
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_environment, s3_server, valkey_server
 from tests.contract.remote_faults import Place, RemoteTrials, clients_at_once, s3_place, valkey_place
@@ -166,20 +165,6 @@ def test_forgetting_fails_while_the_store_is_away(place: Place, trials: RemoteTr
     with closing(place.opened(PATIENT)) as store, trials.engine(store) as other:
         assert other.forget(trials.chunks) == 3
         assert not list(store.infos(""))
-
-
-@pytest.mark.usefixtures("hasty")
-def test_tombstone_holds_while_the_store_is_away(place: Place) -> None:
-    with closing(place.opened()) as store:
-        buried = TombstonedStore(store, lasting=60)
-        buried.put("a", make(1))
-        buried.bury(["a"])
-        place.proxy.silent = True
-        assert buried.open("a") is None
-        assert buried.open_all(["a"]) == {}
-        with pytest.raises(StoreError):
-            buried.delete("a")
-        place.proxy.silent = False
 
 
 @pytest.mark.usefixtures("hasty")

@@ -29,7 +29,6 @@ from cacheblend_rag.store import (
     TieredStore,
     open_store,
 )
-from cacheblend_rag.store.tombstones import TombstonedStore
 from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.storage import ThrottledStore
 from tests import tiny
@@ -216,9 +215,9 @@ def tiers_of(folder: Path) -> TieredStore:
 
 @pytest.mark.parametrize(
     "wrap",
-    [WrappedStore, lambda inner: TombstonedStore(inner, 60.0), SummarizedStore, Hooked, CountingStore,
+    [WrappedStore, SummarizedStore, Hooked, CountingStore,
      lambda inner: ThrottledStore(inner, 1e12)],
-    ids=["plain", "tombstones", "summaries", "hooked", "counting", "throttled"],
+    ids=["plain", "summaries", "hooked", "counting", "throttled"],
 )  # fmt: skip
 def test_wrapper_hands_on_every_member(tmp_path: Path, wrap: Callable[[KVStore], WrappedStore]) -> None:
     inner = tiers_of(tmp_path)
@@ -251,7 +250,7 @@ def test_wrapper_gives_out_the_very_records() -> None:
     inner = MemoryStore()
     inner.put("key", record_of(0))
     records = {"key": inner.open("key")}
-    for wrapper in (WrappedStore(inner), TombstonedStore(inner, 60.0), SummarizedStore(inner)):
+    for wrapper in (WrappedStore(inner), SummarizedStore(inner)):
         with mock.patch.object(inner, "open_all", return_value=records):
             assert wrapper.open_all(["key"])["key"] is records["key"]
             assert wrapper.open("key") is records["key"]

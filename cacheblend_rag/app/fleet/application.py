@@ -76,12 +76,6 @@ def _build_given(
     if settings.also_models:
         remedy = "replicas on Ray Serve have one model each: leave this out, or run a server without Ray"
         raise ConfigError("also_models", ", ".join(settings.also_models), remedy)
-    if arguments.several and settings.guarded and settings.database is None:
-        remedy = "several replicas with keys need one, for the salts of their tenants: name a PostgreSQL database"
-        raise ConfigError("database", None, remedy)
-    if arguments.several and settings.keeps_conversations and settings.database is None:
-        remedy = "several replicas keep conversations in a PostgreSQL database: name one by --database, or keep none"
-        raise ConfigError("keep_conversations", settings.keep_conversations, remedy)
     rule = {"imbalance_limit": arguments.imbalance_limit}
     routing = routing or {"request_router_class": ChunkRouter, "request_router_kwargs": rule}
     if arguments.autoscaling is None:
@@ -104,9 +98,7 @@ def _build_given(
     )
     version = hashlib.sha256(pickle.dumps(sorted((name, one.value) for name, one in given.items()))).hexdigest()
     bound = replicas.bind(dict(given), version)
-    app: serve.Application = ingress.bind(
-        bound, settings.limits, settings.rag.config.separator, settings.rag.top_k, settings.database is not None
-    )
+    app: serve.Application = ingress.bind(bound, settings.limits, settings.rag.config.separator, settings.rag.top_k)
     return app
 
 

@@ -21,10 +21,9 @@ from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_QUESTION = re.compile(r"(/api(?:/collections/[^/]+)?)/(?:ask|compare)")
-_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+(?:/verification|/events)?")
-_READS = re.compile(r"/v1/.*|/api/(?:collections/[^/]+/)?(?:ask|compare|search)")
-_KEPT = b'"conversation"'
+_QUESTIONS = ("/api/ask", "/api/compare")
+_ANSWER = re.compile(r"/api/answers/([^/-]+-)[^/]+/verification")
+_READS = re.compile(r"/v1/.*|/api/(?:ask|compare|search)")
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0
 _TRIES = 2
@@ -42,15 +41,11 @@ class Ingress:
         Text between chunks in prompts that come as one text.
     passages : int
         Passages of a question that does not say how many.
-    collections : bool
-        Whether replicas share collections, so that they can be changed.
     """
 
-    def __init__(
-        self, replicas: DeploymentHandle[Any], limits: Limits, separator: str, passages: int, collections: bool
-    ) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], limits: Limits, separator: str, passages: int) -> None:
         self._replicas, self._limits = replicas.options(stream=True), limits
-        self._separator, self._passages, self._collections = separator, passages, collections
+        self._separator, self._passages = separator, passages
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -62,11 +57,7 @@ class Ingress:
 
     async def _read(self, request: Request) -> Call:
         path = request.url.path
-        upload = path.endswith("/documents")
-        if not self._collections and path.startswith("/api/collections") and _changes(request.method, path):
-            remedy = "collections of replicas need a database: start them with --database, or one server without --ray"
-            raise Problem(501, "no_database", remedy)
-        most = self._limits.body_of(upload)
+        most = self._limits.body_of(path.endswith("/documents"))
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
             raise too_large(most)
@@ -81,7 +72,7 @@ class Ingress:
 
     async def _chunks(self, call: Call) -> dict[int, int]:
         """The pieces of a request by which a replica is chosen."""
-        question = _QUESTION.fullmatch(call.path)
+        question = call.path in _QUESTIONS
         if call.method != "POST" or not (question or call.path in _ANSWERED):
             return {}
         try:
@@ -94,17 +85,17 @@ class Ingress:
             return {}
         with contextlib.suppress(TimeoutError, RayActorError):
             async with asyncio.timeout(_SEARCHING):
-                return await self._found(call, question[1], body)
+                return await self._found(call, body)
         return {}
 
-    async def _found(self, call: Call, place: str, body: dict[str, Any]) -> dict[int, int]:
+    async def _found(self, call: Call, body: dict[str, Any]) -> dict[int, int]:
         """The pieces of the passages that a question will be answered from.
 
         A question that follows others goes where its conversation began: there its prompt may be kept.
         """
-        query = {"query": _opening(body), "k": body.get("k") or self._passages}
-        query |= {name: body[name] for name in ("collections", "documents") if name in body}
-        search = call.with_json(f"{place}/search", json.dumps(query).encode())
+        query = {"question": _opening(body), "top_k": body.get("top_k") or self._passages}
+        query |= {"documents": body["documents"]} if body.get("documents") else {}
+        search = call.with_json("/api/search", json.dumps(query).encode())
         answer = self._sent(search, {})
         try:
             head, *parts = [part async for part in answer]
@@ -112,7 +103,7 @@ class Ingress:
             answer.cancel()  # type: ignore[no-untyped-call]  # it may have taken too long
         if not isinstance(head, Head) or head.status != 200:
             return {}
-        return weighed_pieces(one["text"] for one in json.loads(b"".join(parts)))
+        return weighed_pieces(one["text"] for one in json.loads(b"".join(parts))["passages"])
 
     def _sent(self, call: Call, chunks: dict[int, int]) -> DeploymentResponseGenerator[Any]:
         answer = _ANSWER.fullmatch(call.path)  # the replica that gave the id has the answer
@@ -121,7 +112,6 @@ class Ingress:
 
     async def _answered(self, call: Call, chunks: dict[int, int]) -> Response:
         reads = call.method in ("GET", "HEAD") or bool(_READS.fullmatch(call.path))
-        reads = reads and _KEPT not in call.body  # its conversation has the question already
         for _ in range(_TRIES if reads else 1):
             answer = self._sent(call, chunks)
             try:
@@ -157,15 +147,6 @@ async def _forwarded(
 
 def _opening(body: dict[str, Any]) -> str:
     """The question that a conversation began with."""
-    opening = str(body.get("question", ""))
     history = body.get("history")
-    for turn in reversed(history if isinstance(history, list) else []):
-        if isinstance(turn, dict):
-            opening = str(turn.get("question", opening))
-            if turn.get("stands_alone", True):
-                break
-    return opening
-
-
-def _changes(method: str, path: str) -> bool:
-    return method == "DELETE" or (method == "POST" and path.endswith(("/collections", "/documents")))
+    first = history[0] if isinstance(history, list) and history else body
+    return str(first.get("question", "") if isinstance(first, dict) else "")

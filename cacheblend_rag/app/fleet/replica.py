@@ -149,10 +149,7 @@ class Replica:
         return {"held": self._store.summary()}
 
     async def check_health(self) -> None:
-        """Let Ray start another in its place if this one does not work.
-
-        A database that is away is no reason: `/readyz` tells of it.
-        """
+        """Let Ray start another in its place if this one does not work."""
         await self._service.check_working()
 
     def __del__(self) -> None:
@@ -167,7 +164,7 @@ class Replica:
 def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
     """A server in the first folder that no other replica of this machine has: one that was there before is found."""
     from cacheblend_rag.app.fleet.summaries import SummarizedStore
-    from cacheblend_rag.app.server.services.service import Service
+    from cacheblend_rag.app.server.services.service import open_service
 
     folder, stores = settings.rag.data_path / "replicas", list[SummarizedStore]()
 
@@ -179,7 +176,8 @@ def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
     while True:
         rag = replace(settings.rag, data_dir=folder / str(place))
         try:
-            return place, Service(replace(settings, rag=rag), wrapped, f"{secrets.token_hex(4)}-"), stores[-1]
+            own = replace(settings, rag=rag, data=settings.documents_path)
+            return place, open_service(own, wrapped, f"{secrets.token_hex(4)}-"), stores[-1]
         except FolderInUseError:
             place += 1
 

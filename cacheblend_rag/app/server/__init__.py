@@ -1,14 +1,13 @@
-"""HTTP server: an OpenAI-compatible API, a RAG API with collections, and the page over both.
+"""HTTP server: an OpenAI-compatible API, a RAG API over a folder of documents, and the page over both.
 
-Nothing is imported here, so that the command line stays light. The server has five floors. A file imports from its own
+Nothing is imported here, so that the command line stays light. The server has four floors. A file imports from its own
 floor and from floors further down; `tests/test_import_rule.py` holds it.
 
 =============  =======================================================================================
 floor          what it knows
 =============  =======================================================================================
 api            HTTP: routes, bodies, streams, and what every request passes; ``app`` puts it together
-services       what the server does: who is admitted, collections, ingestion, answers, counts
-storage        what is kept of a tenant's documents, in SQLite or PostgreSQL
+services       what the server does: who is admitted, folders and their indexes, answers, counts
 security       tenants with their quotas, and what strangers made within limits
 settings       what an operator says; beside it the file of keys, and errors as answers
 =============  =======================================================================================

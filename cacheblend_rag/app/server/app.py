@@ -27,17 +27,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cacheblend_rag import __version__
 from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
-from cacheblend_rag.app.server.api.kept import router as kept_router
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
-from cacheblend_rag.app.server.api.saved import router as saved_router
-from cacheblend_rag.app.server.api.shares import router as shares_router
-from cacheblend_rag.app.server.api.tenants import router as tenants_router
 from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
-from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.services.service import Service, open_service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
@@ -254,13 +250,11 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        made = service if service is not None else await asyncio.to_thread(Service, settings)
+        made = service if service is not None else await asyncio.to_thread(open_service, settings)
         app.state.service = made
         try:
             yield
         finally:
-            for session in made.sessions.values():
-                await session.under_way.close()
             await asyncio.to_thread(made.close)
 
     app = FastAPI(
@@ -273,10 +267,6 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     )
     add_handlers(app)
     app.include_router(rag_router)
-    app.include_router(kept_router)
-    app.include_router(saved_router)
-    app.include_router(shares_router)
-    app.include_router(tenants_router)
     app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)
@@ -307,7 +297,7 @@ def _add_plain_routes(app: FastAPI) -> None:
     @app.get("/readyz", tags=["Server"])
     async def readyz(request: Request) -> dict[str, str]:
         """Whether requests are answered: 503 with the reason where they are not."""
-        await service_of(request).check_ready()
+        await service_of(request).check_working()
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
@@ -399,7 +389,7 @@ def serve(settings: ServerSettings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     with no_search_for_garbage():
-        service = Service(settings)
+        service = open_service(settings)
         app = create_app(settings, service)
     configure_logs(settings.access_log)
     if service.engine.config.finds_repeated:

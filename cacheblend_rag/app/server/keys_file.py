@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,31 +119,32 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     return keys
 
 
-def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyEntry]]) -> None:
-    """Write a file anew with other keys; it is there whole or as before, and one process at a time changes it."""
+def add_key(path: Path, entry: KeyEntry) -> None:
+    """Write a file anew with one more key; it is there whole or as before, and one process at a time changes it.
+
+    Raises
+    ------
+    ConfigError
+        If there is a key of this name, or the file cannot be used.
+    """
     _made(path.parent)
     lock = path.with_name(path.name + ".lock")
     with FileLock(lock, mode=0o600):
         _leave_to_owner(lock, path.parent)
-        keys = change(read_keys(path) if path.exists() else ())
-        text = json.dumps({"version": _VERSION, "keys": [asdict(one) for one in keys]}, indent=1)
+        keys = read_keys(path) if path.exists() else ()
+        if any(one.name == entry.name for one in keys):
+            raise ConfigError("name", entry.name, "there is a key of this name: use another, or delete its entry")
+        text = json.dumps({"version": _VERSION, "keys": [asdict(one) for one in (*keys, entry)]}, indent=1)
         write_private(path, text + "\n")
 
 
-def wait_for_servers() -> None:
-    """Wait until every server that runs has looked at a changed file, and requests let in before have gone on."""
-    time.sleep(2 * LOOK_AGAIN)
-
-
 def secret_kept(path: Path, size: int) -> str:
-    """The secret in a file, as hex. A missing or empty file gets one of so many random bytes."""
-    try:
-        kept = path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        kept = ""
-    if not kept:
-        kept = secrets.token_hex(size)
-        write_private(path, kept)
+    """The secret in a file, as hex. If the file is missing or empty, a secret of ``size`` random bytes is written."""
+    with FileLock(path.with_name(path.name + ".lock"), mode=0o600):  # replicas share the file
+        kept = path.read_text(encoding="ascii").strip() if path.exists() else ""
+        if not kept:
+            kept = secrets.token_hex(size)
+            write_private(path, kept)
     return kept
 
 
@@ -201,11 +202,6 @@ class KeysFile:
         """All tenants that have a key now."""
         self._look()
         return list(dict.fromkeys(one.tenant for one in self._keys.values() if one.tenant is not None))
-
-    def entries(self) -> list[KeyEntry]:
-        """All keys that there are now."""
-        self._look()
-        return list(self._keys.values())
 
     def find(self, key: str) -> KeyEntry | None:
         """The entry of a key."""

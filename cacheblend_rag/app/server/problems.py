@@ -187,13 +187,3 @@ def _names_field(part: int | str) -> bool:
 def too_large(most: int) -> Problem:
     """A request whose body has more bytes than it may have."""
     return Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
-
-
-def no_document_of_choice() -> Problem:
-    """A document that a question names, and that is not there or was deleted meanwhile."""
-    return Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
-
-
-def no_collection() -> Problem:
-    """A collection that there is not, or that was deleted meanwhile."""
-    return Problem(404, "no_collection", "there is no such collection")

@@ -17,7 +17,6 @@ from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
 from cacheblend_rag.config import (
     BYTES,
     ENV_PREFIX,
-    FLAG,
     Kind,
     check_options,
     choice,
@@ -25,7 +24,6 @@ from cacheblend_rag.config import (
     kind_of,
     number,
     option,
-    or_auto,
     path,
     text,
     whole,
@@ -43,7 +41,6 @@ ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _NAME_WORDS = "1 to 200 letters, digits and the signs . _ - : /"
 _SHORTEST_KEY = 16
-_CREDENTIALS = "PGUSER, PGPASSWORD and the other variables and files of libpq"
 
 
 def _is_fit(key: str) -> bool:
@@ -98,8 +95,6 @@ class Limits:
     prompt_chars: int = _limit(1_000_000, _COUNT, "Of all text of a request to the model.")
     prompt_tokens: int = _limit(131_072, _COUNT, "Tokens the model is fed, at most what it can take.")
     prompt_seconds: float = _limit(20.0, _SECONDS, "Time that making a prompt of a request may take.")
-    images: int = _limit(8, _COUNT, "Images of one conversation.")
-    image_pixels: int = _limit(20_000_000, _COUNT, "Pixels of all images of a conversation together.")
     schema_chars: int = _limit(64_000, _COUNT, "Length of the JSON schemas of a request.")
     schema_bytes: int = _limit(1_000_000_000, BYTES, "Memory that compiling them may take.")
     schema_seconds: float = _limit(2.0, _SECONDS, "Time that compiling them may take.")
@@ -129,19 +124,15 @@ class Limits:
     body_seconds: float = _limit(30.0, _SECONDS, "Longest gap in a request's body.")
     unread_seconds: float = _limit(30.0, _SECONDS, "Longest time in which a client takes nothing of its answer.")
     at_once: int = _limit(250, _COUNT, "Requests of one tenant under way at once, events that are followed too.")
-    jobs: int = _limit(32, _COUNT, "Uploads of one tenant that may wait.")
     disk_bytes: int = _limit(
         5_000_000_000,
         BYTES,
-        "Of the documents of one tenant. Uploads, passages and vectors count.",
+        "Of the uploads of one tenant that has a key.",
         flag="disk-limit",
         metavar="SIZE",
         shown="5 GB",
     )
-    conversations: int = _limit(1_000, _COUNT, "Conversations that are kept of a tenant.")
-    conversation_bytes: int = _limit(100_000_000, BYTES, "Of all conversations of a tenant.", shown="100 MB")
-    collections: int = _limit(200, _COUNT, "Collections of a tenant.")
-    documents: int = _limit(10_000, _COUNT, "Documents in one collection.")
+    documents: int = _limit(10_000, _COUNT, "Documents that one tenant that has a key may upload.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -149,15 +140,6 @@ class Limits:
     def body_of(self, upload: bool) -> int:
         """Most bytes of a request's body."""
         return 4 * self.upload_bytes + 1_000_000 if upload else self.body_bytes
-
-
-def _check_database(name: str, value: Any) -> Any:
-    from cacheblend_rag.store.remote import check_address
-
-    if not isinstance(value, str):
-        raise ConfigError(name, value, "use the address of a PostgreSQL database")
-    check_address(value, ("postgresql", "postgres"), _CREDENTIALS, name)
-    return value
 
 
 def _check_name(name: str, value: Any) -> Any:
@@ -171,6 +153,7 @@ class ServerSettings:
     """Settings of ``cacheblend-rag serve``.
 
     `rag` says model, embedder, base documents and data folder. `api_keys` has the key of each tenant by its name.
+    `data` is where uploads are, of several replicas one folder for all; by default the data folder.
 
     Raises
     ------
@@ -221,25 +204,10 @@ class ServerSettings:
         metavar="FILE",
         shown="keys.json in the data folder, if it is there",
     )
-    keep_conversations: bool | str = option(
-        "auto",
-        or_auto(FLAG),
-        "Keep the conversations of the page on the server, for their tenant, until they are deleted. 'auto' keeps them "
-        "where requests need a key; elsewhere the browser keeps its own.",
-        flag="keep-conversations",
-        metavar="on|off",
-    )
     access_log: str = option(
         "json", choice(ACCESS_LOGS), "A line a request: json, text or off.", flag="access-log", metavar="FORM"
     )
-    database: str | None = option(
-        None,
-        Kind("the address of a PostgreSQL database", _check_database, toml=str),
-        "Collections that servers share: postgresql://host/name.",
-        flag="database",
-        metavar="ADDRESS",
-        shown="in the data folder",
-    )
+    data: Path | None = None
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -284,7 +252,7 @@ class ServerSettings:
         """
         from cacheblend_rag.app.options import check_model
 
-        self.rag.check_paths()
+        self.rag.check_paths(may_be_empty=True)
         for one in self.also_models:
             check_model("also_models", _named(one)[1])
 
@@ -303,9 +271,9 @@ class ServerSettings:
         return bool(self.api_keys) or self.keys_file is not None
 
     @property
-    def keeps_conversations(self) -> bool:
-        """Whether conversations of the page are kept."""
-        return self.guarded if self.keep_conversations == "auto" else self.keep_conversations is True
+    def documents_path(self) -> Path:
+        """Folder of uploads and of what belongs to tenants."""
+        return self.data or self.rag.data_path
 
     @property
     def is_loopback(self) -> bool:

@@ -158,8 +158,9 @@ def records_on_disk(data: Path) -> int:
 
 
 def settle(service: Any) -> None:
-    """Wait until nothing is left to be done in the background."""
-    assert service.ingestion.wait_idle(60)
+    """Wait until all documents are indexed and nothing is left to be done in the background."""
+    service.watcher.wake()
+    until(lambda: service.watcher.idle, 60)
     service.engine.flush()
 
 
@@ -169,21 +170,24 @@ def read_events(text: str) -> list[tuple[str, Any]]:
     return [(name, data if data == "[DONE]" else json.loads(data)) for name, data in found]
 
 
-def upload(client: Any, collection: str, files: dict[str, bytes | str]) -> list[dict[str, Any]]:
-    """Upload files and wait until they are in; the events of the job."""
+def upload(client: Any, files: dict[str, bytes | str]) -> dict[str, dict[str, Any]]:
+    """Upload files and wait until they are read; the list of documents, by name."""
     sent = [("files", (name, data)) for name, data in files.items()]
-    answer = client.post(f"/api/collections/{collection}/documents", files=sent)
-    assert answer.status_code == 202, answer.text
-    told = client.get(f"/api/jobs/{answer.json()['job']}/events")
-    assert told.status_code == 200, told.text
-    return [data for _, data in read_events(told.text)]
-
-
-def new_collection(client: Any, name: str = "Mine") -> str:
-    """Make a collection; its id."""
-    answer = client.post("/api/collections", json={"name": name})
+    answer = client.post("/api/documents", files=sent)
     assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
+    found: dict[str, dict[str, Any]] = {}
+
+    def read() -> bool:
+        found.update({one["name"]: one for one in client.get("/api/documents").json()["documents"]})
+        return all(found[one["name"]]["state"] in ("ready", "failed") for one in answer.json()["documents"])
+
+    until(read, 60)
+    return found
+
+
+def documents(client: Any) -> dict[str, dict[str, Any]]:
+    """The list of documents, by name."""
+    return {one["name"]: one for one in client.get("/api/documents").json()["documents"]}
 
 
 def client_of(server: Running, key: str = "") -> httpx.Client:

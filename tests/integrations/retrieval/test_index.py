@@ -283,7 +283,7 @@ def test_failed_callback_is_called_again(folder: Folder) -> None:
 
     with pytest.raises(RuntimeError, match="busy"):
         folder.update(on_delete=fail_once)
-    assert folder.update(on_delete=fail_once).removed == 1
+    assert folder.update(on_delete=fail_once).forgotten == 1
     assert calls == [[FILES["mill.txt"]]] * 2
 
 

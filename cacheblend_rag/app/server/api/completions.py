@@ -17,7 +17,7 @@ from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
-from cacheblend_rag.app.server.services.service import Session, required_tokens
+from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
@@ -26,7 +26,6 @@ from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.prompt.call_stream import CallPiece
-from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
 from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
@@ -46,7 +45,7 @@ class AnswerRequest:
         self.here, self.body = here, body
         self.model = here.service.model_of(body.model)
         self.most = here.service.answer_tokens(most, self.most_field)
-        self.required = required_tokens(here.service, most, self.most_field)
+        self.required = here.service.required_tokens(most, self.most_field)
         self.engine = here.engine(self.model, body.recompute_ratio, body.selection)
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:
@@ -56,11 +55,6 @@ class AnswerRequest:
         self.id, self.created = f"{self.mark}{secrets.token_hex(12)}", int(time.time())
         self._reports: list[BlendReport] = []
         self._ends: float | None = None
-
-    def begin(self) -> None:
-        """`prepare`, once it is known what other servers have deleted."""
-        self.here.library.follow()
-        self.prepare()
 
     def prepare(self) -> None:
         """Make the prompts, and refuse those that do not fit or that the tenant has no tokens for."""
@@ -287,7 +281,7 @@ class Chat(AnswerRequest):
             self.most_field = "max_completion_tokens"
         super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
         self._conversation = body
-        limits, own = here.service.limits, dict[str, Any](self.arguments())
+        own = dict[str, Any](self.arguments())
         own.pop("stop")  # comes with each answer
         self._model = ServedChat(
             engine=self.engine,
@@ -295,7 +289,6 @@ class Chat(AnswerRequest):
             given=self.documents,
             one_call=not body.parallel_tool_calls,
             schemas=here.schemas,
-            images=ImageLimits(limits.images, limits.image_pixels),
             model_name=self.model.name,
             **own,
         )

@@ -11,16 +11,14 @@ from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
 
 from cacheblend_rag.app.server.api.openai_bodies import ChatBody, ChatMessage
-from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.templates import check_arguments
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
 from cacheblend_rag.prompt.calls import parse_calls
-from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.thoughts import Thought
 
@@ -44,21 +42,15 @@ class ServedChat(ChatCacheBlend):
         Whether an answer has its first tool call alone. It is not ended there: text and thoughts may name its mark.
     schemas : SchemaCheck
         Sees the tenant's JSON schemas before they are compiled here.
-    images : ImageLimits
-        How large the images of a conversation may be.
     """
 
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
     one_call: bool = False
     schemas: Any = Field(default=None, exclude=True, repr=False)
-    images: ImageLimits | None = Field(default=None, exclude=True, repr=False)
     track: bool = False
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         return [RetrievedDocument((text,)) for text in dict.fromkeys(self.given)]
-
-    def _image_limits(self) -> ImageLimits | None:
-        return self.images
 
     def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
         also = [] if in_text is None or in_text.otherwise is None else [in_text.otherwise]
@@ -75,7 +67,7 @@ class ServedChat(ChatCacheBlend):
         ConfigError
             If a tool or an option cannot be used.
         Problem
-            400 if the chat template takes no such argument, or an image cannot be used.
+            400 if the chat template takes no such argument.
         """
         check_arguments(self.engine.tokenizer, body.chat_template_kwargs)
         if not body.tools and body.tool_choice not in (None, "auto", "none"):
@@ -91,9 +83,6 @@ class ServedChat(ChatCacheBlend):
         messages = _messages_of(body.messages, self.given)
         try:
             return self._request(messages, body.stops, overrides)
-        except ImageError as error:
-            place = f"messages.{error.message - len(messages) + len(body.messages)}"  # as the client has numbered it
-            raise Problem(400, "bad_image", f"{place}: {error.why}", field=place) from error
         except CacheBlendError:
             raise
         except (TypeError, ValueError, KeyError) as error:

@@ -24,9 +24,8 @@ from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, 
 from cacheblend_rag.app.server.settings import ServerSettings
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-# Paths that need a key, where there are keys; what a key for metrics reads, and what no other does.
+# Paths that need a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")
-_OF_METRICS, _OF_METRICS_ALONE = ("/metrics", "/api/tenants"), ("/api/tenants",)
 # Scripts come from the server's own files only, and none may parse HTML: text of documents can never become one.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -110,14 +109,13 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        one = ServedRequest(scope["method"], ended=self._ended)
+        one = ServedRequest(scope["method"])
         served.set(one)
-        with one.held():
+        try:
             await self._serve(scope, receive, send, one)
-
-    def _ended(self, one: ServedRequest) -> None:
-        self._seen(one)
-        log_access(one)
+        finally:
+            self._seen(one)
+            log_access(one)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, one: ServedRequest) -> None:
         started = time.perf_counter()
@@ -196,19 +194,14 @@ class Gatekeeper:
                 caller = scope["caller"] = self._keys().caller_of(headers.get("authorization"))
             except Problem as unknown:
                 return unknown
-            if caller.tenant is None and scope["path"] not in _OF_METRICS:
-                return Problem(403, "metrics_only", f"this key only reads {' and '.join(_OF_METRICS)}")
-            if caller.tenant is not None and self._settings.guarded and scope["path"] in _OF_METRICS_ALONE:
-                message = "this tells of all tenants: a key made with `keys add NAME --metrics` reads it"
-                return Problem(403, "not_for_tenants", message)
+            if caller.tenant is None and scope["path"] != "/metrics":
+                return Problem(403, "metrics_only", "this key only reads /metrics")
             if caller.tenant is not None and (problem := self._requests.refusal(caller.tenant)) is not None:
                 return problem
             if self._under_way[caller.tenant] >= self._settings.limits.at_once:
                 return Problem(429, "busy", "as many requests of yours are under way as may be", retry_after=5)
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
-        if "\0" in scope["path"]:  # nothing has such an id, and PostgreSQL takes no such text
-            return Problem(404, "not_found", "Not Found")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and _split(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")

@@ -40,7 +40,7 @@ async def model(here: Here, model: str) -> dict[str, Any]:
 
 @router.post("/embeddings")
 async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[str, Any]:
-    """Vectors of texts, by the embedder that collections use."""
+    """Vectors of texts, by the embedder that documents are found with."""
     service = here.service
     check_model(body.model, [service.embedder_name])
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -83,7 +83,7 @@ async def _answered(work: AnswerRequest, request: Request) -> Any:
     here.check_quota(work.most * work.body.n)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():  # what the model is fed is made in the request's own turn
-        await unless_gone(request, slot.in_thread(work.begin))
+        await unless_gone(request, slot.in_thread(work.prepare))
     if work.body.stream:
         return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:

@@ -12,11 +12,8 @@ from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.errors import ConfigError
 
-Name = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
-"""A name or an id; PostgreSQL takes no NUL."""
-ChunkNumber = Annotated[int, NO_FLAG, Field(ge=0, le=2**31 - 1)]
-"""The number of a passage in its document; databases take none that is larger by far."""
-TurnId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, StringConstraints(max_length=500)]
+PassageNumber = Annotated[int, NO_FLAG, Field(ge=0)]
 Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 """A text that a person writes; requests hold it to ``question_chars`` of the server's limits."""
 
@@ -34,41 +31,22 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class NewCollection(_Body):
-    """A collection to be made."""
-
-    name: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=200)]
-
-
 class SearchBody(_Body):
-    """A search."""
+    """A question, and the ``documents`` that are searched, by their ids; by default all are."""
 
-    query: Question
-    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] = 6
-
-
-class PassageRef(_Body):
-    """Which passage of the collection it is."""
-
-    document_id: Name
-    chunk: ChunkNumber
+    question: Question
+    top_k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
+    documents: Annotated[list[Name], Field(min_length=1, max_length=1_000)] | None = None
 
 
 class HistoryTurn(_Body):
-    """A question that was asked before in the conversation, and its answer.
-
-    With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
-    ``turn`` is its id in a conversation that the server keeps.
-    """
+    """A question that was asked before in the conversation, and its answer."""
 
     question: Annotated[Question, Field(max_length=100_000)]
     answer: Annotated[str, StringConstraints(max_length=100_000)]
-    sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
-    stands_alone: Flag = True
-    turn: TurnId | None = None
 
 
-class CompareBody(_Body):
+class CompareBody(SearchBody):
     """A question to be answered by every method.
 
     ``model`` is the name of one of the models, by default of the first.
@@ -76,11 +54,9 @@ class CompareBody(_Body):
     passages.
     """
 
-    question: Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
-    k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
-    ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
-    rule: Annotated[str, StringConstraints(max_length=40)] | None = None
+    recompute_ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
+    selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
     instructions: Question | None = None
     model: Name | None = None
@@ -94,41 +70,14 @@ class AskBody(CompareBody):
     ``stop_repetition`` is false, an answer that only repeats itself is ended.
 
     ``temperature`` above 0 samples; by default the likeliest token is taken each time.
-
-    With ``conversation``, the id of one that the server keeps, question and answer are kept there, and the answer goes
-    on if the client goes away. ``turn`` is an id that the client draws for it. With ``resume``, an answer that is kept
-    nowhere goes on, too, for 20 seconds. Both begin with an event `answer`, which has the id by which it is read again.
-    If it cannot be kept, as on a full disk, it is given all the same, with an event `not_kept` that says why.
     """
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    conversation: TurnId | None = None
-    turn: TurnId | None = None
-    resume: Flag = False
     stream: Flag = True
     show_prompt: Flag = False
     verify: Verify | None = None
     reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
     stop_repetition: Flag | None = None
-
-
-class Among(_Body):
-    """Ids of ``collections``, and of single ``documents`` of others, that are searched together."""
-
-    collections: Annotated[list[Name], Field(max_length=50)] = Field(default_factory=list)
-    documents: Annotated[list[Name], Field(max_length=100)] = Field(default_factory=list)
-
-
-class SearchAmong(SearchBody, Among):
-    """A search of several collections and documents."""
-
-
-class CompareAmong(CompareBody, Among):
-    """A question to several collections and documents, to be answered by every method; see `CompareBody`."""
-
-
-class AskAmong(AskBody, Among):
-    """A question to several collections and documents; see `AskBody`."""
 
 
 class ModelInfo(BaseModel):
@@ -144,28 +93,24 @@ class ModelInfo(BaseModel):
     thinks: bool
 
 
-class CollectionInfo(BaseModel):
-    """A collection as it is listed."""
+class FolderInfo(BaseModel):
+    """The folder that is served; ``writable`` says whether this tenant can upload."""
 
-    id: str
     name: str
-    documents: int
-    chunks: int
-    bundled: bool
     writable: bool
+    bundled: bool
 
 
 class SettingsInfo(BaseModel):
     """How answers are made unless a request says otherwise."""
 
-    ratio: float | Literal["auto"]
-    rule: str
+    top_k: int
+    max_new_tokens: int
+    recompute_ratio: float | Literal["auto"]
+    selection: str
     rules: list[str]
-    passages: int
-    answer_tokens: int
     verify: str
     reasoning: Reasoning
-    keep_conversations: bool
 
 
 class Suggestion(BaseModel):
@@ -175,84 +120,66 @@ class Suggestion(BaseModel):
     note: str | None = None
 
 
-class StoreInfo(BaseModel):
-    """The KV store; null where it would tell one tenant of another."""
-
-    bytes: int | None
-    limit_bytes: int
-    records: int | None
-
-
-class DiskInfo(BaseModel):
-    """Disk space of the tenant's documents: uploads that wait, passages and vectors."""
-
-    bytes: int
-    limit_bytes: int
-
-
 class LimitsInfo(BaseModel):
     """Limits that the page respects."""
 
+    suffixes: list[str]
     upload_bytes: int
-    upload_suffixes: list[str]
+    upload_files: int
     question_chars: int
-    passages: int
-    answer_tokens: int
+    top_k: int
+    max_tokens: int
 
 
 class PageState(BaseModel):
-    """Everything the page needs to begin; the first model answers where a request names none."""
+    """Everything the page needs to begin; the first model answers where a request names none.
+
+    ``tenant`` is the one that the key is of; null without keys.
+    """
 
     models: list[ModelInfo]
     embedder: str
-    collections: list[CollectionInfo]
+    folder: FolderInfo
+    documents: int
+    passages: int
     settings: SettingsInfo
-    suggestions: list[Suggestion]
-    store: StoreInfo
-    disk: DiskInfo
     limits: LimitsInfo
+    suggested: list[Suggestion]
+    tenant: str | None
+    version: str
 
 
 class DocumentInfo(BaseModel):
-    """A document of a collection, or a file on its way into it."""
+    """A document, or a file on its way; ``own`` says whether this tenant may delete it, ``changed`` is Unix time."""
 
     id: str
     name: str
-    chunks: int
     bytes: int
-    state: Literal["ready", "indexing", "failed"]
-    error: str | None = None
-
-
-class KVEstimate(BaseModel):
-    """Size of the KV of all passages of a collection, stored or not; of many passages, estimated from a sample."""
-
+    changed: float
     passages: int
-    kv_bytes: int
+    own: bool
+    state: Literal["ready", "waiting", "reading", "failed"]
+    reason: str | None = None
 
 
-class JobInfo(BaseModel):
-    """An upload that was taken in."""
+class DocumentList(BaseModel):
+    """Documents by name."""
 
-    job: str
+    documents: list[DocumentInfo]
 
 
-class ChunkText(BaseModel):
+class PassageText(BaseModel):
     """A passage, and those before and after it; null where the document begins or ends."""
 
     text: str
     document: str
-    title: str
     before: str | None
     after: str | None
     page: int | None = None
 
 
-class FoundChunk(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1.
-
-    ``collection`` is the id of the collection that has it.
-    """
+class FoundPassage(BaseModel):
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
 
     document_id: str
     document: str
@@ -260,17 +187,18 @@ class FoundChunk(BaseModel):
     text: str
     score: float
     page: int | None = None
-    collection: str = ""
+
+
+class FoundPassages(BaseModel):
+    """Passages, the nearest first."""
+
+    passages: list[FoundPassage]
 
 
 class WholeAnswer(BaseModel):
-    """An answer that was not streamed; ``report`` is that of the event of this name.
-
-    ``not_kept`` says why its conversation does not have it, if it was to be kept.
-    """
+    """An answer that was not streamed; ``report`` is that of the event of this name."""
 
     answer: str
     thought: str
-    sources: list[FoundChunk]
+    sources: list[FoundPassage]
     report: dict[str, object]
-    not_kept: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -21,11 +20,7 @@ async def session_of(request: Request) -> Session:
     service, name = service_of(request), request.scope["caller"].tenant
     # The key of a new tenant may have been made just now; opening its folder takes a moment.
     found: Session | None = service.sessions.get(name)
-    session = found if found is not None else await asyncio.to_thread(service.joined, name)
-    session.used = time.monotonic()
-    if service.database is not None:
-        await asyncio.to_thread(session.library.follow)
-    return session
+    return found if found is not None else await asyncio.to_thread(service.session, name)
 
 
 Here = Annotated[Session, Depends(session_of)]

@@ -21,7 +21,6 @@ from cacheblend_rag.app.server.api.openai_bodies import (
     FlatSchema,
     FunctionCall,
     FunctionDefinition,
-    ImagePart,
     MessageItem,
     NamedTool,
     ReasoningItem,
@@ -470,9 +469,9 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
     return messages
 
 
-def _parts(content: str | list[TextPart | ImagePart] | None) -> list[TextPart | ImagePart]:
+def _parts(content: str | list[TextPart] | None) -> list[TextPart]:
     return [TextPart(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def _content(given: str | list[TextItem]) -> str | list[TextPart | ImagePart]:
+def _content(given: str | list[TextItem]) -> str | list[TextPart]:
     return given if isinstance(given, str) else [TextPart(type="text", text=one.text) for one in given]

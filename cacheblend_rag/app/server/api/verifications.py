@@ -55,7 +55,6 @@ async def verification(
 ) -> VerificationInfo:
     """How an answer with ``"verify": "idle"`` was verified; waits so many seconds for it at most."""
     found = await unless_gone(request, here.verifications.result(id, wait))
-    await here.in_thread(here.verifications.check_not_deleted, id)
     return VerificationInfo(**found.asdict())
 
 

@@ -1,14 +1,12 @@
-"""Uploaded files parsed in a process of its own, which gets their bytes and gives their text.
+"""Files of strangers parsed in a process of its own, which gets their bytes and gives their text.
 
-The process is started with no environment, holds itself within limits (`sandbox`) and opens no file of ours. It
-parses the files of one tenant one after the other. One that ends it is tried once more in a fresh process, so that
-no file is blamed for another. Nor is a file blamed for the server: where a process cannot be started, or the system
-ends it, the file can be read later.
+The process is started with no environment and holds itself within limits (`sandbox`). It parses one file after the
+other. A file that ends it is tried once more in a fresh process, so that none is blamed for the one before it. Nor is
+a file blamed for the server: where no process can be started, or the system ends it, the file can be read later.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mimetypes
 import signal
@@ -16,40 +14,21 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
-from cacheblend_rag.app.server.security.sandbox import isolated
+from cacheblend_rag.app.server.security.sandbox import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
-from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
+from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, parse
 
-_LONGEST_HEAD = 1_000
 _READY = b"ready\n"
-# Seconds in which a process that has ended is known to have.
-_ENDING = 1.0
-
-
-def suffix_of(name: str) -> str:
-    """The kind of a file, by its name.
-
-    Raises
-    ------
-    DocumentError
-        If it is none that can be read.
-    """
-    suffix = Path(name).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise DocumentError(f"files of this kind cannot be read; upload {', '.join(SUFFIXES)}")
-    return suffix
-
-
+_LONGEST_HEAD = 1_000
 # Times that the system may end a process with one file before the file is blamed: it may take all memory there is.
 _TRIES = 12
 
 
 class _EndedError(Exception):
-    """The process gave no answer; ``by_system`` says whether it was ended from without."""
+    """The process gave no answer; ``by_system`` says whether it was killed from without."""
 
     def __init__(self, by_system: bool) -> None:
         super().__init__()
@@ -57,7 +36,7 @@ class _EndedError(Exception):
 
 
 class FileReader:
-    """Parses files, each within limits of time and memory. To be closed.
+    """Parses files, each within limits of time and memory, from any thread. To be closed.
 
     Parameters
     ----------
@@ -69,53 +48,44 @@ class FileReader:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._ended: tuple[str, int] = "", 0  # the latest file with which the system ended a process, and how often
+        self._lock = threading.Lock()
 
-    def read(self, path: Path, name: str) -> SourceFile:
-        """Parse a file.
-
-        Parameters
-        ----------
-        path : path
-            Where its bytes are.
-        name : str
-            Tells its kind; is never opened.
+    def parse(self, file: FileBytes) -> SourceFile:
+        """Parse a file, of whose path only the suffix is used.
 
         Raises
         ------
         DocumentError
-            If it cannot be read within the limits, or its bytes are gone.
+            If it cannot be read within the limits.
         OSError
-            If the server lacks what is needed to read any file; this one can be read later.
+            If the server lacks what is needed to read any file, or is stopping; this one can be read later.
         """
-        suffix = suffix_of(name)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise DocumentError("the server has lost the file; upload it again") from None
-        fresh, digest = self._process is None, hashlib.sha256(data).hexdigest()
-        try:
-            answer = self._ask(suffix, data)
-        except _EndedError as ended:
-            if not fresh:
-                return self.read(path, name)
-            if ended.by_system and self._may_try_again(digest):
-                raise OSError("the system has ended the process that reads files") from None
-            raise DocumentError("the file cannot be read within the limits of memory and time") from None
+        with self._lock:
+            fresh = self._process is None
+            try:
+                try:
+                    answer = self._ask(file)
+                except _EndedError:
+                    if fresh:
+                        raise
+                    answer = self._ask(file)
+            except _EndedError as ended:
+                if self._stopped:
+                    raise OSError("the server is stopping") from None
+                known, times = self._ended
+                self._ended = file.sha256, times + 1 if known == file.sha256 else 1
+                if ended.by_system and self._ended[1] < _TRIES:
+                    raise OSError("the system has ended the process that reads files") from None
+                message = f"{file.path} cannot be read within the limits of memory and time"
+                raise DocumentError(message) from None
         if "error" in answer:
-            raise DocumentError(str(answer["error"]))
-        return SourceFile(name, digest, tuple(map(str, answer["pages"])))
+            raise DocumentError(str(answer["error"]).replace("the file", file.path, 1))
+        return SourceFile(file.path, file.sha256, tuple(map(str, answer["pages"])))
 
-    def _may_try_again(self, digest: str) -> bool:
-        known, times = self._ended
-        self._ended = digest, (times + 1 if known == digest else 1)
-        return self._ended[1] < _TRIES
-
-    def _ask(self, suffix: str, data: bytes) -> dict[str, list[object]]:
+    def _ask(self, file: FileBytes) -> dict[str, list[object]]:
         if self._stopped:
-            raise DocumentError("the server is stopping")
+            raise _EndedError(False)
         process = self._process = self._process or self._started()
-        if self._stopped:  # since it was looked at, when there was no process to end
-            process.kill()
         requests, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         late = threading.Event()
 
@@ -127,15 +97,15 @@ class FileReader:
         ends.daemon = True
         try:
             ends.start()
-            requests.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
+            head = {"suffix": Path(file.path).suffix.lower(), "bytes": len(file.data)}
+            requests.write(json.dumps(head).encode() + b"\n" + file.data)
             requests.flush()
             # Six bytes for a character are the most that JSON takes; what goes on longer is no answer.
-            line = answers.readline(12 * self._limits.document_chars + 1_000_000)
-            answer = json.loads(line)
+            answer = json.loads(answers.readline(12 * self._limits.document_chars + 1_000_000))
             if not isinstance(answer, dict) or not isinstance(answer.get("pages", []), list):
                 raise ValueError
         except (OSError, ValueError):
-            raise _EndedError(self.close() and not late.is_set() and not self._stopped) from None
+            raise _EndedError(self.close() == -signal.SIGKILL and not late.is_set()) from None
         except BaseException:  # its answer would be taken for that to the next file
             self.close()
             raise
@@ -165,25 +135,17 @@ class FileReader:
         if (process := self._process) is not None:
             process.kill()
 
-    def close(self) -> bool:
-        """End the process; whether it was killed before."""
+    def close(self) -> int | None:
+        """End the process; its status, if it had ended before."""
         process, self._process = self._process, None
-        return process is not None and _end(process) == -signal.SIGKILL
-
-    def __enter__(self) -> FileReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return None if process is None else _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
     """End a process for good; its status, if it had ended by itself or soon does."""
     _close(process.stdin)  # which ends one that is waiting
     try:
-        status: int | None = process.wait(_ENDING)
+        status: int | None = process.wait(1.0)
     except subprocess.TimeoutExpired:
         status = None
         process.kill()
@@ -202,8 +164,6 @@ def _close(pipe: IO[bytes] | None) -> None:
 
 def main(arguments: list[str]) -> int:
     """The process that parses: a line of JSON for each file on standard input, until that ends."""
-    from cacheblend_rag.app.server.security.sandbox import confine
-
     most, memory, seconds = int(arguments[0]), int(arguments[1]), float(arguments[2])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     # A reader of spreadsheets imports these: numpy begins with threads, and the other with files of the system.

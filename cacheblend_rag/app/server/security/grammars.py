@@ -101,6 +101,6 @@ def main(arguments: list[str]) -> int:
     """The process that compiles: a grammar on standard input, what is wrong with it on standard output."""
     grammar = sys.stdin.buffer.read().decode()
     fault_of('start: "a"')  # all of the library is loaded before files are out of reach
-    confine(int(arguments[0]), float(arguments[1]), files=1)
+    confine(int(arguments[0]), float(arguments[1]))
     sys.stdout.write(json.dumps(fault_of(grammar)))
     return 0

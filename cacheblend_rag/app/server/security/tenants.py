@@ -130,11 +130,11 @@ class Tenant:
         self.salt = secret_kept(folder / "salt", 16) if salt is None else salt
         self.forms = WrittenForms(_KNOWN)
         self._known: ChunkRegistry | None = None
-        self._texts: Callable[[int], Iterable[str] | None] = lambda characters: ()
+        self._texts: Callable[[], Iterable[str]] = lambda: ()
         self._lock = threading.Lock()
 
-    def remembers(self, texts: Callable[[int], Iterable[str] | None]) -> None:
-        """Where the latest texts of its documents come from, so many characters of them; None if not now."""
+    def remembers(self, texts: Callable[[], Iterable[str]]) -> None:
+        """Where the texts of its documents come from."""
         self._texts = texts
 
     def forget(self) -> None:
@@ -150,10 +150,7 @@ class Tenant:
         """
         with self._lock:
             if self._known is None:
-                texts = self._texts(_KNOWN)
-                if texts is None:
-                    return ChunkRegistry(_KNOWN, forms=self.forms)
-                self._known = ChunkRegistry(_KNOWN, texts, self.forms)
+                self._known = ChunkRegistry(_KNOWN, self._texts(), self.forms)
             return self._known
 
 
@@ -171,15 +168,6 @@ class Caller:
 
     key: str
     tenant: str | None
-
-
-@dataclass(frozen=True)
-class NamedKey:
-    """A key without its secret: its name, whose it is, and when it was made (UTC) if a file has it."""
-
-    name: str
-    tenant: str
-    created: str | None = None
 
 
 class Keys:
@@ -204,12 +192,6 @@ class Keys:
         if not self._guarded:
             return (self.LOCAL,)
         return tuple(dict.fromkeys([*self._keys, *(self._file.tenants if self._file else ())]))
-
-    def named(self) -> list[NamedKey]:
-        """All keys of tenants that there are now; without keys none."""
-        entries = self._file.entries() if self._file else []
-        of_file = [NamedKey(one.name, one.tenant, one.created) for one in entries if one.tenant is not None]
-        return [*(NamedKey(name, name) for name in self._keys), *of_file]
 
     def caller_of(self, authorization: str | None) -> Caller:
         """The sender of a request, by its ``Authorization`` header.

@@ -10,8 +10,6 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +82,7 @@ def configure_logs(access: str = "json") -> None:
         lines = logging.StreamHandler(sys.stderr)
         lines.setFormatter(_TextFormatter())
         requests.addHandler(lines)
-    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers", "sqlalchemy"):
+    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -102,7 +100,7 @@ class ServedRequest:
     ----------
     method : str
     path : str
-        Template of the path, such as ``/api/collections/{id}/ask``; ``"other"`` where none fits.
+        Template of the path, such as ``/api/documents/{id}``; ``"other"`` where none fits.
     status : int
         499 if the client went away.
     seconds : float
@@ -125,8 +123,6 @@ class ServedRequest:
         Seconds of the parts of the time to first token, summed over its answers.
     ttft : float, optional
         Time to first token of the first answer, in seconds, from its slot at the model on.
-    ended : callable
-        Gets it once it has ended, with all of `held`.
     """
 
     method: str
@@ -145,20 +141,7 @@ class ServedRequest:
     unfinished: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     ttft: float | None = None
-    ended: Callable[[ServedRequest], None] = lambda one: None
-    _holders: int = 0
     _noted: list[BlendReport] = field(default_factory=list)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """It has not ended within this: an answer may go on when its reader has gone."""
-        self._holders += 1
-        try:
-            yield
-        finally:
-            self._holders -= 1
-            if not self._holders:
-                self.ended(self)
 
     def note(self, report: BlendReport) -> bool:
         """Take note of what an answer took; False if it is noted already."""

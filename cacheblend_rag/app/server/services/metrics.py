@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,24 +19,6 @@ _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 _MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
 
 
-@dataclass(frozen=True)
-class Use:
-    """Requests and tokens of all keys that a tenant has or had since the server started.
-
-    Parameters
-    ----------
-    requests, prompt_tokens, answer_tokens : int or None
-        None if one of the keys is counted together with those of others.
-    latest : mapping of str to float
-        When each key last asked, in seconds since 1970.
-    """
-
-    requests: int | None
-    prompt_tokens: int | None
-    answer_tokens: int | None
-    latest: Mapping[str, float]
-
-
 class Metrics:
     """Counts of one server.
 
@@ -48,10 +28,8 @@ class Metrics:
         Requests that wait, and that are served, now.
     stats : callable
         Statistics of the KV store, or None.
-    disk : callable
-        Bytes that the documents of a tenant take.
     models : callable
-        By model, the recompute ratio below which none of its prompts goes, and 1 if its weights are in memory, else 0.
+        By model, 1 if its weights are in memory, else 0.
     """
 
     def __init__(
@@ -59,8 +37,7 @@ class Metrics:
         waiting: Callable[[], int],
         served: Callable[[], int],
         stats: Callable[[], StoreStats | None],
-        disk: Callable[[str], float],
-        models: Callable[[], Mapping[str, tuple[float, float]]] = dict,
+        models: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -105,7 +82,7 @@ class Metrics:
         one.register(_StoreCollector(name, stats))
         one.register(_Models(name, models))
         ProcessCollector(registry=one)  # memory and time of the process
-        self._tenants = _Tenants(name + "tenant_", disk)
+        self._tenants = _Tenants(name + "tenant_")
 
     def request(self, one: ServedRequest) -> None:
         """Count one request."""
@@ -136,14 +113,6 @@ class Metrics:
         self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
-
-    def use_of(self, tenant: str) -> Use:
-        """Use of a tenant since the server started."""
-        return self._tenants.use_of(tenant)
-
-    def tenants(self) -> set[str]:
-        """Those that have asked since the server started."""
-        return self._tenants.names()
 
     def verification(self, found: Verification) -> None:
         """Count how an answer was verified, once that is known."""
@@ -190,25 +159,16 @@ class _StoreCollector(Collector):
 class _Models(Collector):
     """Asks each model when it is scraped."""
 
-    FAMILIES = (
-        (
-            "least_recompute_ratio",
-            "Recompute ratio below which no prompt goes since blending was found poor; 1 for full prefill, else 0.",
-        ),
-        ("model_in_memory", "1 if the weights of a model are in memory; 0 if they were put away."),
-    )
-
-    def __init__(self, prefix: str, models: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
-        self._prefix, self._models = prefix, models
+    def __init__(self, prefix: str, models: Callable[[], Mapping[str, float]]) -> None:
+        self._name, self._models = prefix + "model_in_memory", models
 
     def collect(self) -> Iterable[Metric]:
-        """The least recompute ratio of each model, and whether it is in memory."""
-        models = self._models()
-        for number, (name, text) in enumerate(self.FAMILIES):
-            family = GaugeMetricFamily(self._prefix + name, text, labels=["model"])
-            for model, values in models.items():
-                family.add_metric([model], values[number])
-            yield family
+        """Whether each model is in memory."""
+        text = "1 if the weights of a model are in memory; 0 if they were put away."
+        family = GaugeMetricFamily(self._name, text, labels=["model"])
+        for model, value in self._models().items():
+            family.add_metric([model], value)
+        yield family
 
 
 class _Tenants:
@@ -221,10 +181,9 @@ class _Tenants:
         ("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction"),
     )
 
-    def __init__(self, prefix: str, disk: Callable[[str], float]) -> None:
-        self.prefix, self._disk = prefix, disk
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
         self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-        self._latest: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
 
     def count(self, one: ServedRequest) -> None:
@@ -243,31 +202,11 @@ class _Tenants:
         }
         with self._lock:
             whose = one.caller.tenant, one.caller.key
-            self._latest[whose] = time.time()
             if whose not in self._counts and len(self._counts) >= _MOST_KEYS:
                 whose = _OTHERS
             counts = self._counts.setdefault(whose, {})
             for name, more in added.items():
                 counts[name] = counts.get(name, 0) + more
-
-    def names(self) -> set[str]:
-        """See `Metrics.tenants`."""
-        with self._lock:
-            return {tenant for tenant, _ in self._latest}
-
-    def use_of(self, tenant: str) -> Use:
-        """See `Metrics.use_of`."""
-        with self._lock:
-            latest = {key: at for (of, key), at in self._latest.items() if of == tenant}
-            counted = [self._counts.get((tenant, key)) for key in latest]
-        known = [counts for counts in counted if counts is not None]
-        if len(known) < len(counted):
-            return Use(None, None, None, latest)
-        requests = sum(many for counts in known for (of, _), many in counts.items() if of == "requests")
-        prompt, generated = (
-            sum(int(counts.get(("tokens", kind), 0)) for counts in known) for kind in ("prompt", "generated")
-        )
-        return Use(int(requests), prompt, generated, latest)
 
     def families(self, only: str | None) -> Iterable[Metric]:
         """The metrics of one tenant or of all."""
@@ -280,12 +219,6 @@ class _Tenants:
                     if of == name:
                         family.add_metric([*whose, value], count)
             yield family
-        disk = GaugeMetricFamily(
-            self.prefix + "disk_bytes", "Bytes that documents of a tenant take.", labels=["tenant"]
-        )
-        for tenant in dict.fromkeys(tenant for tenant, _ in shown):
-            disk.add_metric([tenant], self._disk(tenant))
-        yield disk
 
 
 class _VisibleCounts(Collector):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from cacheblend_rag.app.server.services.collection import SearchHit
+from cacheblend_rag.app.server.services.folders import SearchHit
 from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
@@ -26,19 +26,10 @@ _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "r
 
 @dataclass(frozen=True)
 class EarlierTurn:
-    """A question that was asked before in the same conversation, and its answer.
-
-    Parameters
-    ----------
-    question, answer : str
-    passages : tuple of str
-        Passages that came with the question, and stand before it in its message. Those of the first question stand
-        before the conversation.
-    """
+    """A question that was asked before in the same conversation, and its answer."""
 
     question: str
     answer: str
-    passages: tuple[str, ...] = ()
 
 
 class QuestionPrompt:
@@ -59,7 +50,6 @@ class QuestionPrompt:
         question: str,
         passages: Sequence[str],
         earlier: Sequence[EarlierTurn] = (),
-        more: Sequence[str] = (),
         instructions: str | None = None,
         reasoning: Reasoning = False,
     ) -> Prompt:
@@ -73,8 +63,6 @@ class QuestionPrompt:
         earlier : sequence of EarlierTurn
             Of the conversation, the first one first. They stand behind the passages, so that the passages keep their
             place in the prompt from turn to turn.
-        more : sequence of str
-            Passages that stand with the question. The prompt then begins as that of the turn before did, word for word.
         instructions : str, optional
             Text before the passages; by default that of `CHAT` or `STUFF`.
         reasoning : bool or str
@@ -86,33 +74,16 @@ class QuestionPrompt:
             If the chat template does not write every turn.
         """
         # Marks that no document can hold stand for the parts while the template is applied.
-        parts: list[tuple[str, bool, Sequence[str]]] = []  # a mark, whether it stands for passages, what it stands for
-
-        def mark(texts: Sequence[str], are_passages: bool = False) -> str:
-            parts.append((f"<{secrets.token_hex(8)}>", are_passages, texts))
-            return parts[-1][0]
-
-        context, said = mark(passages, True), list[str]()
-        for turn in (*earlier, EarlierTurn(question, "", tuple(more))):
-            before = mark(turn.passages, True) + _CHUNK_SEPARATOR if turn.passages else ""
-            said += [before + mark([turn.question]), mark([turn.answer])]
-        parts.pop()  # the answer is what is asked for
-        prefix, _, rest = self._written(context, said[:-1], instructions, reasoning).partition(context)
-        chunks, between, text = list(passages), [_CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
-        for one, are_passages, texts in parts[1:]:
-            before, found, rest = rest.partition(one)
+        said = [text for turn in earlier for text in (turn.question, turn.answer)] + [question]
+        context, *marks = (f"<{secrets.token_hex(8)}>" for _ in range(len(said) + 1))
+        prefix, _, rest = self._written(context, marks, instructions, reasoning).partition(context)
+        suffix = ""
+        for mark, text in zip(marks, said, strict=True):
+            before, found, rest = rest.partition(mark)
             if not found:
                 raise PromptError("the model's chat template leaves out earlier turns; ask without history")
-            text += before
-            if are_passages:
-                chunks += texts
-                between += [text, *[_CHUNK_SEPARATOR] * (len(texts) - 1)]
-                text = ""
-            else:
-                text += texts[0]
-        if not passages and chunks:  # the first stands with a question
-            prefix += between.pop(0)
-        return Prompt(prefix, chunks, text + rest, between)
+            suffix += before + text
+        return Prompt(prefix, list(passages), suffix + rest, [_CHUNK_SEPARATOR] * max(0, len(passages) - 1))
 
     @property
     def instructions(self) -> str:
@@ -132,12 +103,12 @@ class QuestionPrompt:
 
 def search(
     find: Callable[[str, int], list[SearchHit]], question: str, earlier: Sequence[EarlierTurn], k: int
-) -> tuple[list[SearchHit], bool]:
-    """The ``k`` passages that a question is answered from, and whether it stands by itself.
+) -> list[SearchHit]:
+    """The ``k`` passages that a question is answered from.
 
     A question such as "And when was it built?" names nothing, so that it is also searched for together with the latest
-    questions before it. It stands by itself if it finds a nearer passage alone. Otherwise both searches give passages
-    in turn (``docs/decisions`` has the trial).
+    questions before it. If it finds a nearer passage alone, that search counts. Otherwise both give passages in turn
+    (``docs/decisions`` has the trial).
 
     Parameters
     ----------
@@ -150,15 +121,15 @@ def search(
     """
     alone = find(question, k)
     if not earlier:
-        return alone, True
+        return alone
     before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
     together = find(" ".join([question, *before]), k)
     if not together or (alone and alone[0].score < together[0].score):
-        return alone, True
+        return alone
     found: dict[tuple[str, int], SearchHit] = {}
     for one in (one for both in zip_longest(together, alone) for one in both if one is not None):
         found.setdefault((one.document_id, one.chunk), one)
-    return list(found.values())[:k], False
+    return list(found.values())[:k]
 
 
 def report_of(
@@ -166,7 +137,6 @@ def report_of(
     prompt: Prompt,
     answer: Generation,
     turns: int = 0,
-    stands_alone: bool = True,
     show_prompt: bool = True,
 ) -> dict[str, Any]:
     """The figures of an answer that the page shows; times in seconds, sizes in bytes.
@@ -180,8 +150,6 @@ def report_of(
     answer : Generation
     turns : int
         Earlier turns of the conversation that the prompt holds.
-    stands_alone : bool
-        Whether the prompt begins anew, with passages of its own.
     show_prompt : bool
         Whether to tell of each token of the prompt. Each of them has to be decoded for that.
     """
@@ -223,7 +191,6 @@ def report_of(
         "stopped_by": report.stopped_by,
         "thought_tokens": report.thought_tokens,
         "turns": turns,
-        "stands_alone": stands_alone,
         "resumed": report.resumed_tokens,
         "verification": report.verification.asdict(),
         "prompt": _tokens(engine, split, answer) if show_prompt else [],

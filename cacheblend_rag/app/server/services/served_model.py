@@ -13,7 +13,6 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
 from cacheblend_rag.engine.ahead import engine_of_tenant
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.segments import StoredAhead
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
 from cacheblend_rag.prompt.tokenizer import FittedPrompt
@@ -71,8 +70,6 @@ class ServedModel:
         if not template:
             engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
         self.question_prompt = QuestionPrompt(engine.tokenizer, template)
-        self.ahead = StoredAhead(engine.config.salt)
-        """KV that is read for all tenants."""
         # Those that were used last; a request holds the one that it uses.
         self._tenants: OrderedDict[str, BlendEngine] = OrderedDict()
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
@@ -82,23 +79,16 @@ class ServedModel:
         """The engine of a tenant; without keys all have the one there is."""
         if salt == self.engine.config.salt:
             return self.engine
-        return _kept(self._tenants, salt, lambda: engine_of_tenant(self.engine, salt, self.ahead))
-
-    @property
-    def least_ratio(self) -> float:
-        """The highest ratio to which verifications of a tenant have raised that of its prompts; 0 if none have."""
-        return self.engine.verifications.highest_minimum
+        return _kept(self._tenants, salt, lambda: engine_of_tenant(self.engine, salt, None))
 
     @property
     def in_memory(self) -> bool:
         """Whether its weights are in memory; see `keep_alive` of the options."""
         return not self.engine.keep_alive.away
 
-    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio; it may store conversations."""
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio."""
         changes: dict[str, Any] = {} if rule is None else {"selection": rule}
-        if sessions:
-            changes["session_cache"] = True
         if rule is not None or ratio is not None:
             changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
             # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.
@@ -114,7 +104,7 @@ class ServedModel:
             return engine.with_config(recompute_ratio=ratio, selection_options=own)
 
         with self._making:
-            return _kept(self._engines, (salt, ratio, rule, sessions), made)
+            return _kept(self._engines, (salt, ratio, rule), made)
 
     @property
     def thinks(self) -> bool:

@@ -1,65 +1,40 @@
-"""Objects that all requests share: the models and their store, tenants, the queue, ingestion, counts."""
+"""Objects that all requests share: the models and their store, tenants, the queue, folders, counts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_rag import config
-from cacheblend_rag.app.collection import MANUAL_FOLDERS, is_bundled, manual_path
+from cacheblend_rag.app.collection import is_bundled
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.problems import Problem, no_collection, no_document_of_choice
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.services.collection import (
-    BaseCollection,
-    Collection,
-    OwnCollection,
-    SearchHit,
-    shown_name,
-)
-from cacheblend_rag.app.server.services.conversations import Conversations
-from cacheblend_rag.app.server.services.following import Follower, Following
-from cacheblend_rag.app.server.services.ingestion import Ingestion
-from cacheblend_rag.app.server.services.library import Library
+from cacheblend_rag.app.server.services.folders import DocumentEntry, Folder, SearchHit, Watcher, shown_name
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
-from cacheblend_rag.app.server.services.several import Part, SeveralCollections, parts_of, search_all
-from cacheblend_rag.app.server.services.shared_kv import SharedKV
-from cacheblend_rag.app.server.services.shares import SharedConversations
-from cacheblend_rag.app.server.services.under_way import AnswersUnderWay
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
-from cacheblend_rag.app.server.storage.tables import DatabaseFault
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.retrieval.documents import by_suffix
-from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from cacheblend_rag.retrieval.index import IndexReport
 from cacheblend_rag.store.base import KVStore, StoreStats
-from cacheblend_rag.store.tombstones import TombstonedStore
-
-if TYPE_CHECKING:
-    from cacheblend_rag.app.server.storage.postgres import Database, Peers
-
-_BASE_ID = "archive"
-_MANUAL_ID = "documentation"
-"""Id of the collection over the folder the server was started with."""
 
 _T = TypeVar("_T")
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
-# Seconds after its last request in which a tenant may have something under way.
-_IDLE_SECONDS = 3_600.0
 # Seconds in which a thread must be free for the server to be ready.
 _THREAD_SECONDS = 3.0
 # For which KV that waits is still stored when the server ends.
@@ -67,8 +42,10 @@ _STORING_AT_END = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Service:
-    """Everything behind the routes.
+def open_service(
+    settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None, ids: str = ""
+) -> Service:
+    """Load the models, index the documents, and put everything behind the routes together.
 
     Parameters
     ----------
@@ -83,142 +60,104 @@ class Service:
     CacheBlendError
         If a model, the embedder, the documents or the store cannot be used.
     """
+    reader = FileReader(settings.limits)
+    try:
+        rag = FolderRAG(settings.rag, wrapped=wrapped, read=reader.parse, may_be_empty=True)
+        try:
+            # On a GPU steps of several have not been measured.
+            concurrent = settings.concurrent or (_CONCURRENT if rag.engine.adapter.device.type == "cpu" else 1)
+            return Service(settings, rag, reader, _served_models(settings, rag, concurrent), concurrent, ids)
+        except BaseException:
+            rag.close()
+            raise
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) -> dict[str, ServedModel]:
+    """All models by their names; the first is loaded already."""
+    made: dict[str, ServedModel] = {}
+    for name, model in settings.models.items():
+        engine = rag.also(model) if made else rag.engine
+        found = engine.config.find_repeated in ("auto", True)
+        engine = engine.with_config(max_concurrent=concurrent, find_repeated=found)
+        made[name] = ServedModel(name, engine, settings.limits, starter=model == config.DEFAULT_MODEL)
+    return made
+
+
+class Service:
+    """Everything behind the routes; `open_service` makes it."""
 
     def __init__(
-        self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None, ids: str = ""
+        self,
+        settings: ServerSettings,
+        rag: FolderRAG,
+        reader: FileReader,
+        models: dict[str, ServedModel],
+        concurrent: int,
+        ids: str,
     ) -> None:
-        self.ids = ids
-        self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
-        self._stopping, self._wrapped, self.keys = False, wrapped, Keys(settings)
-        self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
-        # On a GPU steps of several have not been measured.
-        concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
-        try:
-            self.models = self._served_models(concurrent)
-            self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
-        except BaseException:
-            self.rag.close()
-            raise
-        self.engine = self.model_of().engine
-        _log.info("reading the documents; the server listens once they are indexed")
-        if others := self.rag.update().others:
-            _log.info("%d files of other kinds left out (%s)", len(others), by_suffix(others))
-        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.turns.in_turn)
-        name = "Bundled articles" if self.bundled else shown_name(Path(settings.rag.docs).name)
-        self.base = BaseCollection(_BASE_ID, name, self.rag.index)
-        self.fixed = [self.base, *self._manual()]
+        self.settings, self.limits, self.ids, self.started = settings, settings.limits, ids, int(time.time())
+        self.rag, self.models, self.embeddings, self._reader = rag, models, rag.embeddings, reader
+        self.stopping = False
+        """Whether the server is about to end."""
+        self.keys, self.quota = Keys(settings), TokenQuota(settings.limits.tokens_per_minute)
+        self.sessions: dict[str, Session] = {}
         self._joining = threading.Lock()
-        # With keys every tenant has a salt of its own, and nothing is shared.
-        fixed = [] if settings.guarded else self.fixed
-        self._shared = frozenset(text for one in fixed for text in one.texts())
-        if self.database is not None:
-            self.database.register()
-        self.sessions = {name: self._session(name) for name in self.keys.tenants}
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
-        self.quota = TokenQuota(self.limits.tokens_per_minute)
         self.metrics = Metrics(
             lambda: self.queue.waiting,
             lambda: self.queue.served,
             self.store_stats,
-            self._disk_bytes,
-            lambda: {name: (model.least_ratio, float(model.in_memory)) for name, model in self.models.items()},
+            lambda: {name: float(model.in_memory) for name, model in models.items()},
         )
-        # Without keys the first model's KV of the served folder is stored ahead, and the rest when it is asked for.
-        models, stored = (
-            (list(self.models.values()), self.fixed) if settings.guarded else ([self.model_of()], [self.base])
-        )
-        texts = [text for one in stored for text in one.texts()]
-        self.shared_kv = SharedKV(models, texts, lambda: self.ingestion.wake(), whole=settings.guarded)
-        self.ingestion = Ingestion(
-            self.limits,
-            self.metrics,
-            self.embeddings,
-            {name: session.library for name, session in self.sessions.items()},
-            lambda name: self.joined(name).engine(self.model_of()),
-            self.engine.turns,
-            self.shared_kv,
-        )
-        self.follower: Follower | None = None
-        if self.database is not None:
-            tell = self.ingestion.follow_jobs
-            self.follower = Follower(self.database, self._followed, self.ingestion.wake, tell)
+        _log.info("reading the documents; the server listens once they are indexed")
+        self.base = Folder(rag.index, self.longest, self._changed)
+        while self.base.update():
+            pass
+        if not self.base.counts()[0]:
+            _log.warning("the folder %r holds no document yet", os.fspath(settings.rag.docs))
+        for name in self.keys.tenants:
+            self.session(name)
+        self.watcher = Watcher(self._folders)
 
-    def _served_models(self, concurrent: int) -> dict[str, ServedModel]:
-        """All models by their names; the first is loaded already."""
-        made: dict[str, ServedModel] = {}
-        for name, model in self.settings.models.items():
-            engine = self.rag.also(model) if made else self.rag.engine
-            found = engine.config.find_repeated in ("auto", True)
-            engine = engine.with_config(max_concurrent=concurrent, find_repeated=found)
-            made[name] = ServedModel(name, engine, self.limits, starter=model == config.DEFAULT_MODEL)
-        return made
-
-    def _shared_database(self) -> Database | None:
-        if self.settings.database is None:
-            return None
-        from cacheblend_rag.app.server.storage.postgres import Database
-
-        # Local KV of a server that the database does not know may be of what was deleted.
-        return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
-
-    def _peers(self, tenant: str) -> Peers | None:
-        """The servers that share the catalogue of a tenant."""
-        if self.database is None:
-            return None
-        from cacheblend_rag.app.server.storage.postgres import Peers, PostgresBackend
-
-        return Peers(PostgresBackend(self.database, tenant))
-
-    def _followed(self) -> list[Following]:
-        return [one.library.following for one in self.sessions.values() if one.library.following is not None]
-
-    def joined(self, name: str) -> Session:
-        """The session of a tenant, whose key may have been made while the server runs; those that have left are closed.
-
-        A tenant has left that has no key any more, once nothing of it is left to be done.
-        """
+    def session(self, name: str) -> Session:
+        """The server as a tenant sees it, whose key may have been made while the server runs."""
         with self._joining:
             if name not in self.sessions:
-                known = self.keys.tenants
-                left = {
-                    one: session for one, session in self.sessions.items() if one not in known and session.is_idle()
-                }
-                for one, gone in left.items():
-                    self.ingestion.leave(one)
-                    gone.library.close()
-                session = self._session(name)
-                self.ingestion.join(name, session.library)
                 # Made anew: others may be looking through it.
-                self.sessions = {one: its for one, its in self.sessions.items() if one not in left} | {name: session}
+                self.sessions = {**self.sessions, name: Session(self, name)}
             return self.sessions[name]
 
-    def _tombstoned(self, store: KVStore) -> KVStore:
-        self.tombstones = TombstonedStore(self._wrapped(store) if self._wrapped else store, self.longest)
-        return self.tombstones
-
-    def shared(self, salt: str) -> Container[str]:
-        """Texts that all may read, if their KV is stored under this salt."""
-        return self._shared if salt == self.engine.config.salt else ()
-
-    def _manual(self) -> list[BaseCollection]:
-        """The project's own documentation, beside the bundled articles."""
-        manual = manual_path()
-        if not self.bundled or manual is None:
-            return []
-        _log.info("indexing the documentation, too: a minute or more at the first start")
-        index = self.rag.index_of(manual, self.embeddings, only=MANUAL_FOLDERS)
-        index.update()
-        return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index)]
-
-    def _session(self, name: str) -> Session:
-        peers = self._peers(name)
-        salt = None if peers is None else peers.backend.salt
+    def _folders(self) -> list[tuple[Folder, Callable[[], BlendEngine] | None]]:
+        """All folders, with the engine that stores KV of their passages ahead."""
+        model = self.model_of()
+        found: dict[int, tuple[Folder, Callable[[], BlendEngine] | None]] = {id(self.base): (self.base, None)}
+        for one in self.sessions.values():
+            if one.own is not None:
+                found[id(one.own)] = one.own, partial(one.engine, model)
         if not self.settings.guarded:
-            salt = self.engine.config.salt
-        tenant = Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
-        return Session(self, tenant, peers)
+            found[id(self.base)] = self.base, lambda: model.engine
+        # With keys, the KV of the base folder is stored for each tenant when it asks.
+        return list(found.values())
+
+    def _changed(self, report: IndexReport, failed: int) -> None:
+        self.count(report, failed)
+        for one in self.sessions.values():
+            one.changed(report)
+
+    def count(self, report: IndexReport, failed: int) -> None:
+        """Count what an update of a folder read."""
+        self.metrics.ingested.labels("ready").inc(report.added + report.changed)
+        self.metrics.ingested.labels("failed").inc(failed)
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine of the first model."""
+        return self.model_of().engine
 
     @property
     def bundled(self) -> bool:
@@ -226,9 +165,9 @@ class Service:
         return is_bundled(Path(self.settings.rag.docs))
 
     @property
-    def model_name(self) -> str:
-        """Public name of the first model, which answers where a request names none."""
-        return next(iter(self.models))
+    def folder_name(self) -> str:
+        """Name of the base folder."""
+        return "Bundled articles" if self.bundled else shown_name(Path(self.settings.rag.docs).resolve().name)
 
     def model_of(self, name: str | None = None) -> ServedModel:
         """A model by its name; by default the first.
@@ -238,7 +177,7 @@ class Service:
         Problem
             404 if there is none of this name.
         """
-        name = self.model_name if name is None else name
+        name = next(iter(self.models)) if name is None else name
         check_model(name, list(self.models))
         return self.models[name]
 
@@ -265,6 +204,12 @@ class Service:
             raise ConfigError(field, requested, f"an answer may have {most:,} tokens here")
         return requested or min(self.rag.options.max_new_tokens or DEFAULT_NEW_TOKENS, most)
 
+    def required_tokens(self, requested: int | None, field: str = "max_tokens") -> int | None:
+        """`answer_tokens`; None where nobody named a number, so that they are as many as the window has left."""
+        most = self.answer_tokens(requested, field)
+        named = requested or self.rag.options.max_new_tokens
+        return None if named is None and most == DEFAULT_NEW_TOKENS else most
+
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
         tokenizer: Any = getattr(getattr(self.embeddings.inner, "model", None), "tokenizer", None)
@@ -279,12 +224,6 @@ class Service:
         if one.caller is not None and one.caller.tenant is not None and one.unused > 0:
             self.quota.give_back(one.caller.tenant, one.unused)
 
-    def _disk_bytes(self, tenant: str) -> float:
-        try:
-            return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
-        except (Problem, DatabaseFault):  # the database is away, or fails
-            return math.nan
-
     def store_stats(self) -> StoreStats | None:
         """Statistics of the KV store; None if it has none."""
         try:
@@ -292,25 +231,8 @@ class Service:
         except CacheBlendError:
             return None
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the server is about to end."""
-        return self._stopping
-
-    async def check_ready(self) -> None:
-        """Whether requests are answered.
-
-        Raises
-        ------
-        Problem
-            503 as of `check_working`, or if the database is away.
-        """
-        await self.check_working()
-        if self.database is not None:
-            await asyncio.to_thread(self.database.register)
-
     async def check_working(self) -> None:
-        """Whether this process does its work; if not, starting it again may help.
+        """Whether requests are answered; if not, starting this process again may help.
 
         Raises
         ------
@@ -323,74 +245,79 @@ class Service:
                 await asyncio.to_thread(int)
         except TimeoutError:
             why = "all threads are busy"
-        if self._stopping:
+        if self.stopping:
             why = "the server is stopping"
         elif self.queue.still > self.limits.queue_seconds:
             why = "nobody was let in at the model for a long time"
-        elif not self.ingestion.alive:
-            why = "uploads are not read any more"
+        elif not self.watcher.alive:
+            why = "the documents are not watched any more"
         if why:
             raise Problem(503, "not_ready", why, retry_after=10)
 
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""
-        self._stopping = True
-        self.ingestion.stop()
+        self.stopping = True
+        self.watcher.stop()
+        self._reader.stop()
 
     def close(self) -> None:
-        """Finish the document in hand, store what waits, release the models."""
-        if self.follower is not None:
-            self.follower.stop()
-        self.ingestion.close()
-        for session in self.sessions.values():
-            session.library.close()
+        """Finish the step in hand, store what waits, release the models."""
+        self.begin_stop()
+        self.watcher.close()
+        self._reader.close()
         self.rag.close(seconds=_STORING_AT_END)
-        if self.database is not None:
-            self.database.close()
 
 
 class Session:
-    """The server as one tenant sees it."""
+    """The server as one tenant sees it.
 
-    def __init__(self, service: Service, tenant: Tenant, peers: Peers | None = None) -> None:
-        self.service, self.tenant = service, tenant
-        shared = service.shared(tenant.salt)
+    Everyone reads the base folder. Uploads go into a folder of the tenant's own; without keys that is the base folder
+    itself, unless it cannot be written.
+    """
+
+    def __init__(self, service: Service, name: str) -> None:
+        self.service, settings = service, service.settings
+        data, salt = settings.documents_path, None if settings.guarded else service.engine.config.salt
+        self.tenant = Tenant(name, data / "tenants" / name if settings.guarded else data, salt)
         self.verifications = AnswerVerifications(
             service.ids, lambda found: service.metrics.verification(found), lambda: service.stopping
         )
-        self.library = Library(
-            tenant,
-            service.embeddings,
-            self.engines,
-            service.tombstones,
-            shared,
-            peers,
-        )
-        self.library.erasing.forget_answers = self.verifications.forget_texts
-        self.conversations = Conversations(
-            self.library,
-            service.limits,
-            service.settings.keeps_conversations,
-            self.has_key,
-        )
-        self.shares = SharedConversations(self.library, self.conversations, service.limits)
-        self.under_way = AnswersUnderWay(service.ids)
         self.schemas = SchemaCheck(service.limits)
-        self.used = time.monotonic()
-        """When its last request came."""
         self._thread = asyncio.Lock()
+        self.own = self._own_folder()
+        """The folder that this tenant may change; None if none can be written."""
+        self.folders = [service.base] if self.own in (None, service.base) else [service.base, self.own]
+        self.tenant.remembers(lambda: [text for one in self.folders if one for text in one.texts()])
 
-    def has_key(self) -> bool:
-        """Whether the tenant has a key now."""
-        return self.tenant.name in self.service.keys.tenants
-
-    def is_idle(self) -> bool:
-        """Whether no request can be under way, and no upload or deletion waits."""
+    def _own_folder(self) -> Folder | None:
+        service = self.service
+        guarded, docs = service.settings.guarded, service.settings.rag.docs
+        if not guarded and not service.bundled and os.access(docs, os.W_OK):
+            return service.base
+        folder = self.tenant.folder / "documents"
         try:
-            waits = self.library.erasing.unfinished or self.library.catalogue.uploads.jobs()
-        except (Problem, DatabaseFault):  # the database is away
-            return False
-        return not waits and time.monotonic() - self.used > _IDLE_SECONDS
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            _log.warning("nothing can be uploaded: %s", error)
+            return None
+
+        def changed(report: IndexReport, failed: int) -> None:
+            service.count(report, failed)
+            self.changed(report)
+
+        return Folder(service.rag.index_of(folder, self._forget), service.longest, changed)
+
+    def _forget(self, texts: Sequence[str]) -> None:
+        """Erase the KV of texts that are in no file of this tenant's any more."""
+        written = [*texts, *self.tenant.forms.find(texts)]
+        for model in self.service.models.values():
+            self.engine(model).chunks.forget(written)
+
+    def changed(self, report: IndexReport) -> None:
+        """Take note of a folder that changed."""
+        self.tenant.forget()
+        if report.forgotten:  # answers may be made from what is gone
+            self.verifications.forget_texts()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run something short that needs no slot at the model in a thread; one at a time of each tenant.
@@ -439,88 +366,52 @@ class Session:
         if served.get().note(report):
             self.service.metrics.answered(report)
 
-    def engine(
-        self, model: ServedModel, ratio: float | None = None, rule: str | None = None, sessions: bool = False
-    ) -> BlendEngine:
-        """A model's engine with this tenant's salt. It reads what was stored for all tenants, too."""
-        return model.engine_for(self.tenant.salt, ratio, rule, sessions)
+    def engine(self, model: ServedModel, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
+        """A model's engine with this tenant's salt."""
+        return model.engine_for(self.tenant.salt, ratio, rule)
 
-    def engines(self) -> list[BlendEngine]:
-        """Those of all models: each has KV of its own of this tenant's texts."""
-        return [self.engine(model) for model in self.service.models.values()]
+    def documents(self) -> list[tuple[DocumentEntry, bool]]:
+        """All documents, and whether this tenant may delete each."""
+        return [(entry, folder is self.own) for folder in self.folders for entry in folder.documents()]
 
-    def collections(self) -> list[Collection]:
-        """All that this tenant may read."""
-        return [*self.service.fixed, *self.library.collections()]
+    def check_holds(self, documents: Sequence[str]) -> None:
+        """Refuse a choice of documents that are not all here.
 
-    def search(self, collection: Collection, query: str, k: int) -> list[SearchHit]:
-        """The passages of a collection that are nearest to a question."""
+        Raises
+        ------
+        Problem
+            404 if one is not.
+        """
+        if not all(any(folder.holds(id) for folder in self.folders) for id in documents):
+            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
+
+    def search(self, query: str, k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
+        """The passages nearest to a question, of all documents or of some."""
         vector = self.service.embeddings.embed_query(query)
+        found = [hit for folder in self.folders for hit in folder.nearest(vector, k, documents)]
+        return sorted(found, key=lambda hit: hit.score)[:k]
 
-        def find(part: Part) -> list[SearchHit]:
-            if isinstance(part.collection, OwnCollection):
-                return self.library.nearest(part.collection, vector, k, part.documents)
-            return part.collection.nearest(vector, k, part.documents)
-
-        if isinstance(collection, SeveralCollections):
-            return search_all(find, collection.parts, k)
-        return find(Part(collection))
-
-    def among(self, collections: Sequence[str], documents: Sequence[str]) -> Collection:
-        """Whole collections, and single documents beside them.
+    def passage(self, document: str, number: int) -> SearchHit:
+        """One passage of a document.
 
         Raises
         ------
         Problem
-            404 if this tenant has no such collection or document, 422 if none is named.
+            404 if there is none.
         """
-        whole = [self.collection(id) for id in dict.fromkeys(collections)]
-        places = [(of, id) for id in dict.fromkeys(documents) for of in self.collections() if of.holds(id)]
-        if len({id for _, id in places}) < len(set(documents)):
-            raise no_document_of_choice()
-        parts = parts_of(whole, places)
-        if not parts:
-            raise Problem(422, "invalid", "collections: name one, or a document", field="collections")
-        return whole[0] if len(parts) == 1 and whole else SeveralCollections(parts)
+        for folder in self.folders:
+            if folder.holds(document):
+                return folder.chunk(document, number)
+        raise Problem(404, "no_document", "there is no such document")
 
-    def collection(self, id: str) -> Collection:
-        """A collection by its id.
+    def writable(self) -> Folder:
+        """The folder that takes uploads.
 
         Raises
         ------
         Problem
-            404 if this tenant has none.
+            403 if there is none.
         """
-        found = next((one for one in self.service.fixed if one.id == id), None) or self.library.get(id)
-        if found is None:
-            raise no_collection()
-        return found
-
-    def own(self, id: str) -> OwnCollection:
-        """A collection this tenant may change.
-
-        Raises
-        ------
-        Problem
-            403 for the base collection, 404 if there is none.
-        """
-        found = self.collection(id)
-        if not isinstance(found, OwnCollection):
-            raise Problem(403, "read_only", "this collection is the folder the server was started with")
-        return found
-
-
-def session_if_usable(service: Service, name: str) -> Session | None:
-    """The session of a tenant; None where its folder or database cannot be opened now, which others do not feel."""
-    try:
-        return service.joined(name)
-    except (Problem, OSError, DatabaseFault) as error:
-        _log.warning("what a tenant has cannot be opened now (%s)", type(error).__name__)
-        return None
-
-
-def required_tokens(service: Service, requested: int | None, field: str = "max_tokens") -> int | None:
-    """`Service.answer_tokens`; None where nobody named a number, so that they are as many as the window has left."""
-    most = service.answer_tokens(requested, field)
-    named = requested or service.rag.options.max_new_tokens
-    return None if named is None and most == DEFAULT_NEW_TOKENS else most
+        if self.own is None:
+            raise Problem(403, "read_only", "no folder of this server can be written")
+        return self.own

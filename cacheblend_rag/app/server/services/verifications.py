@@ -40,14 +40,6 @@ class LatestAnswers:
     waiting: int
 
 
-@dataclass
-class _Result:
-    """The verification of an answer that waited, and what refuses it once that answer is deleted."""
-
-    known: Future[Verification]
-    check: Callable[[], object] = lambda: None
-
-
 class AnswerVerifications:
     """Verifications of one tenant's answers. They are kept in memory alone, so a server that starts knows none.
 
@@ -63,7 +55,7 @@ class AnswerVerifications:
 
     def __init__(self, ids: str, count: Callable[[Verification], object], stops: Callable[[], bool]) -> None:
         self._ids, self._count, self._stops = ids, count, stops
-        self._results = OrderedDict[str, _Result]()
+        self._results = OrderedDict[str, Future[Verification]]()
         self._waiting = set[str]()
         self._latest: dict[str, deque[bool]] = {}
         self._lock = threading.Lock()
@@ -86,7 +78,7 @@ class AnswerVerifications:
         shown, result = replace(found, id=self._ids + found.id), Future[Verification]()
         result.set_running_or_notify_cancel()  # requests that wait for it cannot cancel it
         with self._lock:
-            self._results[shown.id] = _Result(result)
+            self._results[shown.id] = result
             self._waiting.add(shown.id)
             while len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
@@ -101,36 +93,6 @@ class AnswerVerifications:
         engine.verifications.call_when_done(found.id, done)
         return replace(report, verification=shown)
 
-    def follow(self, id: str, do: Callable[[Verification], object], check: Callable[[], object]) -> None:
-        """Do something, on whichever thread, once it is known how an answer was verified.
-
-        Parameters
-        ----------
-        id : str
-        do : callable
-        check : callable
-            Raises a `Problem` once the answer is deleted, perhaps on another server.
-        """
-        if (found := self._results.get(id)) is not None:
-            found.check = check
-            found.known.add_done_callback(lambda known: do(known.result()))
-
-    def check_not_deleted(self, id: str) -> None:
-        """Refuse an answer that was deleted meanwhile, and forget it.
-
-        Raises
-        ------
-        Problem
-            404, or 503 if the database does not answer.
-        """
-        try:
-            self._found(id).check()
-        except Problem as problem:
-            if problem.status == 404:
-                with self._lock:
-                    self._results.pop(id, None)
-            raise
-
     async def result(self, id: str, wait: float) -> Verification:
         """How an answer was verified; its status is ``"waiting"`` if that is not known after so many seconds.
 
@@ -139,7 +101,9 @@ class AnswerVerifications:
         Problem
             404 if this tenant has no such answer here.
         """
-        result = self._found(id).known
+        if (result := self._results.get(id)) is None:
+            why = "no answer of this id waited here; after a restart, or on another server, it is not known any more"
+            raise Problem(404, "no_verification", why)
         if not wait:
             return result.result() if result.done() else Verification("waiting", id=id)
         done, ends = asyncio.wrap_future(result), time.monotonic() + wait
@@ -147,17 +111,11 @@ class AnswerVerifications:
             await asyncio.wait({done}, timeout=min(left, _LOOKING))
         return result.result() if result.done() else Verification("waiting", id=id)
 
-    def _found(self, id: str) -> _Result:
-        if (found := self._results.get(id)) is None:
-            why = "no answer of this id waited here; after a restart, or on another server, it is not known any more"
-            raise Problem(404, "no_verification", why)
-        return found
-
     def forget_texts(self) -> None:
         """Forget corrections: they hold text of answers, which may be made from what is deleted now."""
         with self._lock:
             for id, one in list(self._results.items()):
-                if one.known.done() and one.known.result().status == "corrected":
+                if one.done() and one.result().status == "corrected":
                     del self._results[id]
 
     def latest(self, model: str) -> LatestAnswers:
