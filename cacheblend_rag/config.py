@@ -265,7 +265,7 @@ LEAST_RATIO = 0.15
 """r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CODEC_NAMES = ("raw", "int8", "int4")
+CODEC_NAMES = ("raw", "int8")
 Verify = Literal["off", "idle", "always", "held"]
 """Names of `BlendConfig.verify`."""
 VERIFY: tuple[str, ...] = get_args(Verify)
@@ -281,6 +281,7 @@ REMOVED = {
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
     "guard_share": 'use verify="idle" with verify_share, which checks answers word for word',
     "guard_bound": "use verify_bound, a share of corrected answers",
+    "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
 }
 """Options of earlier versions, and what to do instead."""
@@ -736,8 +737,8 @@ class BlendConfig:
         "int8",
         choice(CODEC_NAMES),
         """
-        How the KV of chunks is written to a folder or a shared store: as it is, or in eight or four bits. Choose 'raw'
-        where a chunk that stands where it was computed must be exact, 'int4' where the store is too small or too slow.
+        How the KV of chunks is written to a folder or a shared store: as it is, or in eight bits. Choose 'raw'
+        where a chunk that stands where it was computed must be exact.
         See docs/reference/kv-record.md.
         """,
         identity="answer",
@@ -838,21 +839,6 @@ class BlendConfig:
         True is for bfloat16, and refuses a model that cannot gain. Turn it off where memory is short. See
         docs/explanation/engine.md#weight-prepacking.
         """,
-    )
-    int8_prefill: bool = _engine_option(
-        False,
-        FLAG,
-        """
-        Multiply prompts by weights and rows of 8 bits on a CPU: prefill, blending and storing. The first token comes
-        sooner, and answers move a little. Projections of queries, keys and values, the output head and tokens of
-        answers are computed as ever. Stored KV of one setting is of no use to the other. Turn it on where prefill is
-        slow, as on processors without AVX-512; not for small models, which it moves furthest. See
-        docs/explanation/performance.md#prompts-in-eight-bits.
-        """,
-        shown="off",
-        flag="int8-prefill",
-        metavar="on|off",
-        identity="kv",
     )
     check_model: bool = _engine_option(
         True,

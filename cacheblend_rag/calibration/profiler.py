@@ -71,8 +71,8 @@ def _measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequen
         Tokens of prompts, about; longer ones than the model is made for are left out.
     """
     limit = engine.context_window or max(lengths)
-    prepack, int8 = engine.config.prepack_weights, engine.config.int8_prefill  # as requests are computed
-    config = BlendConfig(min_tokens=0, write_back="off", prepack_weights=prepack, int8_prefill=int8)
+    # As requests are computed.
+    config = BlendConfig(min_tokens=0, write_back="off", prepack_weights=engine.config.prepack_weights)
     found: list[BlendTime] = []
     with BlendEngine(
         engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint

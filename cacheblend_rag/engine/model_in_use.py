@@ -10,16 +10,11 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.cpu.int8_prefill import int8_layers
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, as_it_is, prepacked_products
 from cacheblend_rag.models.families import check_runs
-from cacheblend_rag.models.identity import ModelIdentity, fingerprint_in_int8
+from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
 
-_NO_INT8 = (
-    "leave it off; the model has no large linear layers in float32 or bfloat16 on a CPU. Quantised weights are none, "
-    'and with dtype="float32" those in float16 are some'
-)
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +26,7 @@ class ModelInUse:
     adapter : PlainAdapter
         A `ModelAdapter`, if the model is blended.
     config : BlendConfig
-        How it multiplies: ``prepack_weights`` and ``int8_prefill``.
+        How it multiplies: ``prepack_weights``.
     identity : ModelIdentity
     anew : bool
         Whether copies of weights that others have made are made again.
@@ -39,17 +34,17 @@ class ModelInUse:
     Raises
     ------
     ConfigError
-        If weights cannot be prepacked, or prompts not be multiplied in 8 bits, though they should be.
+        If weights cannot be prepacked though they should be.
     """
 
     def __init__(self, adapter: PlainAdapter, config: BlendConfig, identity: ModelIdentity, *, anew: bool) -> None:
         self.adapter, self._identity = adapter, identity
-        self._option, self._int8 = config.prepack_weights, config.int8_prefill
+        self._option = config.prepack_weights
         self._prepacked = self._prepack(anew)
 
     def with_config(self, config: BlendConfig) -> ModelInUse:
         """The same model, multiplying as other options say; its weights are not read again."""
-        if (config.prepack_weights, config.int8_prefill) == (self._option, self._int8):
+        if config.prepack_weights == self._option:
             return self
         return ModelInUse(self.adapter, config, self._identity, anew=False)
 
@@ -69,8 +64,7 @@ class ModelInUse:
     @property
     def fingerprint(self) -> str:
         """Identity when the model was last looked at; see `look`."""
-        own = self._identity.value
-        return fingerprint_in_int8(own) if self._int8 else own
+        return self._identity.value
 
     def look(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
@@ -92,15 +86,9 @@ class ModelInUse:
                 raise ConfigError(
                     "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
                 )
-            if self._int8:
-                remedy = f"leave it off; the model is not blended: {self.adapter.plain_reason}"
-                raise ConfigError("int8_prefill", True, remedy)
             return as_it_is
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
-        int8 = int8_layers(self.adapter.layers, self.adapter.family.attention) if self._int8 else ()
-        if self._int8 and not int8:
-            raise ConfigError("int8_prefill", True, _NO_INT8)
-        return prepacked_products(model, parts, self._option, anew=anew, int8=int8)
+        return prepacked_products(model, parts, self._option, anew=anew)
 
 
 def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:

@@ -351,8 +351,6 @@ class RecentPrompts:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
             return
         exact = len(ids) if exact_tokens is None else exact_tokens
-        if self.config.int8_prefill:  # a full prefill of the next turn would multiply the answer in 8 bits, too
-            exact = min(exact, len(prompt))
         texts = frozenset(chunk.text for chunk in split.located)
         self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(prompt), exact, texts, rows), self.limit)
 

@@ -26,7 +26,7 @@ from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV
-from cacheblend_rag.store.codecs import CODECS, DTYPES
+from cacheblend_rag.store.codecs import DTYPES
 
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
 _GROUPS = (1, 1, 2, 4, 8)
@@ -274,7 +274,7 @@ def _fits(record: StoredKV, reader: LayerReader) -> bool:
     codec, info = record.codec, record.info
     aligned = info.head_dim % 8 == 0  # then all parts of a layer begin where a GPU can read them
     alike = DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers
-    return codec is not None and CODECS[codec].on_gpu and alike and aligned
+    return codec is not None and alike and aligned
 
 
 class _Streams:

@@ -155,11 +155,6 @@ def fingerprint_in(model_fingerprint: str, regime: int) -> str:
     return hashlib.sha256(f"{model_fingerprint} beyond {regime} tokens".encode()).hexdigest()
 
 
-def fingerprint_in_int8(model_fingerprint: str) -> str:
-    """Identity of a model that multiplies prompts in 8 bits."""
-    return hashlib.sha256(f"{model_fingerprint} in 8 bits".encode()).hexdigest()
-
-
 def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A weight by its name, or what a quantised weight is made of (codes, scales)."""
     take_apart = getattr(weight, "__tensor_flatten__", None)
@@ -242,8 +237,7 @@ def remember_fingerprint(identity: str, fingerprint: str, name: str) -> None:
 
 def known_names() -> dict[str, str]:
     """Names of models by fingerprint, as far as they were loaded by name here."""
-    names = dict(_read().values())
-    return {**names, **{fingerprint_in_int8(one): f"{name} in 8 bits" for one, name in names.items()}}
+    return dict(_read().values())
 
 
 def _folder_of(model: str) -> Path | None:

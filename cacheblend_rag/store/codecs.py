@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,8 +33,6 @@ class Codec(ABC):
     """
 
     name: str
-    on_gpu = True
-    """Whether `models.gpu.scatter` decodes it."""
 
     def layer_bytes(self, info: RecordInfo) -> int:
         """Bytes one layer takes."""
@@ -139,57 +137,7 @@ class ScaledCodec(Codec):
             target.copy_(small * scale)
 
 
-class GroupedCodec(Codec):
-    """Four bits an element between the lowest and the highest of its group.
-
-    A group is 64 tokens of one channel of the keys, or 32 channels of one token of the values. Its
-    lowest value and its step are kept in float16.
-    """
-
-    name = "int4"
-    on_gpu = False
-    _groups: ClassVar = {_KEY_AXIS: 64, _VALUE_AXIS: 32}
-    _steps = 15
-
-    def _size(self, info: RecordInfo, axis: int) -> int:
-        return 4 * math.prod(self._per_group(info, axis)) + -(-_elements(info) // 2)
-
-    def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
-        exact = tensor.float()
-        pieces = torch.split(exact, self._groups[axis], dim=axis)
-        low = torch.cat([piece.amin(dim=axis, keepdim=True) for piece in pieces], dim=axis).half()
-        high = torch.cat([piece.amax(dim=axis, keepdim=True) for piece in pieces], dim=axis)
-        # A little more than the range, since float16 may round the step down.
-        step = ((high - low.float()).clamp_min(0) / self._steps * (1 + 2**-10)).half()
-        _require_finite(low, self.name)
-        _require_finite(step, self.name)
-        offset, width = self._spread(low, tensor.shape[axis], axis), self._spread(step, tensor.shape[axis], axis)
-        codes = ((exact - offset) / torch.where(width == 0, 1.0, width)).round_().clamp_(0, self._steps)
-        flat = codes.to(torch.uint8).flatten()
-        if len(flat) % 2:
-            flat = torch.cat((flat, flat.new_zeros(1)))
-        return [_bytes(low), _bytes(step), _bytes(flat[::2] | (flat[1::2] << 4))]
-
-    def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
-        low = _view(data, offset, torch.float16, self._per_group(info, axis))
-        step = _view(data, offset + low.nbytes, torch.float16, self._per_group(info, axis))
-        pairs = _view(data, offset + 2 * low.nbytes, torch.uint8, (-(-_elements(info) // 2),))
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten()[: _elements(info)].view(_shape(info))
-        length = _shape(info)[axis]
-        exact = codes.float().mul_(self._spread(step, length, axis)).add_(self._spread(low, length, axis))
-        return exact.to(DTYPES[info.dtype])
-
-    def _per_group(self, info: RecordInfo, axis: int) -> tuple[int, ...]:
-        shape = list(_shape(info))
-        shape[axis] = -(-shape[axis] // self._groups[axis])
-        return tuple(shape)
-
-    def _spread(self, per_group: torch.Tensor, length: int, axis: int) -> torch.Tensor:
-        """A group's value for each of its elements."""
-        return per_group.float().repeat_interleave(self._groups[axis], dim=axis).narrow(axis, 0, length)
-
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), ScaledCodec(), GroupedCodec())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), ScaledCodec())}
 
 
 class EncodedKV(SegmentKV):

@@ -55,7 +55,7 @@ class RecordFormat:
     Parameters
     ----------
     codec : str
-        ``"raw"``, ``"int8"`` or ``"int4"``. Records whose keys are rotated (a prefix)
+        ``"raw"`` or ``"int8"``. Records whose keys are rotated (a prefix)
         are reused exactly and always written raw.
     seal : Seal, optional
         Encrypts header and layers.
@@ -130,7 +130,7 @@ def as_written(record: KVRecord, form: RecordFormat | None) -> KVRecord:
     size = _pad(codec.layer_bytes(record.info))
     data = [torch.frombuffer(bytearray().join(layer).ljust(size), dtype=torch.uint8) for layer in layers]
     kv = EncodedKV(record.info, codec, data)
-    return KVRecord(record.info, kv if codec.on_gpu else kv.decode())
+    return KVRecord(record.info, kv)
 
 
 def _encode(
@@ -311,7 +311,7 @@ class FileRecord(EncodedRecord):
     @property
     def codec(self) -> str | None:
         """See `StoredKV.codec`; none of an encrypted record."""
-        return self._codec.name if self._codec.on_gpu and self._seal is None else None
+        return self._codec.name if self._seal is None else None
 
     def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
         """See `StoredKV.read_written`; layers lie one behind another in the file, and are read at once."""

@@ -39,7 +39,6 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "verify_bound": ("0.75", 0.75),
     "try_blending": ("off", False),
     "prepack_weights": ("off", False),
-    "int8_prefill": ("on", True),
     "check_model": ("0", False),
 }
 

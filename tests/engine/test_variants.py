@@ -556,7 +556,7 @@ def test_prefix_that_holds_what_is_forgotten_goes_too(when: str) -> None:
 # Other ways of keeping KV --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
 @pytest.mark.parametrize("memory", [0, "1GB"])
 def test_variants_lie_in_any_codec_and_tier(codec: str, memory: Any, tmp_path: Path) -> None:
     with engine_with((0, 1, 2), store=tmp_path, codec=codec, memory_limit=memory) as engine:

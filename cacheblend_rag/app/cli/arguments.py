@@ -111,7 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) ->
 def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments for the documents, the models and the data folder."""
     add_arguments(parser, "docs", "model", "embedder", "size-limit", "data-dir", "shared-store", "device", "dtype")
-    add_arguments(parser, "int8-prefill")
 
 
 def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:

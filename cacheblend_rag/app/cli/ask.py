@@ -93,8 +93,6 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
 
             made = FolderRAG(options)
         with made as rag:
-            if rag.engine.config.int8_prefill:
-                screen.note("Prompts are multiplied in 8 bits, by full prefill too.")
             yield screen, rag
 
 

@@ -40,7 +40,7 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     warm.set_defaults(run=_warm)
     estimate = kinds.add_parser("estimate", help="bytes the KV of a folder takes, before anything is computed")
     add_arguments(estimate, "model", "dtype", docs=".txt, .md and .pdf files; without, only bytes a token")
-    estimate.add_argument("--codec", help='one of "raw", "int8", "int4" (default: all)')
+    estimate.add_argument("--codec", help='"raw" or "int8" (default: both)')
     estimate.set_defaults(run=_estimate)
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cacheblend_rag.models.cpu.int8_prefill import Int8Weight
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
 
@@ -85,7 +84,7 @@ class CopyForward(ForwardOverride):
         All of the model's copies.
     """
 
-    __slots__ = ("copy", "int8", "seen", "weights")
+    __slots__ = ("copy", "seen", "weights")
 
     module: nn.Linear
 
@@ -94,12 +93,9 @@ class CopyForward(ForwardOverride):
         self.weights: CopiedWeights = weakref.proxy(weights)  # in a circle, copies would outlive the last engine
         self.seen: WeightState | None = None  # the weight as it was when a pass last began, if it can be copied
         self.copy: WeightCopy | None = None
-        self.int8: WeightCopy | None = None  # by which prompts are multiplied, if that is asked for
 
     def instead(self, input: torch.Tensor) -> torch.Tensor:
         module, copy = self.module, self.copy
-        if self.int8 is not None and self.weights.rows.in_int8:
-            copy = self.int8
         if copy is not None and type(module) is nn.Linear and copy.seen.still(module.weight):
             bias, dtype = module.bias, self.weights.dtype
             if are_ordinary(input, dtype, copy.width) and input.numel() > 0 and (bias is None or bias.dtype is dtype):
@@ -139,7 +135,6 @@ class _Rows(threading.local):
     """Whose rows the thread that asks computes."""
 
     of_answers = False
-    in_int8 = False
 
 
 class CopiedWeights(ForwardOverrides[CopyForward]):
@@ -156,32 +151,17 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         super().__init__(())
         self.trouble, self.rows = _FailureNote(), _Rows()
-        self._int8_layers = frozenset[nn.Module]()
         self.renew(layers)
 
     @contextmanager
-    def multiplying(self, *, answers: bool, int8: bool = False) -> Iterator[None]:
-        """`in_use`, on this thread.
-
-        Parameters
-        ----------
-        answers : bool
-            Whether tokens of answers are computed within.
-        int8 : bool
-            Whether layers that were given to `take_int8` multiply all other rows in 8 bits.
-        """
-        rows = self.rows
-        before = rows.of_answers, rows.in_int8
-        rows.of_answers, rows.in_int8 = answers, int8 and not answers
+    def multiplying(self, *, answers: bool) -> Iterator[None]:
+        """`in_use`, on this thread; ``answers`` if tokens of answers are computed within."""
+        before, self.rows.of_answers = self.rows.of_answers, answers
         try:
             with self.in_use():
                 yield
         finally:
-            rows.of_answers, rows.in_int8 = before
-
-    def take_int8(self, layers: Iterable[nn.Module]) -> None:
-        """Make copies in 8 bits of these layers' weights, when rows are first to be multiplied by them."""
-        self._int8_layers = frozenset(layers)
+            self.rows.of_answers = before
 
     def least(self) -> int:
         """Elements of the smallest weight that is copied; below, the call itself is the time."""
@@ -218,8 +198,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
     def renew(self, layers: Iterable[nn.Linear]) -> None:
         """Begin again with these layers; copies are made when a pass begins.
 
-        A pass that is under way goes on by copies of the same kind, which are made now: half of it in 8 bits would be
-        neither setting's.
+        A pass that is under way goes on by copies, which are made now.
         """
         with self._lock:
             known, layers = {one.module: one for one in self._forwards}, list(layers)
@@ -252,7 +231,6 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
             self.make([one for one in self._forwards if one.seen is not None], first=True)
             for forward in self._forwards:
                 forward.copy = None if forward.seen is None else forward.copy
-                forward.int8 = None if forward.int8 is None else self._in_int8(forward)
         except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
             self.fail(error)
 
@@ -268,24 +246,11 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         if self._unchanged() or first:
             try:
                 self.make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
-                if self.rows.in_int8:
-                    self._make_int8()
             except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
                 self.fail(error)
         for forward in self._forwards:
-            if forward.copy is not None or forward.int8 is not None:
+            if forward.copy is not None:
                 forward.put()
-
-    def _make_int8(self) -> None:
-        for forward in self._forwards:
-            if forward.int8 is None and forward.module in self._int8_layers:
-                forward.int8 = self._in_int8(forward)
-
-    def _in_int8(self, forward: CopyForward) -> WeightCopy | None:
-        weight = forward.weight()
-        if weight is None or forward.seen is None:
-            return None
-        return WeightCopy(Int8Weight(weight), forward.seen, weight.shape[1])
 
     def fail(self, error: object) -> None:
         """Make no copies any more, and use none."""
@@ -294,7 +259,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
     def _drop(self) -> None:
         for forward in self._forwards:
-            forward.copy = forward.int8 = None
+            forward.copy = None
 
     def _unchanged(self) -> bool:
         """Whether all weights are what they were when last looked at; if not, copies are dropped.

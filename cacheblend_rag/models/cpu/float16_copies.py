@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag.models.cpu.copied_weights import CopiedWeights, CopyForward, WeightCopy, WeightState
-from cacheblend_rag.models.cpu.int8_linear import gives
-from cacheblend_rag.models.cpu.onednn_linear import fits, most_rows, onednn_product
+from cacheblend_rag.models.cpu.onednn_linear import fits, gives, most_rows, onednn_product
 
 # Rows up to which the packed weight is the faster one (docs/benchmarks/ttft.md).
 _ROWS = 32

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cacheblend_rag.models.cpu.int8_linear import gives
+from cacheblend_rag.models.cpu.onednn_linear import gives
 
 # Rows up to which the kernel is no slower (docs/decisions/0024-codes-of-four-bits.md).
 _ROWS = 4

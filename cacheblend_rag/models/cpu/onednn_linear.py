@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +34,8 @@ _LEAST = 3 * 2**18
 _SMALLEST = 2**15  # elements of a weight that can come to so many
 # Rows up to which oneDNN is the faster one with AVX2 (docs/benchmarks/ttft.md).
 _ROWS_WITH_AVX2 = 96
+# Relative difference that rounding to bfloat16 may make.
+_ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
@@ -156,3 +158,13 @@ def agrees() -> bool:
         return False
     # No element is negative, so each sum is off by its 64 roundings at most.
     return bool(torch.allclose(found, expected, rtol=64 * torch.finfo(torch.float32).eps, atol=0.0))
+
+
+def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor, within: float = _ROUNDING) -> bool:
+    """Whether PyTorch has the private operators of a product, and it is what is expected, to rounding."""
+    try:
+        with torch.inference_mode():
+            found = product().float()
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return bool((found - expected).norm() <= within * expected.norm())

@@ -9,8 +9,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -21,8 +21,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.copied_weights import CopiedWeights, CopyForward, WeightCopy
 from cacheblend_rag.models.cpu.float16_copies import Float16Copies, are_there
 from cacheblend_rag.models.cpu.int4_linear import Codes, are_few, int4_product
-from cacheblend_rag.models.cpu.int8_linear import coded_layers, int8_products
-from cacheblend_rag.models.cpu.int8_prefill import gives_int8
 from cacheblend_rag.models.cpu.kept_codes import codes_of_layers
 from cacheblend_rag.models.cpu.onednn_linear import direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
@@ -32,7 +30,7 @@ from cacheblend_rag.models.modules import is_compiled
 _log = logging.getLogger(__name__)
 
 Prepacking = Callable[[bool], AbstractContextManager[None]]
-"""Gives a context within which a model multiplies by copies of weights, by codes of 8 bits, or by oneDNN.
+"""Gives a context within which a model multiplies by copies of weights, or by oneDNN.
 
 It takes whether tokens of an answer are computed within.
 """
@@ -52,10 +50,8 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def prepacked_products(
-    model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool, int8: Sequence[nn.Linear] = ()
-) -> Prepacking:
-    """Let the linear layers of a model multiply by copies of weights, by codes or by oneDNN, where that helps.
+def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
+    """Let the linear layers of a model multiply by copies of weights or by oneDNN, where that helps.
 
     Parameters
     ----------
@@ -68,30 +64,22 @@ def prepacked_products(
     anew : bool
         Whether copies that others have made are made again: weights may have changed since in ways that
         leave no trace.
-    int8 : sequence of Linear
-        Those that multiply prompts in 8 bits.
 
     Raises
     ------
     ConfigError
-        If weights cannot be prepacked though they should be, or prompts not be multiplied in 8 bits.
+        If weights cannot be prepacked though they should be.
     """
-    if option is False and int8:
-        raise ConfigError("int8_prefill", True, "leave it off, or prepack_weights at 'auto'")
     if option is False:
         return as_it_is
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
-    ordinary, coded = _ordinary_products(model, layers, option, anew, int8), coded_layers(model, layers)
-    if not coded:
-        return ordinary
-    by_codes = int8_products.get(model, coded)
-
-    @contextmanager
-    def both(decoding: bool) -> Iterator[None]:
-        with by_codes.in_use(), ordinary(decoding):
-            yield
-
-    return both
+    copies = _copies(model, layers, option, anew)
+    if copies is not None:
+        return lambda decoding: copies.multiplying(answers=decoding)
+    if option == "auto" and multiplies_directly(model, layers):
+        direct = direct_products.get(model, layers)
+        return lambda decoding: direct.in_use()
+    return as_it_is
 
 
 def drop_copies(model: nn.Module) -> None:
@@ -107,30 +95,14 @@ def as_it_is(decoding: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _ordinary_products(
-    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool, int8: Sequence[nn.Linear]
-) -> Prepacking:
-    """Prepacking for layers whose weights are not quantised."""
-    copies = _copies(model, layers, option, anew, bool(int8))
-    if copies is not None:
-        if int8:
-            copies.take_int8(int8)
-        return lambda decoding: copies.multiplying(answers=decoding, int8=bool(int8))
-    if option == "auto" and multiplies_directly(model, layers):
-        direct = direct_products.get(model, layers)
-        return lambda decoding: direct.in_use()
-    return as_it_is
-
-
 def _copies(
-    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool, int8: bool
+    model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool
 ) -> Float16Copies | _PrepackedWeights | None:
     """The copies that all who run the model share; None where there are none, and none are asked for."""
     elements = Counter[torch.dtype]()
     for layer in layers:  # some models keep small layers in float32, as that which chooses experts
         elements[layer.weight.dtype] += layer.weight.numel()
-    mostly_float32 = elements[torch.float32] > elements[_DTYPE]
-    wide = option == "auto" and mostly_float32
+    wide = option == "auto" and elements[torch.float32] > elements[_DTYPE]
     kind = Float16Copies if wide else _PrepackedWeights
     with _table_lock:
         known = _by_model.get(model)
@@ -141,17 +113,11 @@ def _copies(
             return copies
         copies = Float16Copies(layers) if wide else _PrepackedWeights(layers, partial(codes_of_layers, model))
         reason = _why_not(model, copies) or (_why_not_unasked(copies) if option == "auto" else None)
-        if int8 and reason is None and not gives_int8():
-            reason = "this PyTorch has no products of 8 bits here"
         if reason is not None:
-            if int8 and mostly_float32 is wide:
-                instead = ", or load the model in float32" if copies.dtype is _DTYPE else ""
-                raise ConfigError("int8_prefill", True, f"leave it off here{instead}: {reason}")
             if option == "auto":
                 _log.debug("weights are not prepacked: %s", reason)
                 return None
-            remedy = "use 'auto' with int8_prefill" if int8 else "use 'auto' or False here"
-            raise ConfigError("prepack_weights", option, f"{remedy}: {reason}")
+            raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
         _by_model[model] = weakref.ref(copies)
     _log.info("prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{copies.nbytes:,}")
     return copies
