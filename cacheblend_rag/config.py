@@ -283,6 +283,7 @@ REMOVED = {
     "guard_bound": "use verify_bound, a share of corrected answers",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
+    "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
 }
 """Options of earlier versions, and what to do instead."""
 
@@ -686,18 +687,6 @@ class BlendConfig:
         1 GiB, or a sixteenth of the memory of the machine (of the GPU, if the model is there) if that is less. Raise it
         where several long conversations take turns; set 0 where memory is short, or where answers must not depend, by
         rounding alone, on what was asked before. See docs/explanation/engine.md#the-last-prompts.
-        """,
-    )
-    session_cache: bool = _engine_option(
-        False,
-        FLAG,
-        """
-        Keep the KV of finished prompts that held chunks, and of their answers, in the store too, so that the next turn
-        of a conversation goes on from it after a restart, in another process, or when memory has dropped it. It is that
-        of a blended pass, and so approximate, unless the answer was verified. Nothing of a plain prefill is kept in the
-        store: `prompt_cache` keeps that, in memory, as it does all of a model not blended. Questions and answers
-        are stored, too. Turn it on where people come back to long conversations, or ask several questions about the
-        same documents.
         """,
     )
     find_repeated: bool | str = _engine_option(

@@ -208,8 +208,8 @@ class BlendReport:
     tokens_to_store : int
         Tokens of the prefix and the chunks that were not stored, and whose KV goes into the store now.
     resumed_tokens : int
-        First tokens that a kept prompt had in common with this one: one of the last, in memory (``prompt_cache``), or
-        one in the store (``session_cache``). Their chunks count as hits.
+        First tokens that one of the last prompts, in memory (``prompt_cache``), had in common with this one. Their
+        chunks count as hits.
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int

@@ -18,7 +18,7 @@ import torch
 from cacheblend_rag.engine.answer_report import PREFILLED, report_of, report_of_images, why_exact
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
-from cacheblend_rag.engine.keeping import keep_answered, keep_session, keep_variants, store_unread
+from cacheblend_rag.engine.keeping import keep_answered, keep_variants, store_unread
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.ratio_policy import RatioChoice
@@ -121,7 +121,8 @@ class Answering:
             pipeline.segments.hear(answer.text, answer.thought)
             trace.answered(answer)
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            self._keep(dropped.left(keep_answered(pipeline, blend, later)))
+            keep_answered(pipeline, blend, later)
+            self._keep(dropped.left(blend.jobs))
             if answer.verification.done:
                 self._keep(dropped.left(keep_variants(pipeline, blend.lookup, blend.cache)))
             if blend.choice is not None or blend.lookup.unread is not None:
@@ -355,12 +356,10 @@ class Answering:
     ) -> None:
         """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
-        kept, pipeline = (lookup.fit.split, later, found.cache), self.pipeline
-        jobs = {} if pipeline.store.traits.read_only else keep_session(pipeline, *kept)
         with self.verifications.storing:
             if not cancelled():
-                pipeline.recent_prompts.keep(lookup.ticket, *kept)
-                run_all(dropped.left(jobs))
+                pipeline = self.pipeline
+                pipeline.recent_prompts.keep(lookup.ticket, lookup.fit.split, later, found.cache)
                 self._keep(dropped.left(keep_variants(pipeline, lookup, found.cache)))
 
     def _note(self, found: Verification, choice: RatioChoice | None) -> None:

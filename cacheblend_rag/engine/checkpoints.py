@@ -1,8 +1,7 @@
 """Checkpoints: KV and states behind beginnings of prompts, for models that are answered plainly.
 
 A recurrent layer keeps one state of all that it has read, and nothing can be cut off from that. So a checkpoint is of
-use to prompts that begin with all the ids that it is behind. Checkpoints lie in memory, on the model's device; those
-that outlive the process are read from the store (`cacheblend_rag.engine.stored_checkpoints`).
+use to prompts that begin with all the ids that it is behind. Checkpoints lie in memory, on the model's device.
 """
 
 from __future__ import annotations
@@ -32,10 +31,6 @@ MEMORY_BYTES = 2**30
 LEAST_TOKENS = 16
 # Prompts whose beginnings are compared with that of a new one.
 _REMEMBERED = 32
-
-
-Stored = Callable[[Sequence[int], int, int | None], tuple[Any, int] | None]
-"""Finds a checkpoint in the store; see `begin_prompt`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ class Checkpoints:
         self._held: OrderedDict[tuple[Owner, tuple[int, ...]], _Checkpoint] = OrderedDict()
         self._prompts: deque[tuple[Owner, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
         self._times_forgotten = Counter[str | None]()
-        self._known: OrderedDict[str, set[str]] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
@@ -104,23 +98,6 @@ class Checkpoints:
             else:
                 return None
         return copy.deepcopy(found.cache), length
-
-    def behind(self, owner: Owner, ids: Sequence[int]) -> list[tuple[int, Any]]:
-        """Those behind beginnings of some ids: how many these are, and the cache, to which nobody may write."""
-        with self._lock:
-            held = [(known, one.cache) for (of, known), one in self._held.items() if of == owner]
-        return [(len(known), cache) for known, cache in held if known == tuple(ids[: len(known)])]
-
-    def known(self, beginning: str, look: Callable[[], set[str]]) -> set[str]:
-        """Keys in the store that begin so, as they were when they were first looked for, and those added since."""
-        if (keys := self._known.get(beginning)) is None:
-            keys = look()
-        with self._lock:
-            keys = self._known.setdefault(beginning, keys)
-            self._known.move_to_end(beginning)
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return keys
 
     def times_forgotten(self, salt: str) -> int:
         """How often chunks of a tenant were forgotten; see `keep`."""
@@ -186,7 +163,6 @@ class Checkpoints:
         """Drop all."""
         with self._lock:
             self._held.clear()
-            self._known.clear()
             self._prompts.clear()
 
 
@@ -197,7 +173,6 @@ def begin_prompt(
     split: TokenizedPrompt,
     between: Callable[[float], object] | None = None,
     each_layer: Callable[[], object] | None = None,
-    stored: Stored | None = None,
 ) -> tuple[int, Prefill]:
     """The prefill of a prompt, and the tokens of the checkpoint that it went on from; one is kept behind its prefix.
 
@@ -212,9 +187,6 @@ def begin_prompt(
     split : TokenizedPrompt
     between, each_layer
         As for `PlainAdapter.prefill`.
-    stored : callable, optional
-        Finds a longer beginning in the store, given the ids, the tokens that are found already, and ``times_forgotten``
-        of `Checkpoints.keep`.
 
     Returns
     -------
@@ -227,8 +199,6 @@ def begin_prompt(
     if checkpoints is None or adapter.goes_on == "steps":
         return 0, adapter.prefill(ids, between, each_layer)
     cache, resumed = checkpoints.find(owner, ids) or (adapter.empty_cache(), 0)
-    if stored is not None and (longer := stored(ids, resumed, times)) is not None:
-        cache, resumed = longer
     start = resumed
     for stop in sorted({split.prefix.stop, checkpoints.repeated(owner, ids[:-1])}):
         if start < stop < len(ids) and stop >= LEAST_TOKENS:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.segments import FOUND, OTHER_FORM, Segment, Segments
-from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import chunks_keys
 from cacheblend_rag.engine.verifications import Verifications
@@ -173,7 +172,7 @@ class Chunks:
 
             def goes(key: str, info: RecordInfo) -> bool:
                 held = info.token_ids + info.behind
-                return shares(held) or (key.startswith((FOUND, KEY_PREFIX)) and written(held))
+                return shares(held) or (key.startswith(FOUND) and written(held))
 
             self._drop_from_memory(None, texts, ids, written, goes)
             for key in [key for key, info in store.infos("") if goes(key, info)]:
@@ -280,8 +279,8 @@ class Chunks:
                 keys.update(other for other, _ in store.infos(key + OTHER_FORM))
         ids = self._ids(texts, forms)
         goes = _goes_with(segments, ids, _written_in(segments, texts))
-        # Text that was found, and prompts that were kept whole, hold them themselves.
-        begins, said = (*([""] if dependent else []), FOUND, keys_begin(segments.config.salt)), set[str]()
+        # Text that was found holds them itself.
+        begins, said = (*([""] if dependent else []), FOUND), set[str]()
         for begin in begins if ids else ():  # one that cannot be looked for hides no other
             with _note_errors(failed):
                 for key, info in store.infos(begin):
@@ -331,19 +330,22 @@ def _goes_with(
 ) -> Callable[[str, RecordInfo], bool]:
     """Says of a record, apart from those of the chunks with these ids, whether it holds one or stood behind one."""
     salt, begins, shares = segments.config.salt, finder(ids), sharer(ids)
-    sessions, variants = keys_begin(salt), tuple(chunks_keys(salt, chunk) for chunk in ids)
+    variants = tuple(chunks_keys(salt, chunk) for chunk in ids)
 
     def goes(key: str, info: RecordInfo) -> bool:
-        if key.startswith(KEY_PREFIX):
-            return key.startswith(sessions) and (any(holds(info, one) for one in ids) or written(info.token_ids))
         if key.startswith(FOUND):  # text of which it holds a part is enough, as a client may have written it
             held = info.token_ids + info.behind
             if shares(held) or written(held):
                 return segments.owns(key, info)
-        inside = info.kind == "prefix" and any(holds(info, chunk) for chunk in ids)
+        inside = info.kind == "prefix" and any(_holds(info.token_ids, chunk) for chunk in ids)
         return (inside or key.startswith(variants) or begins(info.behind)) and segments.owns(key, info)
 
     return goes
+
+
+def _holds(ids: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether ids stand among others, side by side."""
+    return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
 
 
 @contextlib.contextmanager

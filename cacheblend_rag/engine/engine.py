@@ -272,6 +272,22 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """
         return self._changed(pipeline=self._parts.pipeline.with_learned(context))
 
+    def of_tenant(self, salt: str) -> BlendEngine:
+        """A view of this engine that has nothing in common with those of other tenants but model, store and turns.
+
+        Its verifications are counted alone, so that no other tenant's corrections raise its recompute ratio, and the
+        texts that it remembers are its own. It ends with this engine. It can be let go of, and made again when the
+        tenant asks again: prompts of the tenant that lie in memory stay, and so does a ratio that corrections have
+        raised.
+
+        Parameters
+        ----------
+        salt : str
+            Of the tenant.
+        """
+        pipeline = self._parts.pipeline.of_tenant(salt, self.verifications.minimum_of(salt))
+        return self._changed(pipeline=pipeline, verifications=self.verifications.of_tenant(pipeline))
+
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
         """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.
 

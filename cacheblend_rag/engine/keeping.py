@@ -1,4 +1,4 @@
-"""Keeps what an answer leaves behind: its prompt in memory or whole in the store, and its chunks as variants."""
+"""Keeps what an answer leaves behind: its prompt in memory, and its chunks as variants."""
 
 from __future__ import annotations
 
@@ -7,48 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cacheblend_rag.engine.checkpoints import keep_turn
-from cacheblend_rag.engine.pipeline import (
-    Blend,
-    Lookup,
-    Pipeline,
-    checkpoints_of,
-    chunks_of,
-    has_few_chunks,
-    owner_of,
-    stored_checkpoints_of,
-)
+from cacheblend_rag.engine.pipeline import Blend, Lookup, Pipeline, checkpoints_of, chunks_of, has_few_chunks, owner_of
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.prompt import TokenizedPrompt
 
 
-def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-    """Keep a prompt with its answer in memory; jobs that store what is missing of it, and it whole if wanted.
-
-    The jobs of ``blend`` store what is missing, those of `store_unread` included.
-    """
+def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -> None:
+    """Keep a prompt with its answer in memory."""
     lookup, split, model = blend.lookup, blend.lookup.fit.split, pipeline.segments.model
     model.look()  # adapters may have been switched meanwhile
     exact = None if blend.exact else lookup.exact_tokens
     pipeline.recent_prompts.keep(lookup.ticket, split, answer_ids, blend.cache, exact)
-    if blend.choice is not None or lookup.unread is not None:
-        return {**blend.jobs, **keep_session(pipeline, split, answer_ids, blend.cache)}
     if blend.plain_reason and (checkpoints := checkpoints_of(pipeline)) is not None:
         owner, times = owner_of(pipeline), lookup.times_forgotten
         keep_turn(checkpoints, owner, model.adapter, lookup.split, answer_ids, blend.cache, times)
-        return store_checkpoints(pipeline, lookup.split, answer_ids)
-    return blend.jobs
-
-
-def store_checkpoints(pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int]) -> Mapping[str, Job]:
-    """Jobs that store what a plainly answered model has kept of a prompt: its prefix, and all if prompts are kept.
-
-    As with a model that is blended, text before no chunk is what was said in one conversation.
-    """
-    stored = stored_checkpoints_of(pipeline)
-    if stored is None or pipeline.config.write_back == "off":
-        return {}
-    prefix = split.prefix.stop if split.located else 0
-    return stored.jobs((*split.input_ids, *answer_ids), prefix, pipeline.keeps_sessions)
 
 
 def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
@@ -75,26 +46,6 @@ def _is_stored(pipeline: Pipeline, lookup: Lookup) -> bool:
     reads = policy.rule.reads_store and not policy.prefills_all
     found = any(chunk.found for chunk in split.located)
     return reads and found and pipeline.segments.model.adapter.reusable(len(split.input_ids))
-
-
-def keep_session(
-    pipeline: Pipeline, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any
-) -> Mapping[str, Job]:
-    """The job that stores a whole prompt with its answer, if that is wanted and the cache holds it.
-
-    Parameters
-    ----------
-    pipeline : Pipeline
-    split : TokenizedPrompt
-    answer_ids : sequence of int
-    cache : transformers Cache
-        KV of prompt and answer.
-    """
-    if not pipeline.keeps_sessions or pipeline.config.write_back == "off":
-        return {}
-    layers = pipeline.segments.model.blended.layers_of(cache.layers)
-    found = pipeline.session_cache(split).job(split, answer_ids, layers)
-    return {} if found is None else {found[0]: found[1]}
 
 
 def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str, Job]:

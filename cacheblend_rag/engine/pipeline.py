@@ -16,11 +16,9 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
-from cacheblend_rag.engine.prompt_cache import PromptCache, RecentPrompt, RecentPrompts, Ticket
+from cacheblend_rag.engine.prompt_cache import KEPT_KEY, PromptCache, RecentPrompt, RecentPrompts, Ticket, blended_by
 from cacheblend_rag.engine.ratio_policy import WORTH, MinimumRatio, RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.segments import FOUND, Segment, Segments, StoredAhead
-from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache, blended_by
-from cacheblend_rag.engine.stored_checkpoints import StoredCheckpoints
+from cacheblend_rag.engine.segments import FOUND, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
@@ -60,7 +58,7 @@ class Lookup:
         One for each chunk of ``split``.
     records : mapping of str to StoredKV
         By key, those that are stored and worth reading.
-    kept : ResumedPrompt or None
+    kept : RecentPrompt or None
         The kept prompt that this one goes on from.
     ticket : Ticket or None
         Lets it be kept with its answer; None if it is not to be.
@@ -82,7 +80,7 @@ class Lookup:
     prefix: Segment | None = None
     chunks: tuple[Segment, ...] = ()
     records: Mapping[str, StoredKV] = field(default_factory=dict)
-    kept: ResumedPrompt | None = None
+    kept: RecentPrompt | None = None
     ticket: Ticket | None = None
     opened: list[tuple[str, StoredKV]] = field(default_factory=list)
     seconds: float = 0.0
@@ -116,7 +114,7 @@ class Lookup:
     def exact_tokens(self) -> int:
         """First tokens whose KV is that of a full prefill: what comes from the store may be in eight bits."""
         read = [span.start for span, hit in zip(self.split.chunks, self.hits, strict=False) if hit]
-        if isinstance(self.kept, RecentPrompt):
+        if self.kept is not None:
             read += [] if self.kept.exact else [self.kept.exact_tokens]
         elif self.prefix_hit:
             read.append(0)
@@ -283,11 +281,11 @@ class Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
         return self._again(config, self.segments.learned)
 
-    def of_tenant(self, salt: str, ahead: StoredAhead | None, minimum: MinimumRatio) -> Pipeline:
+    def of_tenant(self, salt: str, minimum: MinimumRatio) -> Pipeline:
         """The same model and store for a tenant, with its minimum ratio and remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
-        own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer, ahead=ahead))
+        own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer))
         return own._again(config, self.segments.learned, minimum)
 
     def with_learned(self, learned: LearnedContext | None) -> Pipeline:
@@ -350,19 +348,11 @@ class Pipeline:
         if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)
         else:
-            lookup = self._opened(fit, self._longer(split, begun), [])
-            if begun is not None and lookup.kept is None and not lookup.prefix_hit:  # it is a part of the prefix
+            part_of_prefix = begun is not None and begun.tokens < len(split.prefix)
+            lookup = self._opened(fit, None if part_of_prefix else begun, [])
+            if part_of_prefix and not lookup.prefix_hit:
                 lookup = self._opened(fit, begun, lookup.opened)
         return dataclasses.replace(lookup, ticket=ticket, why=why, seconds=time.perf_counter() - started)
-
-    def _longer(self, split: TokenizedPrompt, begun: RecentPrompt | None) -> ResumedPrompt | None:
-        """The kept prompt in memory or in the store, whichever goes further; None if a stored prefix may."""
-        kept = self.session_cache(split).find(split) if self.keeps_sessions else None
-        if begun is None or (kept is not None and kept.tokens > begun.tokens):
-            return kept
-        if kept is not None:
-            kept.record.close()
-        return begun if begun.tokens >= len(split.prefix) else None
 
     @property
     def recent_prompts(self) -> RecentPrompts:
@@ -371,14 +361,14 @@ class Pipeline:
 
         def like(tokens: int) -> RecordInfo:
             regime = segments.model.adapter.regime(tokens) or 0
-            return dataclasses.replace(segments.info(segments.describe("session", (), (), regime)), rotated=True)
+            return dataclasses.replace(segments.info(segments.describe("kept", (), (), regime)), rotated=True)
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
         rule += f" at least {self.policy.minimum.value}"  # a ratio that was found too low serves no longer
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
-    def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
+    def _opened(self, fit: FittedPrompt, kept: RecentPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         segments, split = self.segments, fit.split if kept is None else kept.split
         prefix_ids = split.ids(split.prefix)
@@ -387,8 +377,8 @@ class Pipeline:
         prefix = segments.describe("prefix", (), prefix_ids, regime) if has_prefix else None
         records: dict[str, StoredKV] = {}
         if kept is not None:
-            prefix = Segment("session", (), prefix_ids, kept.key, regime)
-            records[kept.key] = kept.record
+            prefix = Segment("kept", (), prefix_ids, KEPT_KEY, regime)
+            records[KEPT_KEY] = kept.record
         chunks = chunks_of(segments, fit, split)
         if not self.policy.rule.reads_store:
             return Lookup(fit, split, chunks=chunks)
@@ -408,19 +398,6 @@ class Pipeline:
         record.close()
         discard(self.store, segment.key)
         return False
-
-    @property
-    def keeps_sessions(self) -> bool:
-        """Whether whole prompts with their answers are kept in the store."""
-        return self.config.session_cache and self.policy.rule.reads_store
-
-    def session_cache(self, split: TokenizedPrompt) -> SessionCache:
-        """Whole prompts in the store, as one of this length finds them."""
-        segments = self.segments
-        regime = segments.model.adapter.regime(len(split.input_ids)) or 0
-        like = segments.info(segments.describe("session", (), (), regime))
-        config = dataclasses.replace(self.policy.config, condition=segments.condition)
-        return SessionCache(self.store, config, dataclasses.replace(like, rotated=True), segments.learned_digest)
 
     # Load ----------------------------------------------------------------------------------
 
@@ -507,7 +484,10 @@ class Pipeline:
                 if error.damaged:
                     discard(self.store, error.key)
                 lost += 1
-                loading = self._without(error.key, loading)
+                left = _with_usual(self, loading.lookup.without(error.key), {error.key})
+                loading = self._loading(
+                    left, loading.choice, loading.clock, loading.cancelled, loading.shared, loading.started
+                )
         took = time.perf_counter() - loading.started
         seconds = Seconds(load=loading.waited, fuse=took - loading.waited, read=loading.clock.seconds)
         # Layers from memory say nothing of the disk.
@@ -535,7 +515,7 @@ class Pipeline:
         started, model, ids = time.perf_counter(), self.segments.model, lookup.split.input_ids
         if model.adapter.plain_reason:
             return _read_plainly(self, lookup, pauses)
-        begun = lookup.kept.new_cache() if isinstance(lookup.kept, RecentPrompt) else None
+        begun = None if lookup.kept is None else lookup.kept.new_cache()
         first = 0 if begun is None else begun.get_seq_length()
         with model.products():
             result = model.blended.prefill(ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
@@ -548,16 +528,6 @@ class Pipeline:
         return Blend(
             lookup, result.cache, result.logits, rows, seconds, work=work, exact=True, ready_at=ready_at, jobs=jobs
         )
-
-    def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
-        """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
-        lookup = loading.lookup
-        if lookup.kept is not None and key == lookup.kept.key:
-            again = self._opened(lookup.fit, None, lookup.opened)
-            lookup = dataclasses.replace(again, seconds=lookup.seconds)
-        else:
-            lookup = _with_usual(self, lookup.without(key), {key})
-        return self._loading(lookup, loading.choice, loading.clock, loading.cancelled, loading.shared, loading.started)
 
     # Write back ----------------------------------------------------------------------------
 
@@ -611,10 +581,9 @@ def _to_store(pipeline: Pipeline, lookup: Lookup) -> list[Segment]:
     for one in lookup.chunks:
         if not one.token_ids or one.key in lookup.records:
             continue
-        if one.kind == "variant" and one.usual is not None:
-            one = one.usual
-        there = one.usual is not None or one.key in lookup.records  # stored for all tenants, only not read
-        if not there and not pipeline.store.refuses(one.key) and not is_stored(pipeline, lookup, one.key):
+        one = one.usual or one
+        there = one.key in lookup.records or is_stored(pipeline, lookup, one.key)
+        if not there and not pipeline.store.refuses(one.key):
             found.append(one)
     return sorted(found, key=lambda one: len(one.own_ids))
 
@@ -632,8 +601,6 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
     if not usual:
         return lookup
     pipeline.variants.drop(lost)
-    if (ahead := pipeline.segments.ahead) is not None:
-        ahead.lose(lost)
     chunks = tuple(one.usual if one.usual is not None and one.key in lost else one for one in lookup.chunks)
     records = {**lookup.records, **_open_all(pipeline, usual, lookup.opened)}
     return dataclasses.replace(lookup, chunks=chunks, records=records)
@@ -642,14 +609,6 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
 def checkpoints_of(pipeline: Pipeline) -> Checkpoints | None:
     """Checkpoints of a model that is answered plainly; None if the options let nothing be remembered."""
     return pipeline.checkpoints if pipeline.policy.rule.reads_store and pipeline.config.prompt_cache != 0 else None
-
-
-def stored_checkpoints_of(pipeline: Pipeline) -> StoredCheckpoints | None:
-    """Those of them that outlive the process; None if the store keeps nothing, or the model cannot go on from one."""
-    held, adapter = checkpoints_of(pipeline), pipeline.segments.model.adapter
-    if held is None or adapter.goes_on != "slices" or not pipeline.store.traits.persistent:
-        return None
-    return StoredCheckpoints(pipeline.store, owner_of(pipeline), adapter, held)
 
 
 def owner_of(pipeline: Pipeline) -> Owner:
@@ -663,10 +622,8 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
     adapter = model.adapter
     with model.products():
         checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
-        stored = stored_checkpoints_of(pipeline)
-        find = None if stored is None else stored.find
         between, each_layer = pauses or (None, None)
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer, find)
+        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer)
     ready_at = time.perf_counter()
     return Blend(
         lookup,
@@ -755,8 +712,8 @@ def _plainly(fit: FittedPrompt, begun: RecentPrompt | None) -> Lookup:
     """A prompt that the model itself prefills, perhaps from what it begins with."""
     if begun is None:
         return Lookup(fit, fit.split, plain=True)
-    prefix = Segment("session", (), begun.record.info.token_ids, begun.key)
-    return Lookup(fit, begun.split, True, prefix, records={begun.key: begun.record}, kept=begun)
+    prefix = Segment("kept", (), begun.record.info.token_ids, KEPT_KEY)
+    return Lookup(fit, begun.split, True, prefix, records={KEPT_KEY: begun.record}, kept=begun)
 
 
 def _sooner_prefilled(pipeline: Pipeline, lookup: Lookup, chosen: Lookup, choice: RatioChoice) -> Lookup | None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.session_cache import ResumedPrompt, resume
+from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes
 from cacheblend_rag.models.memory import total_memory
@@ -32,7 +31,10 @@ _log = logging.getLogger(__name__)
 _LEAST = 32
 # Of "auto": most bytes, and the share of memory that they may be.
 _MOST, _SHARE = 2**30, 16
-_KEY = "prompt cache"
+KEPT_KEY = "prompt cache"
+"""Key, in a look-up, of the beginning that a prompt goes on from."""
+# Settings on which the KV of a blended prompt depends, apart from its ids and the model.
+_BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
 
 Holds = Callable[[Collection[str], Sequence[int]], bool]
 """Whether a prompt of some chunk texts and ids holds something that was forgotten."""
@@ -240,12 +242,30 @@ def next_to_go(salts: Sequence[str], sizes: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class RecentPrompt(ResumedPrompt):
-    """A prompt that begins as a kept one."""
+class RecentPrompt:
+    """A prompt whose first tokens are those of a kept one.
 
+    Parameters
+    ----------
+    split : TokenizedPrompt
+        The prompt, with all of that as its prefix.
+    record : StoredKV
+        KV of exactly these tokens, keys rotated.
+    cache : transformers Cache
+        KV of the kept prompt.
+    exact_tokens : int
+        How many of its first tokens have the KV of a full prefill.
+    """
+
+    split: TokenizedPrompt
+    record: StoredKV
     cache: Any
-    """KV of the kept prompt."""
     exact_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are gone on from."""
+        return len(self.split.prefix)
 
     @property
     def exact(self) -> bool:
@@ -310,7 +330,7 @@ class RecentPrompts:
         kept, tokens = found
         info = dataclasses.replace(self.like(len(ids)), token_ids=ids[:tokens])
         record = _InMemory(info, self.adapter, kept.cache)
-        return RecentPrompt(resume(split, tokens), _KEY, record, kept.cache, kept.exact_tokens)
+        return RecentPrompt(_resumed(split, tokens), record, kept.cache, kept.exact_tokens)
 
     def exact_beginning(self, ticket: Ticket | None, ids: Sequence[int]) -> Any:
         """A cache with the KV that a full prefill gives to the first of some ids; None without any."""
@@ -366,6 +386,30 @@ class _InMemory(StoredKV):
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         (kv,) = self._adapter.layers_of([self._cache.layers[layer]])
         return kv.keys[0, :, : self.info.tokens], kv.values[0, :, : self.info.tokens]
+
+
+def blended_by(config: BlendConfig, condition: str) -> str:
+    """All that the KV of a blended prompt depends on, apart from its ids and the model.
+
+    Parameters
+    ----------
+    config : BlendConfig
+    condition : str
+        The condition that chunks are computed behind, and the digest of a learned context.
+    """
+    options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
+    options |= {"condition": condition, "selection_options": sorted(config.selection_options.items())}
+    return repr(options)
+
+
+def _resumed(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
+    """The same ids, the first of them one long prefix. A chunk that this cuts in two is no part of it."""
+    return dataclasses.replace(
+        split,
+        prefix=Span(0, tokens),
+        located=tuple(one for one in split.located if one.span.start >= tokens or one.span.stop > tokens),
+        suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
+    )
 
 
 @lru_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cacheblend_rag.config import BlendConfig
@@ -32,8 +32,8 @@ class Segment:
     Parameters
     ----------
     kind : str
-        ``"chunk"``, ``"prefix"``, ``"variant"`` for KV of a chunk that an earlier prompt left, or ``"session"`` for a
-        kept prompt.
+        ``"chunk"``, ``"prefix"``, ``"variant"`` for KV of a chunk that an earlier prompt left, or ``"kept"`` for the
+        beginning that a prompt has in common with one in memory.
     context_ids : tuple of int
         Ids it is computed behind.
     token_ids : tuple of int
@@ -55,7 +55,7 @@ class Segment:
     before : tuple of str
         Of a variant; see `RecordInfo.before`.
     usual : Segment or None
-        Of a variant, or of KV that was stored ahead, the segment under which the chunk is stored otherwise.
+        Of a variant, the segment under which the chunk is stored otherwise.
     """
 
     kind: str
@@ -92,42 +92,6 @@ class Segment:
         return self.shared_ids, self.regime, id(self.contexts)
 
 
-class StoredAhead:
-    """Keys of KV that is stored for all tenants, ahead of any question of theirs.
-
-    It is all there or not at all: if one record is lost, none counts any more until they are published again. So nobody
-    learns from a single miss which others were used of late.
-
-    Parameters
-    ----------
-    salt : str
-        The salt that all have in common.
-    """
-
-    on_loss: Callable[[], object] | None = None
-    """Called when a record was found missing."""
-
-    def __init__(self, salt: str) -> None:
-        self.salt, self._keys = salt, frozenset[str]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._keys
-
-    def publish(self, keys: Iterable[str]) -> None:
-        """From now on these records are read for everybody."""
-        self._keys = frozenset(keys)
-
-    def lose(self, keys: Iterable[str]) -> None:
-        """Note that records are gone."""
-        if not self._keys.isdisjoint(keys):
-            self._keys = frozenset()
-            if self.on_loss is not None:
-                self.on_loss()
-
-
 @dataclass
 class LatestContexts:
     """The contexts that chunks were computed behind last: more of their chunks may come."""
@@ -153,8 +117,6 @@ class Segments:
         Shared by all views of an engine.
     repeated : RepeatedTexts
         Text that repeats in prompts; shared likewise.
-    ahead : StoredAhead or None
-        KV that was stored for all tenants, which is read beside the tenant's own.
     """
 
     model: ModelInUse
@@ -164,7 +126,6 @@ class Segments:
     learned: LearnedContext | None = None
     latest: LatestContexts = field(default_factory=LatestContexts)
     repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
-    ahead: StoredAhead | None = None
 
     def hear(self, *answer: str) -> None:
         """Take note of an answer and its thought, where text that repeats is looked for.
@@ -184,15 +145,14 @@ class Segments:
         token_ids: tuple[int, ...],
         regime: int = 0,
         head: int = 0,
-        salt: str | None = None,
     ) -> Segment:
-        """The segment with its key; by default it has the salt of the options."""
+        """The segment with its key."""
         averaged = kind == "chunk" and self.config.contexts > 0 and self.condition in ("context", "learned")
         learned = self.learned_digest if kind == "chunk" else ""
         model = self.model.fingerprint
         key = record_key(
             fingerprint=fingerprint_in(model, regime),
-            salt=self.config.salt if salt is None else salt,
+            salt=self.config.salt,
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
@@ -254,16 +214,9 @@ class Segments:
         if chunk.found:
             usual = dataclasses.replace(usual, key=FOUND + usual.key)
         if chunk.usual:
-            return usual if self.ahead is None or chunk.found else self._ahead(self.ahead, usual)
+            return usual
         segment = self._chunk(behind, (), ids, regime)
         return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
-
-    def _ahead(self, ahead: StoredAhead, usual: Segment) -> Segment:
-        """The segment as it was stored for all, if it was; else the tenant's own."""
-        key = self.describe(
-            usual.kind, usual.context_ids, usual.token_ids, usual.regime, usual.head, salt=ahead.salt
-        ).key
-        return dataclasses.replace(usual, key=key, usual=usual) if key in ahead else usual
 
     def _chunk(
         self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int

@@ -31,9 +31,8 @@ class RecordInfo:
     rotated : bool
         Whether the keys have the rotation of the positions at which they were computed.
     kind : str
-        ``"chunk"``, ``"prefix"``, ``"variant"`` for a chunk behind what stood before it in an earlier prompt,
-        ``"session"`` for a whole prompt with its answer, which is approximate, or ``"checkpoint"`` for the state of a
-        model's cache in place of KV. One kind is never taken for another.
+        ``"chunk"``, ``"prefix"``, or ``"variant"`` for a chunk behind what stood before it in an earlier prompt. One
+        kind is never taken for another.
     contexts : int
         Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int

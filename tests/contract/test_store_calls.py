@@ -17,7 +17,6 @@ import pytest
 import cacheblend_rag
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.fleet.summaries import SummarizedStore
-from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import (
     DiskStore,
@@ -152,7 +151,7 @@ def test_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
             return super().delete(key)
 
         def infos(self, beginning: str) -> Any:
-            if beginning.startswith(KEY_PREFIX):
+            if beginning == "found-":
                 raise StoreError("cannot be read")
             return super().infos(beginning)
 

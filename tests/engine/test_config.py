@@ -24,7 +24,6 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
     "variants": ("3", 3),
-    "session_cache": ("on", True),
     "find_repeated": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),

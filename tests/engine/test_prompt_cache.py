@@ -371,21 +371,6 @@ def test_idle_check_of_a_forgotten_chunk_puts_nothing_back(monkeypatch: pytest.M
         assert len(engine.prompts) == 0
 
 
-def test_memory_and_store_go_on_from_whichever_holds_more() -> None:
-    with remembering(session_cache=True) as engine:
-        engine.warm(CHUNKS)
-        first = engine.generate(PROMPT, max_new_tokens=4)
-        assert engine.fuse(PROMPT).report.chunk_tiers == ("memory",) * 3
-        longer = Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + " " + TEXT)
-        engine.generate(longer, max_new_tokens=4)
-        engine.prompts.drop("", lambda texts, _: CHUNKS[0] in texts)
-        report = engine.fuse(longer).report
-        assert report.resumed_tokens == report.prompt_tokens - 1, "from the store"
-        engine.generate(f"{PROMPT.prefix}\n\n{CHUNKS[0]}\n\n", max_new_tokens=1)
-        assert engine.fuse(longer).report.resumed_tokens == report.resumed_tokens
-        assert first.report.resumed_tokens == 0
-
-
 def test_chunks_behind_a_kept_prompt_hit_with_every_condition() -> None:
     prompt = Prompt("Read this:", CHUNKS, "What fell?")
     with remembering(condition="prefix") as engine:

@@ -84,7 +84,7 @@ def test_answers_stay_the_same(how: dict[str, Any]) -> None:
     """Greedy, drawn and with a penalty; the cache then has prompt and answer, and no more."""
     model, found = tiny.model(), []
     for most in (0, 1, 6):
-        with engine_of(model, recompute_ratio=0.2, prompt_lookup=most, session_cache=True) as engine:
+        with engine_of(model, recompute_ratio=0.2, prompt_lookup=most) as engine:
             answer = engine.generate(PROMPT, max_new_tokens=60, **how)
             engine.flush()
             again = Prompt(PROMPT.prefix, PROMPT.chunks, PROMPT.suffix + answer.text + " And then?")

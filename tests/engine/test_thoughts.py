@@ -254,7 +254,7 @@ def test_verification_compares_ids_and_shows_answers() -> None:
 @pytest.mark.parametrize("thought", ["", THOUGHT])
 def test_thoughts_are_not_kept_for_later_turns(thought: str) -> None:
     store = Hooked()
-    engine = thinking_engine("qwen3", store=store, session_cache=True)
+    engine = thinking_engine("qwen3", store=store)
     said = written("qwen3", thought) if thought else ANSWER
     prompt = Prompt("Read this:", CHUNKS, asked(engine))
     first = engine.generate(

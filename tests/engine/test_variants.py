@@ -526,7 +526,7 @@ def test_answer_under_way_stores_nothing_of_what_is_forgotten(write_back: str, v
         engine.forget(TEXTS[:1])
         return scores
 
-    with engine_with(verify="off", write_back=write_back, session_cache=True) as engine:
+    with engine_with(verify="off", write_back=write_back) as engine:
         engine.forget(TEXTS[:2])
         before = {key for key, _ in engine.store.infos("")}
         engine.generate(prompt(2, 0, 1), max_new_tokens=2, verify=verify, logits_processor=[forget])
@@ -605,7 +605,7 @@ def test_adapter_that_is_switched_has_other_variants(monkeypatch: pytest.MonkeyP
 
 
 def test_conversation_that_goes_on_takes_variants_for_its_new_chunks() -> None:
-    with engine_with((0, 1, 2, 3), session_cache=True) as engine:
+    with engine_with((0, 1, 2, 3)) as engine:
         engine.generate(prompt(0, 1), max_new_tokens=1, verify="off")
         report = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report
         assert report.resumed_tokens > 0

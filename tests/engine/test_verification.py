@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine import verification
-from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.engine.verification import _KeptTies, tie_bound
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -49,7 +48,7 @@ def reused(model: Any = None, **options: Any) -> BlendEngine:
 
 def plain(engine: BlendEngine, prompt: Prompt = PROMPT, **options: Any) -> Generation:
     """The answer without blending."""
-    return engine.with_config(selection="all", session_cache=False).generate(prompt, verify="off", **options)
+    return engine.with_config(selection="all").generate(prompt, verify="off", **options)
 
 
 def assert_corrected(found: Generation, draft: Generation, said: Verification | None = None) -> None:
@@ -230,22 +229,6 @@ def test_drawn_answers_are_distributed_as_the_full_models() -> None:
         verified, blended = shares(engine, verify="always"), shares(engine)
     assert float((verified - full).abs().sum()) / 2 < 0.02
     assert float((blended - full).abs().sum()) / 2 > 0.1
-
-
-def test_session_cache_keeps_exact_kv_of_a_verified_answer() -> None:
-    with reused(session_cache=True, verify="always") as engine:
-        found = engine.generate(PROMPT, max_new_tokens=70)
-        ((key, info),) = engine.store.infos(KEY_PREFIX)
-        ids = info.token_ids
-        assert ids[: found.report.prompt_tokens] == found.report.input_ids
-        assert list(ids[found.report.prompt_tokens :]) == found.token_ids[: len(ids) - found.report.prompt_tokens]
-        record = engine.store.open(key)
-        assert record is not None
-        exact = engine.adapter.prefill(ids).cache
-        layers = [record.read_layer(layer) for layer in range(engine.adapter.num_layers)]
-        for (keys, values), layer in zip(layers, engine.adapter.layers_of(exact.layers), strict=True):
-            torch.testing.assert_close(keys, layer.keys[0], rtol=0.06, atol=0.06)  # eight bits
-            torch.testing.assert_close(values, layer.values[0], rtol=0.06, atol=0.06)
 
 
 def test_others_are_answered_while_one_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:

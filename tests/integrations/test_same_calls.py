@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.services.service import Service
-from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.store import DiskStore
@@ -50,10 +49,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def counted(ask: Callable[[], Any], store: CountingStore, engine: BlendEngine) -> tuple[Any, ...]:
-    """What an answer costs a store; no conversation was kept before."""
+    """What an answer costs a store."""
     engine.flush()
-    for key in [key for key, _ in store.inner.infos(KEY_PREFIX)]:
-        store.inner.delete(key)
     store.forget()
     ask()
     engine.flush()
@@ -68,9 +65,9 @@ def assert_same_calls(ask: Callable[[], object], store: CountingStore, asked: As
     ours = counted(ask, store, engine)
     assert ours == counted(lambda: engine.generate(prompt, max_new_tokens=4), store, engine)
     assert prompt.chunks
-    # All headers are asked for at once; a conversation kept before is asked for by itself, and is kept afterwards.
-    ((_, *opened),) = [call for call in store.calls if call[0] == "open_all" and not call[1].startswith(KEY_PREFIX)]
-    assert all(call[1].startswith(KEY_PREFIX) for call in store.calls if call[0] == "put")
+    # All headers are asked for at once.
+    ((_, *opened),) = [call for call in store.calls if call[0] == "open_all"]
+    assert not [call for call in store.calls if call[0] == "put"]
     assert len(opened) == len(prompt.chunks) + bool(prompt.prefix)
     names = [name for name, *_ in store.calls]
     assert names.count("read_layer") == 0, "layers are read where they belong"

@@ -718,7 +718,6 @@ def open_evaluation(parsed: argparse.Namespace) -> Iterator[EvalSetup]:
         "min_tokens": 0,
         "write_back": "inline",
         "prompt_cache": 0,
-        "session_cache": False,
         "verify": "off",
     }
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)

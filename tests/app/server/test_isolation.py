@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from cacheblend_rag.app.server.services import shared_kv
-from cacheblend_rag.engine.ahead import keys_ahead
 from cacheblend_rag.report import Verification
 from tests.app.server.common import client_of, passage, running, settings_for, settle, write_documents
 
@@ -43,47 +40,14 @@ def seen(report: dict[str, Any]) -> tuple[Any, ...]:
     return report["hits"], report["misses"], chunks, report["reused"], report["resumed"], report["ratio"]
 
 
-@pytest.fixture
-def unstored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no room for the KV of shared collections."""
-    monkeypatch.setattr(shared_kv, "_SHARE", 0.0)
-
-
-def test_shared_collections_that_are_stored_ahead_are_hits_for_whoever_asks(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_tenants_store_their_own_kv_of_shared_collections(model: Path, docs: Path, tmp_path: Path) -> None:
     with two(model, docs, tmp_path) as (service, ada, ben):
-        assert seen(ask(ada, 1)) == seen(ask(ben, 1))
-        assert [ask(ben, seed)["hits"] for seed in (0, 2, 3)] == [1, 1, 1]
-        served = service.models[service.model_name]
-        assert {*served.ahead} == keys_ahead(served.engine, service.base.texts())
-
-
-@pytest.mark.usefixtures("unstored")
-def test_tenants_store_their_own_where_shared_collections_are_not_stored_ahead(
-    model: Path, docs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with two(model, docs, tmp_path) as (service, ada, ben):
-        assert "raise size_limit" in caplog.text
         first = seen(ask(ada, 1))
         settle(service)
         assert seen(ask(ben, 1)) == first
         assert first[0] == 0
         settle(service)
         assert [ask(one, 1, instructions="Another prompt.")["hits"] for one in (ada, ben)] == [1, 1]
-
-
-def test_one_lost_record_of_a_shared_collection_is_a_loss_of_all_until_all_are_there_again(
-    model: Path, docs: Path, tmp_path: Path
-) -> None:
-    with two(model, docs, tmp_path) as (service, ada, ben):
-        served = service.models[service.model_name]
-        (lost,) = keys_ahead(served.engine, [one for one in service.base.texts() if one.startswith("Passage 1\n")])
-        served.engine.store.delete(lost)
-        assert ask(ada, 1)["hits"] == 0
-        settle(service)
-        assert served.engine.store.contains(lost)
-        assert [ask(ben, seed)["hits"] for seed in (0, 1)] == [1, 1]
 
 
 def test_corrections_of_one_tenant_raise_no_ratio_of_another(model: Path, docs: Path, tmp_path: Path) -> None:

@@ -52,11 +52,9 @@ async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "astream"])
-@pytest.mark.parametrize("kept", [{}, {"session_cache": True, "prompt_cache": 0}], ids=["in memory", "in the store"])
-async def test_each_turn_goes_on_from_the_one_before(mode: str, kept: dict[str, Any]) -> None:
+async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
     script = Script(tiny_parts()[1], lambda prompt: "Anna was born there.")
-    config = {"recompute_ratio": RATIO, **kept}
-    llm = make_llm(True, config, logits_processor=[script], max_new_tokens=40)
+    llm = make_llm(True, {"recompute_ratio": RATIO}, logits_processor=[script], max_new_tokens=40)
     retriever = make_index(make_nodes(seed=81, words=40)).as_retriever(similarity_top_k=4)
     memory = ChatMemoryBuffer.from_defaults(token_limit=6000)
     chat = ContextChatEngine.from_defaults(retriever, llm=llm, memory=memory)

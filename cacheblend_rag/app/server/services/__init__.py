@@ -16,7 +16,6 @@
 ``erasing``          KV of what a tenant deletes
 ``following``        how a server follows the others that share a database
 ``ingestion``        uploads read, split, embedded and warmed in the background, tenants in turns
-``shared_kv``        KV of collections that all tenants may read, stored ahead of any question
 ``logs``             a request's line in the access log, and its span
 ``metrics``          counts for Prometheus
 ===================  ============================================================================

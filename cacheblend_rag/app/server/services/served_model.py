@@ -11,7 +11,6 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
-from cacheblend_rag.engine.ahead import engine_of_tenant
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import AnyPrompt
 from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
@@ -79,7 +78,7 @@ class ServedModel:
         """The engine of a tenant; without keys all have the one there is."""
         if salt == self.engine.config.salt:
             return self.engine
-        return _kept(self._tenants, salt, lambda: engine_of_tenant(self.engine, salt, None))
+        return _kept(self._tenants, salt, lambda: self.engine.of_tenant(salt))
 
     @property
     def in_memory(self) -> bool:
