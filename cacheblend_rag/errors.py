@@ -6,7 +6,6 @@
     ├── ConfigError (ValueError)            an option is out of range or unknown
     ├── PromptError (ValueError)            a prompt cannot be used as given
     │   ├── ContextLengthError              it is longer than the model's context window
-    │   └── ImageError                      an image in it cannot be used
     ├── UnsupportedModelError               this model cannot be answered, or not in this way
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
@@ -78,25 +77,6 @@ class ContextLengthError(PromptError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.tokens, self.new_tokens, self.window, self.remedy, self.what)
-
-
-class ImageError(PromptError):
-    """An image of a conversation cannot be used.
-
-    Parameters
-    ----------
-    message : int
-        The message that holds it, from 0.
-    why : str
-        The fault, and the remedy.
-    """
-
-    def __init__(self, message: int, why: str) -> None:
-        self.message, self.why = message, why
-        super().__init__(f"messages[{message}]: {why}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.message, self.why)
 
 
 class UnsupportedModelError(CacheBlendError):

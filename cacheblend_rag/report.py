@@ -220,9 +220,9 @@ class BlendReport:
     plain : bool
         Whether plain prefill answered.
     plain_reason : str
-        Why it did, where that is not for the prompt's length: ``"the prompt holds an image"``,
-        ``"verify='held' lets full prefill answer"``, ``"too little of it is stored to be worth reading"``, or
-        ``"blending was found poor on this model"``. Else empty.
+        Why it did, where that is not for the prompt's length: ``"verify='held' lets full prefill answer"``,
+        ``"too little of it is stored to be worth reading"``, or ``"blending was found poor on this model"``.
+        Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from cacheblend_rag.engine.decode import DecodedAnswer
 from cacheblend_rag.engine.found_texts import found_texts
 from cacheblend_rag.engine.pipeline import Blend, Pipeline
-from cacheblend_rag.prompt import DocumentPlace, ImagePrompt
-from cacheblend_rag.report import BlendReport, DocumentUse, Seconds, Verification
+from cacheblend_rag.prompt import DocumentPlace
+from cacheblend_rag.report import BlendReport, DocumentUse, Verification
 
 PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
@@ -104,28 +104,6 @@ def _reused_tokens(blend: Blend, hits: Sequence[bool]) -> int:
     split = blend.lookup.split
     reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
     return blend.resumed or reused + len(split.prefix) * blend.lookup.prefix_hit
-
-
-def report_of_images(
-    prompt: ImagePrompt, layers: int, decoded: DecodedAnswer, seconds: Seconds, verification: Verification
-) -> BlendReport:
-    """How a prompt that holds images was answered: by the model's own prefill."""
-    ids = prompt.input_ids
-    return BlendReport(
-        input_ids=ids,
-        suffix_tokens=len(ids),
-        recomputed_tokens=(0,) * layers,
-        computed_tokens=(len(ids),) * layers,
-        work=1.0,
-        plain=True,
-        plain_reason="the prompt holds an image",
-        seconds=seconds,
-        generated_tokens=len(decoded.token_ids),
-        thought_tokens=decoded.thought_tokens,
-        finish_reason=decoded.finish_reason,
-        stopped_by=decoded.stopped_by,
-        verification=verification,
-    )
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.answer_report import PREFILLED, report_of, report_of_images, why_exact
+from cacheblend_rag.engine.answer_report import PREFILLED, report_of, why_exact
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.keeping import keep_answered, keep_variants, store_unread
@@ -33,10 +32,9 @@ from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptErr
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
-from cacheblend_rag.prompt.images import fitted_images
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.thoughts import check_reasoning
-from cacheblend_rag.report import FusedKV, Generation, Seconds, Verification
+from cacheblend_rag.report import FusedKV, Generation, Verification
 
 _log = logging.getLogger(__name__)
 _NO_MEMORY = Verification("given up", reason="memory ran out")
@@ -67,7 +65,7 @@ class Answering:
     names: SpanNames
 
     def to(
-        self, prompt: AnyPrompt, options: DecodeOptions, shared: SharedKV | None = None
+        self, prompt: Prompt, options: DecodeOptions, shared: SharedKV | None = None
     ) -> Callable[[Cancelled | None], Generation]:
         """Function that answers a prompt, handing text to the sink that it is given.
 
@@ -77,16 +75,14 @@ class Answering:
             If the model shall think and cannot.
         """
         check_reasoning(self.tokenizer, options.reasoning, most_thought=options.reasoning_tokens)
-        if isinstance(prompt, ImagePrompt):
-            return partial(self.answer_images, prompt, options)
         return partial(self.answer, prompt, options, shared=shared)
 
-    def streams(self, prompts: Sequence[AnyPrompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
+    def streams(self, prompts: Sequence[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
         """The answers to several prompts, those with chunks in common together; see `BlendEngine.stream_batch`."""
         if len(prompts) == 1:
             yield 0, TextStream(self.to(prompts[0], options), timeout)
             return
-        texts = [(prompt.prefix, *prompt.chunks) for prompt in prompts if isinstance(prompt, Prompt)]
+        texts = [(prompt.prefix, *prompt.chunks) for prompt in prompts]
         with contextlib.closing(SharedKV(texts)) as shared:
             streams = (
                 (number, TextStream(self.to(prompts[number], options, shared), timeout))
@@ -129,35 +125,7 @@ class Answering:
                 self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
-    def answer_images(self, prompt: ImagePrompt, options: DecodeOptions, sink: Cancelled | None = None) -> Generation:
-        """The answer to a prompt that holds images: the model's own, from its own prefill.
-
-        Nobody is let in beside it, and nothing of it is blended or stored.
-        """
-        adapter = self.pipeline.segments.model.adapter
-        with self._begun(prompt, options, sink, self.turns.alone()) as trace:
-            fit = fitted_images(prompt, adapter.context_window, options.requested_tokens or 1)
-            started = time.perf_counter()
-            with self.pipeline.segments.model.products(decoding=True):
-                decoded = generate(
-                    adapter.model,
-                    self.tokenizer,
-                    inputs=copy.copy(prompt.inputs).to(adapter.device, adapter.dtype),
-                    options=options,
-                    on_text=sink.put if sink else None,
-                    cancelled=_cancelled_by(sink),
-                    window=adapter.context_window,
-                )
-            seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
-            verification = self._unchecked(decoded, options, sink)
-            self._note(verification, None)
-            report = report_of_images(prompt, adapter.num_layers, decoded, seconds, verification)
-            answer = Generation(decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs)
-            self.pipeline.segments.hear(answer.text, answer.thought)
-            trace.answered(answer)
-        return answer
-
-    def check_all_fit(self, prompts: Sequence[AnyPrompt], options: DecodeOptions) -> None:
+    def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
         """Refuse several prompts if one of them does not fit, before any is answered.
 
         Raises
@@ -165,13 +133,10 @@ class Answering:
         ContextLengthError
             It names the first that does not fit.
         """
-        window, needed = self.pipeline.segments.model.adapter.context_window, options.requested_tokens or 1
+        needed = options.requested_tokens or 1
         for number, prompt in enumerate(prompts):
             try:
-                if isinstance(prompt, ImagePrompt):
-                    fitted_images(prompt, window, needed)
-                else:
-                    self.pipeline.check_fits(prompt, needed)
+                self.pipeline.check_fits(prompt, needed)
             except ContextLengthError as error:
                 which = f"prompt {number + 1} of {len(prompts)}"
                 raise ContextLengthError(error.tokens, needed, error.window, error.remedy, which) from None
@@ -192,7 +157,7 @@ class Answering:
     @contextmanager
     def _begun(
         self,
-        prompt: AnyPrompt,
+        prompt: Prompt,
         options: DecodeOptions,
         sink: Cancelled | None,
         held: AbstractContextManager[ModelTime],

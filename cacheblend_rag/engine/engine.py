@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, Unpack, cast
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, Reasoning, check_config, check_model_and_tokenizer, read_keep_alive
+from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer, read_keep_alive
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
@@ -36,8 +36,7 @@ from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import LoadedModel, load_model
 from cacheblend_rag.models.lora import unwrap
-from cacheblend_rag.prompt import AnyPrompt, FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
-from cacheblend_rag.prompt.images import ImageLimits, fitted_images, image_prompt
+from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations
@@ -50,8 +49,6 @@ class EngineParts:
     Parameters
     ----------
     tokenizer : transformers tokenizer
-    processor : callable
-        Gives the model's processor for images, or None.
     pipeline : Pipeline
     turns : Turns
     verifications : Verifications
@@ -69,7 +66,6 @@ class EngineParts:
     """
 
     tokenizer: Any
-    processor: Callable[[], Any]
     pipeline: Pipeline
     turns: Turns
     verifications: Verifications
@@ -87,7 +83,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model, perhaps with LoRA adapters, or one that takes images too. Nothing is left behind on it.
+        A causal language model, perhaps with LoRA adapters. Nothing is left behind on it.
         Several engines may share one: their requests take turns. A call without an engine gets the model's own results.
     tokenizer : transformers tokenizer
         Its tokenizer.
@@ -98,8 +94,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ``"valkey://host:6379/0"``; several of these, the nearest first; or memory.
     fingerprint : str, optional
         Identity of the model's own weights, adapters aside, if it is known; by default they are read through.
-    processor : transformers processor, optional
-        The model's own, for prompts that hold images. Without it, such prompts are refused.
     beside : BlendEngine, optional
         One over another model on the same device: requests of both take turns. Else each may take longer.
     keep_alive : float or str, optional
@@ -129,7 +123,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         config: BlendConfig | None = None,
         store: KVStore | StoreLocations | None = None,
         fingerprint: str | None = None,
-        processor: Any = None,
         beside: BlendEngine | None = None,
         keep_alive: float | str | None = None,
     ) -> None:
@@ -145,7 +138,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         pipeline = open_pipeline(in_use, PromptTokenizer(tokenizer, config.separator), config, opened)
         parts = EngineParts(
             tokenizer=tokenizer,
-            processor=lambda: processor,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
             verifications=Verifications(pipeline),
@@ -164,8 +156,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self.adapter = cast(ModelAdapter, (segments := pipeline.segments).model.adapter)
         """The model, taken apart into the steps of the blended pass; a `PlainAdapter` if it is answered plainly."""
         self.model = self.adapter.model
-        self.takes_images = getattr(self.model.config, "vision_config", None) is not None
-        """Whether the model has an image encoder."""
         self.condition = segments.condition
         """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
         self.learned = segments.learned
@@ -318,46 +308,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """Most tokens of a prompt with its answer; None if the model's config does not say it."""
         return self.adapter.context_window
 
-    def tokenize(self, prompt: AnyPrompt | str) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""
-        if isinstance(prompt, ImagePrompt):
-            return fitted_images(prompt, None, 0).split
         return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.chunks))
 
-    def image_prompt(
-        self,
-        turns: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        reasoning: Reasoning = False,
-        limits: ImageLimits | None = None,
-    ) -> ImagePrompt:
-        """The prompt of a conversation that holds images, by the model's own processor.
-
-        It is answered by transformers' own ``generate``: nothing of it is blended or stored.
-
-        Parameters
-        ----------
-        turns, tools, options, reasoning, limits
-            As for `cacheblend_rag.prompt.images.image_prompt`.
-
-        Raises
-        ------
-        ConfigError
-            If the engine was made of objects and has no processor.
-        ModelLoadError
-            If the processor cannot be loaded.
-        PromptError
-            If the conversation or an image cannot be used.
-        """
-        processor = self._parts.processor()
-        if processor is None:
-            remedy = "an image needs the model's own: give processor=AutoProcessor.from_pretrained(name of the model)"
-            raise ConfigError("processor", None, remedy)
-        return image_prompt(processor, self.tokenizer, turns, tools, options, reasoning=reasoning, limits=limits)
-
-    def fitted(self, prompt: AnyPrompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
+    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
         """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
 
         Parameters
@@ -371,13 +326,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             If prompt and answer do not fit into the model's context window.
         """
         needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens), self.context_window)
-        if isinstance(prompt, ImagePrompt):
-            return fitted_images(prompt, self.context_window, needed)
         return self._parts.pipeline.split(_prompt_of(prompt, self.chunks), needed, room)
 
     # Answering -----------------------------------------------------------------------------
 
-    def generate(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
         """Answer a prompt.
 
         Parameters
@@ -417,7 +370,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return Grammar(self.tokenizer, [Form(schema)])
 
     def stream(
-        self, prompt: AnyPrompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
     ) -> TextStream:
         """Answer a prompt piece by piece.
 
@@ -436,9 +389,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         answer = self._answers.to(_prompt_of(prompt, self.chunks), DecodeOptions(**options))
         return TextStream(below_this(answer), timeout)
 
-    def generate_batch(
-        self, prompts: Iterable[AnyPrompt | str], **options: Unpack[DecodeArguments]
-    ) -> list[Generation]:
+    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
         """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
         with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
             answers = {number: stream.complete() for number, stream in streams}
@@ -446,7 +397,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     def stream_batch(
         self,
-        prompts: Iterable[AnyPrompt | str],
+        prompts: Iterable[Prompt | str],
         *,
         timeout: float | None = None,
         **options: Unpack[DecodeArguments],
@@ -470,16 +421,13 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             self._answers.check_all_fit(parsed, chosen)
         return self._answers.streams(parsed, chosen, timeout)
 
-    async def agenerate(self, prompt: AnyPrompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
         """`generate` without blocking the event loop; being cancelled stops it at the next token."""
         return await self.stream(prompt, **options).acomplete()
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
-        parsed = _prompt_of(prompt, self.chunks)
-        if isinstance(parsed, ImagePrompt):
-            raise PromptError("a prompt that holds an image is not fused: use generate or stream")
-        return self._answers.fuse(parsed)
+        return self._answers.fuse(_prompt_of(prompt, self.chunks))
 
     # The store -----------------------------------------------------------------------------
 
@@ -533,7 +481,6 @@ def _parts_of_loaded(
     parts = dataclasses.replace(
         made,
         names=SpanNames(loaded.name),
-        processor=loaded.processor,
         keep_alive=KeepAlive(keep_alive, adapter.model, adapter.device, made.turns),
     )
     if not parts.owns_store:
@@ -542,8 +489,8 @@ def _parts_of_loaded(
     return dataclasses.replace(parts, reopen=partial(again, store=locations))
 
 
-def _prompt_of(prompt: AnyPrompt | str, chunks: Chunks) -> Any:
-    if isinstance(prompt, (Prompt, ImagePrompt)):
+def _prompt_of(prompt: Prompt | str, chunks: Chunks) -> Any:
+    if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
         separator = chunks.pipeline.config.text_separator

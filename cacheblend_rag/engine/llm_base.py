@@ -34,7 +34,7 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading import loading_arguments
-from cacheblend_rag.prompt import AnyPrompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
@@ -273,17 +273,16 @@ class LLMBase(DecodeFields):
         model: Any,
         tokenizer: Any,
         *,
-        processor: Any = None,
         store: StoreLocations | None = None,
         config: BlendConfig | None = None,
         **fields: Any,
     ) -> Self:
-        """Take the user's transformers model and tokenizer, and leave nothing on them; images need ``processor``."""
+        """Take the user's transformers model and tokenizer, and leave nothing on them."""
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
             config = dataclasses.replace(check_config(config), **options)
-        given: dict[str, Any] = {"config": config, "store": store, "processor": processor}
+        given: dict[str, Any] = {"config": config, "store": store}
         return cls(engine=BlendEngine(model, tokenizer, **given, keep_alive=fields.get("keep_alive")), **own)
 
     # Documents -------------------------------------------------------------------------------
@@ -424,7 +423,7 @@ class LLMBase(DecodeFields):
 
     def _open(
         self,
-        prompt: AnyPrompt,
+        prompt: Prompt,
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
@@ -436,7 +435,7 @@ class LLMBase(DecodeFields):
 
     def _complete(
         self,
-        prompts: Sequence[AnyPrompt],
+        prompts: Sequence[Prompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",
@@ -458,7 +457,7 @@ class LLMBase(DecodeFields):
 
     async def _acomplete(
         self,
-        prompts: Sequence[AnyPrompt],
+        prompts: Sequence[Prompt],
         arguments: DecodeArguments,
         overrides: dict[str, Any],
         operation: Operation = "text_completion",

@@ -19,7 +19,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.streaming import Cancelled
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
-from cacheblend_rag.prompt import AnyPrompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, Generation
 
 try:
@@ -81,14 +81,14 @@ class Untraced:
 
 
 def traced(
-    named: SpanNames, prompt: AnyPrompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+    named: SpanNames, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
 ) -> Untraced:
     """The span of an answer as a context manager, current for all that is done within.
 
     Parameters
     ----------
     named : SpanNames
-    prompt : AnyPrompt
+    prompt : Prompt
     options : DecodeOptions
     config : BlendConfig
     sink : Cancelled or None
@@ -128,7 +128,7 @@ class _Traced(Untraced):
     """
 
     def __init__(
-        self, named: SpanNames, prompt: AnyPrompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+        self, named: SpanNames, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
     ) -> None:
         self._prompt, self._options, self._config, self._sink = prompt, options, config, sink
         self._model, self._operation = named.shown, named.operation

@@ -22,7 +22,6 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
-from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments, calls_early, reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.streaming import TextStream
@@ -44,11 +43,10 @@ from cacheblend_rag.langchain.messages import (
 from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.models.loading import has_chat_template
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter
 from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
-from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
@@ -56,7 +54,7 @@ from cacheblend_rag.report import BlendReport, Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
-# Errors about a conversation that a chat template, or a processor of images, does not take.
+# Errors about a conversation that a chat template does not take.
 _NOT_WRITTEN = (CacheBlendError, TypeError, ValueError, KeyError)
 
 
@@ -120,7 +118,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as the chat template writes it, those of its images included.
+        """Tokens of a conversation as the chat template writes it.
 
         A conversation that the model would refuse is counted, too, so that it can be trimmed. Its order may be one that
         the template does not take, or it holds blocks that are not read. The count is then an estimate: each message
@@ -136,8 +134,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
         options, level = self.chat_template_kwargs, self.reasoning
-        if (seen := self._with_images(messages, offered, options, level)) is not None:
-            return len(seen.input_ids)
         turns = turns_of(messages)
         return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options, level)))
 
@@ -241,9 +237,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
-        """The segments this model sees in a conversation. One that holds images has no chunks."""
-        prompt = self._request(messages, None, {"tools": tools}).prompt
-        return prompt if isinstance(prompt, Prompt) else Prompt(suffix=prompt.text)
+        """The segments this model sees in a conversation."""
+        return self._request(messages, None, {"tools": tools}).prompt
 
     def _generate(
         self,
@@ -322,33 +317,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
         level = reasoning_of(overrides.get("reasoning", self.reasoning))
-        seen: AnyPrompt | None = self._with_images(messages, tools, options, level)
-        later = begun
-        if seen is None:
-            text = render_turns(tokenizer, turns_of(messages), tools, options, level)
-            text, later = begin_answer(tokenizer, text, begun, thinks(level, options))
-            seen = self._match(messages, text)
+        text = render_turns(tokenizer, turns_of(messages), tools, options, level)
+        text, later = begin_answer(tokenizer, text, begun, thinks(level, options))
+        seen = self._match(messages, text)
         arguments = self._arguments(stop, overrides, _CALL, begun)
         arguments |= {"reasoning": thinks(level, options), "answer_begins": later}
         early = calls_early(arguments, self.engine.config)
         return _Conversation(seen, arguments, tools, begun, early)
-
-    def _with_images(
-        self,
-        messages: Sequence[BaseMessage],
-        tools: list[dict[str, Any]] | None,
-        options: dict[str, Any],
-        reasoning: Reasoning = False,
-    ) -> ImagePrompt | None:
-        """The prompt of a conversation that holds images, if this one does and the model takes them."""
-        turns = turns_of(messages, images=True) if self.engine.takes_images else []
-        if not holds_image(turns):
-            return None
-        return self.engine.image_prompt(turns, tools, options, reasoning=reasoning, limits=self._image_limits())
-
-    def _image_limits(self) -> ImageLimits | None:
-        """How large the images of a conversation may be."""
-        return None
 
     def _match(self, messages: Sequence[BaseMessage], text: str) -> Prompt:
         """The prompt of a conversation of text, as it is written, and the chunks that are found in it."""
@@ -405,7 +380,7 @@ class _Conversation:
 
     Parameters
     ----------
-    prompt : AnyPrompt
+    prompt : Prompt
         Its segments.
     arguments : DecodeArguments
         How to decode.
@@ -417,7 +392,7 @@ class _Conversation:
         Whether calls are handed out before the answer has ended.
     """
 
-    prompt: AnyPrompt
+    prompt: Prompt
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str

@@ -28,7 +28,6 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.call_stream import CallPiece, new_call_id
 from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import not_text
-from cacheblend_rag.prompt.images import IMAGE
 
 THOUGHT = "reasoning_content"
 """Where messages of LangChain have a thought as text."""
@@ -38,21 +37,19 @@ _UNREAD_CALL = "its arguments are no JSON, or were cut"
 _UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
 
 
-def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:
+def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates take them.
 
     Parameters
     ----------
     messages : sequence of BaseMessage
-    images : bool
-        Whether images may be in them. The content of a message with one is a list of blocks; see `image_prompt`.
 
     Raises
     ------
     PromptError
-        If one holds something else.
+        If one holds something else than text.
     """
-    return [_turn(message, images) for message in messages]
+    return [_turn(message) for message in messages]
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,8 @@ def answer_texts(messages: Iterable[BaseMessage]) -> list[str]:
     return [_text(message) for message in messages if isinstance(message, AIMessage)]
 
 
-def _turn(message: BaseMessage, images: bool) -> dict[str, Any]:
-    held = images and isinstance(message.content, list) and any(map(_is_image, message.content))
-    turn: dict[str, Any] = {"role": _role(message), "content": _blocks(message) if held else _text(message)}
+def _turn(message: BaseMessage) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": _role(message), "content": _text(message)}
     if isinstance(message, AIMessage) and (thought := _thought_of(message)):
         turn["reasoning_content"] = thought
     if isinstance(message, AIMessage) and message.tool_calls:
@@ -133,31 +129,6 @@ def _role(message: BaseMessage) -> str:
         return message.role
     name = type(message).__name__
     raise PromptError(f"a {name} has no place in a chat template; use system, human, AI or tool messages")
-
-
-def _is_image(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") in (IMAGE, "image_url")
-
-
-def _blocks(message: BaseMessage) -> list[dict[str, Any]]:
-    """The content of a message that holds an image."""
-    blocks: list[dict[str, Any]] = []
-    for block in message.content:
-        if isinstance(block, dict) and _is_image(block):
-            blocks.append({"type": IMAGE, **_source(block)})
-        elif text := _text_of(block):
-            blocks.append({"type": "text", "text": text})
-    return blocks
-
-
-def _source(block: dict[str, Any]) -> dict[str, Any]:
-    """Where the bytes of an image are: LangChain's blocks, those of its earlier versions, OpenAI's, Anthropic's."""
-    if block["type"] == "image_url":
-        given = block.get("image_url")
-        return {"url": given.get("url") if isinstance(given, dict) else given}
-    source = block["source"] if isinstance(block.get("source"), dict) else block
-    data = source.get("base64") or source.get("data")
-    return {"base64": data} if data else {"url": source.get("url")}
 
 
 def _text(message: BaseMessage) -> str:

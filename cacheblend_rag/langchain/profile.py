@@ -27,7 +27,7 @@ def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None)
         name=model_name,
         open_weights=True,
         text_inputs=True,
-        image_inputs=engine.takes_images,
+        image_inputs=False,
         image_url_inputs=False,
         pdf_inputs=False,
         audio_inputs=False,

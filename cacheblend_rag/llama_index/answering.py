@@ -13,7 +13,7 @@ from cacheblend_rag.engine.decode import DecodeArguments, calls_early
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
-from cacheblend_rag.prompt import AnyPrompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, StreamedCall
 from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.thoughts import Thought
@@ -151,7 +151,7 @@ class ModelCall(Generic[R]):
     ----------
     fields : LLMBase
         The model.
-    prompt : AnyPrompt
+    prompt : Prompt
     arguments : DecodeArguments
     options : dict
         Other options of the call.
@@ -168,7 +168,7 @@ class ModelCall(Generic[R]):
     """
 
     fields: LLMBase
-    prompt: AnyPrompt
+    prompt: Prompt
     arguments: DecodeArguments
     options: dict[str, Any]
     respond: Callable[[AnswerText], R]

@@ -46,9 +46,8 @@ from cacheblend_rag.llama_index.tracking import (
     split_again,
     switch_on,
 )
-from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
-from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.registry import chunk_text
 from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import begin_answer
@@ -221,10 +220,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         level = reasoning_of(options.get("reasoning", self.reasoning))
-        later, seen = begun, cast(AnyPrompt | None, self._with_images(messages, tools, level))
-        if seen is None:
-            text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)
-            seen = self._see(text, messages.hint if isinstance(messages, MarkedMessages) else None, messages)
+        text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)
+        seen = self._see(text, messages.hint if isinstance(messages, MarkedMessages) else None, messages)
         info, as_object = self._teller(), bool(options.get("as_object"))
 
         def respond(said: AnswerText) -> ChatResponse:
@@ -246,14 +243,6 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         made.arguments["answer_begins"] = later
         return made
 
-    def _with_images(
-        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning
-    ) -> ImagePrompt | None:
-        """The prompt of a conversation that holds images, if this one does and the model takes them."""
-        by_template = isinstance(self.messages_to_prompt, ByTemplate)
-        turns = turns_of(messages, images=True) if by_template and self.engine.takes_images else []
-        return self.engine.image_prompt(turns, tools, reasoning=level) if holds_image(turns) else None
-
     def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
         """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
         documents, known = documents_retrieved(), self._registry
@@ -266,7 +255,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     def _call(
         self,
-        seen: AnyPrompt,
+        seen: Prompt,
         options: dict[str, Any],
         respond: Callable[[AnswerText], R],
         also: Sequence[str] = (),

@@ -11,7 +11,6 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     CitationBlock,
     ContentBlock,
-    ImageBlock,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -24,7 +23,6 @@ from cacheblend_rag.config import Reasoning
 from cacheblend_rag.prompt.call_stream import StreamedCall, new_call_id
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
-from cacheblend_rag.prompt.images import IMAGE
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -58,21 +56,19 @@ class ByTemplate:
         return render_turns(self._tokenizer, turns_of(messages), tools, reasoning=reasoning)
 
 
-def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict[str, Any]]:
+def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates take them.
 
     Parameters
     ----------
     messages : sequence of ChatMessage
-    images : bool
-        Whether images may be in them. The content of a message with one is a list of blocks; see `image_prompt`.
 
     Raises
     ------
     PromptError
-        If one holds something else than text, tool calls and these.
+        If one holds something else than text and tool calls.
     """
-    return [_turn(message, images) for message in messages]
+    return [_turn(message) for message in messages]
 
 
 def answer_message(
@@ -132,13 +128,12 @@ def called_message(
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs={"tool_calls": written})
 
 
-def _turn(message: ChatMessage, images: bool) -> dict[str, Any]:
+def _turn(message: ChatMessage) -> dict[str, Any]:
     role = _ROLES.get(message.role, message.role.value)
     for block in message.blocks:
-        if not isinstance(block, (*_READ, ImageBlock) if images else _READ):
+        if not isinstance(block, _READ):
             raise not_text(block.block_type)
-    held = any(isinstance(block, ImageBlock) for block in message.blocks)
-    turn: dict[str, Any] = {"role": role, "content": _blocks(message) if held else message.content or ""}
+    turn: dict[str, Any] = {"role": role, "content": message.content or ""}
     if thought := "".join(block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock)):
         turn["reasoning_content"] = thought
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
@@ -155,16 +150,3 @@ def _turn(message: ChatMessage, images: bool) -> dict[str, Any]:
         turn |= {"tool_call_id": message.additional_kwargs.get("tool_call_id", "")}
         turn |= {"name": message.additional_kwargs.get("name", "")}
     return turn
-
-
-def _blocks(message: ChatMessage) -> list[dict[str, Any]]:
-    """The content of a message that holds an image."""
-    blocks: list[dict[str, Any]] = []
-    for block in message.blocks:
-        if isinstance(block, TextBlock):
-            blocks.append({"type": "text", "text": block.text})
-        elif isinstance(block, ImageBlock):
-            own = block.image is not None or block.path is not None
-            source = {"bytes": block.resolve_image().read()} if own else {"url": str(block.url or "")}
-            blocks.append({"type": IMAGE, **source})
-    return blocks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -173,15 +173,12 @@ class LoadedModel:
         The id or path that it was loaded by.
     identity : str or None
         Of the files of its own weights, if these are nothing but what is in them; see `files_identity`.
-    processor : callable
-        Gives what makes inputs of images; it is loaded when it is first asked for.
     """
 
     model: Any
     tokenizer: Any
     name: str
     identity: str | None
-    processor: Callable[[], Any]
 
     def fingerprint(self) -> str:
         """Identity of the model's own weights, adapters aside; they are read only if their files are not known."""
@@ -239,8 +236,7 @@ def load_model(
             return _with_adapter(under, _expanded(model))
         with _located(model, keep_converted) as (name, stays):
             loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
-    processor = cache(partial(_load_processor, name, model_kwargs))
-    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None, processor)
+    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
 
 
 def has_chat_template(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any]) -> bool | None:
@@ -324,7 +320,7 @@ def _with_adapter(under: LoadedModel, adapter: str) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(adapter) if own else under.tokenizer
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"adapter {adapter!r} could not be loaded onto {under.name!r}: {error}") from error
-    return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity, under.processor)
+    return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity)
 
 
 def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
@@ -336,19 +332,6 @@ def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
 
 def _where(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: model_kwargs[key] for key in _WHERE if key in model_kwargs}
-
-
-def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
-    """The processor that makes inputs of images for a container."""
-    from transformers import AutoProcessor  # it imports what reads images, which text does not need
-
-    try:
-        return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        raise ModelLoadError(
-            f"the processor of model {name!r}, which reads its images, could not be loaded: {one_line(error)}; "
-            "install what it needs, and save it beside the model by processor.save_pretrained"
-        ) from error
 
 
 def one_line(error: Exception) -> str:

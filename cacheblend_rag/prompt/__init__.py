@@ -1,6 +1,6 @@
 """SPLIT: prompts, their segments, and the token ids of each segment."""
 
-from cacheblend_rag.prompt.prompt import AnyPrompt, DocumentPlace, ImagePrompt, Prompt
+from cacheblend_rag.prompt.prompt import DocumentPlace, Prompt
 from cacheblend_rag.prompt.tokenizer import (
     FittedPrompt,
     PromptTokenizer,
@@ -12,10 +12,8 @@ from cacheblend_rag.prompt.tokenizer import (
 )
 
 __all__ = [
-    "AnyPrompt",
     "DocumentPlace",
     "FittedPrompt",
-    "ImagePrompt",
     "Prompt",
     "PromptTokenizer",
     "Span",

@@ -169,7 +169,7 @@ def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **op
     ----------
     tokenizer : transformers tokenizer
     turns : sequence of dict
-        Messages whose content is a text, or a list of blocks where a message holds an image.
+        Messages whose content is a text, or a list of blocks.
     **options
         As ``apply_chat_template`` takes them.
     """
@@ -195,7 +195,7 @@ def not_text(kind: object, block: Mapping[str, Any] | None = None) -> PromptErro
     named = f"a block without a type{held}" if kind is None else f"a block of type {kind!r}"
     return PromptError(
         f"a message holds {named}, which is not read here: leave the block out, or say in words what "
-        "it holds; all models read text, and those that take images read images too"
+        "it holds; images are answered by transformers' own pipeline('image-text-to-text')"
     )
 
 

@@ -163,44 +163,6 @@ class Prompt:
         return WrittenPrompt(text + before + self.suffix, prefix_stop, tuple(spans))
 
 
-@dataclass(frozen=True, eq=False)  # the same text may stand beside another image
-class ImagePrompt:
-    """A prompt that holds images, as the model's own processor made it. No part of it is a chunk.
-
-    Parameters
-    ----------
-    text : str
-        The prompt as the chat template wrote it.
-    inputs : transformers BatchFeature
-        Arguments of the model's ``generate``: ``input_ids`` and the images.
-    seconds : float
-        Time it took to make it.
-    """
-
-    text: str
-    inputs: Any
-    seconds: float = 0.0
-    chunks: tuple[str, ...] = field(default=(), init=False)
-
-    @property
-    def suffix(self) -> str:
-        """All of the text."""
-        return self.text
-
-    def written(self, separator: str) -> WrittenPrompt:
-        """The text alone; see `Prompt.written`."""
-        return WrittenPrompt(self.text, 0, ())
-
-    @property
-    def input_ids(self) -> tuple[int, ...]:
-        """All ids that the model reads, those in the place of images included."""
-        return tuple(self.inputs["input_ids"][0].tolist())
-
-
-AnyPrompt = Prompt | ImagePrompt
-"""Everything that an engine answers, apart from plain text."""
-
-
 def without_found(prompt: Prompt) -> Prompt:
     """The prompt with text that repeats as ordinary text, as it would be if nothing had been found."""
     if not prompt.found:

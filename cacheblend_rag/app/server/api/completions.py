@@ -24,7 +24,7 @@ from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversa
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.messages import call_chunks
-from cacheblend_rag.prompt import AnyPrompt, Prompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import CallPiece
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
@@ -100,7 +100,7 @@ class AnswerRequest:
         seed = None if body.seed is None else body.seed + number
         return DecodeArguments(seed=seed, logits_processor=[] if noted is None else [noted]), noted
 
-    def charge(self, prompts: Sequence[AnyPrompt]) -> None:
+    def charge(self, prompts: Sequence[Prompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
         fits = [self.model.check_length(prompt, self.required) for prompt in prompts]
         most = self.most + (self.thought_most or 0)
@@ -222,7 +222,7 @@ class Completion(AnswerRequest):
     def __init__(self, here: Session, body: CompletionBody) -> None:
         super().__init__(here, body, body.max_tokens)
         self._texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self._prompts: list[AnyPrompt] = []
+        self._prompts: list[Prompt] = []
 
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""

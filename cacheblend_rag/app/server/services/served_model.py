@@ -12,7 +12,7 @@ from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.prompt import AnyPrompt
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.thoughts import BUDGETS, has_switch, marks_of
 from cacheblend_rag.prompt.tokenizer import FittedPrompt
 
@@ -123,7 +123,7 @@ class ServedModel:
             return None
         return min(BUDGETS[reasoning] if most is None else most, self._limits.answer_tokens)
 
-    def check_length(self, prompt: AnyPrompt, answer_tokens: int | None) -> FittedPrompt:
+    def check_length(self, prompt: Prompt, answer_tokens: int | None) -> FittedPrompt:
         """Refuse what the model cannot take; see `BlendEngine.fitted`. None is an answer of no given length.
 
         Returns
