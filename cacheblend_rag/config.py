@@ -280,7 +280,9 @@ REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
     "guard_share": 'use verify="idle" with verify_share, which checks answers word for word',
-    "guard_bound": "use verify_bound, a share of corrected answers",
+    "guard_bound": "leave it out; run `cacheblend-rag calibrate` where too many answers are corrected",
+    "verify_bound": "leave it out; run `cacheblend-rag calibrate` where too many answers are corrected",
+    "try_blending": "leave it out; `cacheblend-rag calibrate` tries blending on your documents",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
@@ -786,15 +788,6 @@ class BlendConfig:
         keep the machine busy, and you want to notice in operation that answers are corrected more often.
         """,
     )
-    verify_bound: float = _engine_option(
-        0.5,
-        SHARE,
-        """
-        Share of corrected answers, among the last 16 that were checked, past which the recompute ratio is raised by
-        half. Lower it where first texts should seldom be corrected; 1 never raises the ratio. See
-        docs/explanation/verification.md#what-corrections-teach.
-        """,
-    )
     variants: int = _engine_option(
         8,
         whole(),
@@ -805,16 +798,6 @@ class BlendConfig:
         another, or the store is small. See docs/explanation/verification.md#what-a-verified-answer-leaves-behind.
         """,
         identity="answer",
-    )
-    try_blending: bool = _engine_option(
-        True,
-        FLAG,
-        """
-        Once for a model that was not calibrated, compare blending with full prefill in idle time, on a dozen prompts
-        made of chunks that were asked about. Where it is clearly further away than another order of the same chunks,
-        more is recomputed from then on. Turn it off where idle time costs money, or where the ratio must stay as it is.
-        See docs/explanation/verification.md#a-model-that-nothing-is-known-of.
-        """,
     )
     prepack_weights: bool | str = _engine_option(
         "auto",

@@ -442,9 +442,6 @@ class AnswerStats:
         Answers that were held against full prefill and stayed, and those that were corrected.
     variants : int
         Chunks whose KV an earlier, verified prompt left behind nearly the same chunks.
-    least_ratio : float
-        The recompute ratio below which no prompt goes, since blending was found poor on this model; 1 for full prefill,
-        0 if it was not.
     """
 
     requests: int = 0
@@ -461,7 +458,6 @@ class AnswerStats:
     verified: int = 0
     corrected: int = 0
     variants: int = 0
-    least_ratio: float = 0.0
 
     @property
     def unmatched_share(self) -> float:

@@ -80,14 +80,6 @@ def fingerprints_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_model_is_tried_unasked() -> Iterator[None]:
-    """No engine of a test is idle for so long that blending is tried on its model; tests of that set it to nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.engine.blending_trial.QUIET_SECONDS", 86_400.0)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def levels_stay() -> Iterator[None]:
     """A test that left a logger quieter than before would hide what a later one looks for."""

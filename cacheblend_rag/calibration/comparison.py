@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from cacheblend_rag.engine.blending_trial import another_order
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -306,6 +306,14 @@ def compare(
             times[name].append(time_once(method)[0])
             yield []
         yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
+
+
+def another_order(prompt: Prompt) -> Prompt:
+    """The same prompt with its chunks, of which two differ at least, in another order."""
+    chunks, chooser = list(prompt.chunks), random.Random(0)
+    while tuple(chunks) == prompt.chunks:
+        chooser.shuffle(chunks)
+    return Prompt(prompt.prefix, chunks, prompt.suffix, prompt.between, preamble=prompt.preamble)
 
 
 def _prefilled(engine: BlendEngine, prompt: Prompt) -> tuple[Any, torch.Tensor]:

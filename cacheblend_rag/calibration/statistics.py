@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from cacheblend_rag.engine.intervals import Interval, interval, paired
+from cacheblend_rag.calibration.intervals import Interval, interval, paired
 
 __all__ = [
     "Interval",

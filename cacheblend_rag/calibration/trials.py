@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cacheblend_rag.engine.intervals import Interval, interval
+from cacheblend_rag.calibration.intervals import Interval, interval
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone

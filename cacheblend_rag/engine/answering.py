@@ -20,7 +20,6 @@ from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, dec
 from cacheblend_rag.engine.keeping import keep_answered, keep_variants, store_unread
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
-from cacheblend_rag.engine.ratio_policy import RatioChoice
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
@@ -29,7 +28,6 @@ from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import Dropped, Job, run_all
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
-from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
 from cacheblend_rag.prompt import Prompt
@@ -121,8 +119,6 @@ class Answering:
             self._keep(dropped.left(blend.jobs))
             if answer.verification.done:
                 self._keep(dropped.left(keep_variants(pipeline, blend.lookup, blend.cache)))
-            if blend.choice is not None or blend.lookup.unread is not None:
-                self.verifications.trial.note(fit.prompt, pipeline, self.turns, self.tokenizer)
         return answer
 
     def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
@@ -177,7 +173,7 @@ class Answering:
         draft = self._draft(blend, options, sink)
         checked = self._verify(blend, draft, options, sink)
         decoded = checked.decoded
-        self._note(checked.verification, blend.choice)
+        self.verifications.note(checked.verification)
         jobs = {**blend.jobs, **store_unread(self.pipeline, blend.lookup)}
         exact = blend.exact or checked.cache is not blend.cache  # that of a check is
         kept, took = dataclasses.replace(blend, jobs=jobs), draft.first_token_at - blend.ready_at
@@ -281,7 +277,7 @@ class Answering:
         """Let an answer be verified when nothing else waits, if it is among the share that is."""
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
-        model, lookup, choice = self.pipeline.segments.model, blend.lookup, blend.choice
+        model, lookup = self.pipeline.segments.model, blend.lookup
         split, dropped = lookup.fit.split, self.turns.write_back.begin()
         fingerprint = model.fingerprint
         # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
@@ -310,7 +306,7 @@ class Answering:
                     return _NO_MEMORY
                 if has_changed():
                     return _CHANGED
-                self._note(found.verification, choice)
+                self.verifications.note(found.verification)
                 self._keep_checked(lookup, found, cancelled, dropped)
             return found.verification
 
@@ -326,14 +322,6 @@ class Answering:
                 pipeline = self.pipeline
                 pipeline.recent_prompts.keep(lookup.ticket, lookup.fit.split, later, found.cache)
                 self._keep(dropped.left(keep_variants(pipeline, lookup, found.cache)))
-
-    def _note(self, found: Verification, choice: RatioChoice | None) -> None:
-        """Count a verification; of a rule whose ratio can be raised, it may be raised."""
-        if not found.done:
-            return
-        raisable = choice is not None and keep_at_least(choice.rule, 1.0) is not choice.rule
-        ratio = choice.ratio if choice is not None and raisable else None
-        self.verifications.note(found, ratio, self.pipeline.policy.minimum, self.pipeline.config)
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""

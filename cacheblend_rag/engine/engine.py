@@ -140,7 +140,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             tokenizer=tokenizer,
             pipeline=pipeline,
             turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
-            verifications=Verifications(pipeline),
+            verifications=Verifications(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
@@ -229,8 +229,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """An engine over the same model and store with other options.
 
         It shares everything with this one, so requests of both still wait for one another, and it ends when this one is
-        closed; closing it does nothing. Verifications are counted together, and a ratio that they have raised is raised
-        for both; ``verify_share`` and ``verify_bound`` are those of whichever answered.
+        closed; closing it does nothing. Verifications are counted together; ``verify_share`` is that of whichever
+        answered.
 
         Parameters
         ----------
@@ -265,18 +265,15 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     def of_tenant(self, salt: str) -> BlendEngine:
         """A view of this engine that has nothing in common with those of other tenants but model, store and turns.
 
-        Its verifications are counted alone, so that no other tenant's corrections raise its recompute ratio, and the
-        texts that it remembers are its own. It ends with this engine. It can be let go of, and made again when the
-        tenant asks again: prompts of the tenant that lie in memory stay, and so does a ratio that corrections have
-        raised.
+        The texts that it remembers are its own. It ends with this engine. It can be let go of, and made again when the
+        tenant asks again: prompts of the tenant that lie in memory stay.
 
         Parameters
         ----------
         salt : str
             Of the tenant.
         """
-        pipeline = self._parts.pipeline.of_tenant(salt, self.verifications.minimum_of(salt))
-        return self._changed(pipeline=pipeline, verifications=self.verifications.of_tenant(pipeline))
+        return self._changed(pipeline=self._parts.pipeline.of_tenant(salt))
 
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
         """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.

@@ -42,10 +42,9 @@ def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
 
 def _is_stored(pipeline: Pipeline, lookup: Lookup) -> bool:
     """Whether text that repeats is stored of a prompt with too few chunk tokens."""
-    split, policy = lookup.fit.split, pipeline.policy
-    reads = policy.rule.reads_store and not policy.prefills_all
+    split = lookup.fit.split
     found = any(chunk.found for chunk in split.located)
-    return reads and found and pipeline.segments.model.adapter.reusable(len(split.input_ids))
+    return pipeline.policy.rule.reads_store and found and pipeline.segments.model.adapter.reusable(len(split.input_ids))
 
 
 def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str, Job]:

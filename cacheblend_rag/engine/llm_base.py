@@ -341,7 +341,7 @@ class LLMBase(DecodeFields):
 
     def stats(self) -> AnswerStats:
         """Counts of this model's requests so far, and how much of them was found in the store."""
-        return dataclasses.replace(self._tally.stats(), least_ratio=self.engine.verifications.least_ratio)
+        return self._tally.stats()
 
     @property
     def last_report(self) -> BlendReport | None:

@@ -17,7 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import KEPT_KEY, PromptCache, RecentPrompt, RecentPrompts, Ticket, blended_by
-from cacheblend_rag.engine.ratio_policy import WORTH, MinimumRatio, RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.ratio_policy import WORTH, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.segments import FOUND, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
@@ -278,28 +278,26 @@ class Pipeline:
         return self.segments.config
 
     def with_config(self, config: BlendConfig) -> Pipeline:
-        """The same model, store and minimum ratio with other options; the model is not hashed again."""
+        """The same model and store with other options; the model is not hashed again."""
         return self._again(config, self.segments.learned)
 
-    def of_tenant(self, salt: str, minimum: MinimumRatio) -> Pipeline:
-        """The same model and store for a tenant, with its minimum ratio and remembered texts of its own."""
+    def of_tenant(self, salt: str) -> Pipeline:
+        """The same model and store for a tenant, with remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
         own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer))
-        return own._again(config, self.segments.learned, minimum)
+        return own._again(config, self.segments.learned)
 
     def with_learned(self, learned: LearnedContext | None) -> Pipeline:
         """The same with another learned context."""
         return self._again(self.config, learned)
 
-    def _again(
-        self, config: BlendConfig, learned: LearnedContext | None, minimum: MinimumRatio | None = None
-    ) -> Pipeline:
+    def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
         model = self.segments.model.with_config(config)
         if model.fingerprint != self.segments.model.fingerprint:  # what was learned for the one is of no use to another
             learned = _learned_context(self.store, model)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self, minimum)
+        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -339,11 +337,9 @@ class Pipeline:
             return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
         few = self.config.min_tokens
-        why = "blending was found poor on this model" if self.policy.prefills_all and not plain else ""
         short = has_few_chunks(split, few)
-        if plain and not short:
-            why = "verify='held' lets full prefill answer"
-        plain = plain or bool(why) or short
+        why = "verify='held' lets full prefill answer" if plain and not short else ""
+        plain = plain or short
         begun = recent.find_exact(ticket, split) if plain else recent.find(ticket, split, exact=False)
         if plain or (begun is not None and begun.exact and has_few_chunks(begun.split, few)):
             lookup = _plainly(fit, begun)
@@ -365,7 +361,6 @@ class Pipeline:
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
-        rule += f" at least {self.policy.minimum.value}"  # a ratio that was found too low serves no longer
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: RecentPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
@@ -658,16 +653,13 @@ def _pipeline(
     learned: LearnedContext | None,
     controller: LoadingController | None,
     earlier: Pipeline | None = None,
-    minimum: MinimumRatio | None = None,
 ) -> Pipeline:
     """Choose the condition and the rule by the options, what was calibrated, and what was learned.
 
-    It shares with an earlier one all that views of an engine have in common, and the minimum ratio unless one is given.
+    It shares with an earlier one all that views of an engine have in common.
     """
     digest = "" if learned is None else learned.digest
-    if minimum is None and earlier is not None:
-        minimum = earlier.policy.minimum
-    policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller, minimum, digest)
+    policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller, digest)
     condition = policy.config.condition
     if condition == "auto":
         condition = "context" if learned is None else "learned"

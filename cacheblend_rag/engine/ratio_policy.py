@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,27 +62,6 @@ class RatioChoice:
         return ExpectedTimes(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
 
 
-def next_ratio(ratio: float) -> float:
-    """The ratio that one found too low is raised to; 1 at last."""
-    return round(min(1.0, max(1.5 * ratio, ratio + 0.05)), 4)
-
-
-class MinimumRatio:
-    """The recompute ratio below which no request of an engine goes.
-
-    Many corrected answers raise it, and a trial that finds blending poor. With 1 every prompt is prefilled in full.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._lock = threading.Lock()
-
-    def raise_to(self, ratio: float) -> None:
-        """Go no lower than this from now on."""
-        with self._lock:
-            self.value = max(ratio, self.value)
-
-
 class RatioPolicy:
     """Chooses the rule of each request.
 
@@ -95,8 +73,6 @@ class RatioPolicy:
     model : str
         Fingerprint of the model.
     controller : LoadingController or None
-    minimum : MinimumRatio, optional
-        No rule keeps a smaller share; by default one of its own.
     learned : str
         Digest of the model's learned context; empty if there is none.
 
@@ -111,10 +87,9 @@ class RatioPolicy:
         layers: int,
         model: str,
         controller: LoadingController | None,
-        minimum: MinimumRatio | None = None,
         learned: str = "",
     ) -> None:
-        self.controller, self.minimum = controller, minimum or MinimumRatio()
+        self.controller = controller
         self.settings = _calibrated(config, model, controller, learned)
         self.config = config
         """The options, with the calibrated rule where it holds."""
@@ -161,7 +136,7 @@ class RatioPolicy:
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):
-            return self._raised(RatioChoice(self.rule, self._ratio))
+            return RatioChoice(self.rule, self._ratio)
         plan = controller.plan(
             self._model,
             chunks,
@@ -175,7 +150,7 @@ class RatioPolicy:
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
-        return self._raised(RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
+        return RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan)
 
     def expected_work(self, choice: RatioChoice, plan: FusionPlan, shape: ModelShape, begun: int) -> float:
         """Work that a blended pass will do, as a share of the full prefill in whose place it stands.
@@ -201,22 +176,6 @@ class RatioPolicy:
         scored = [at for at in computed if at not in left_out] if reused else []
         share = _scored_share(choice.rule, self._layers)
         return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
-
-    @property
-    def prefills_all(self) -> bool:
-        """Whether blending has turned out not to be worth it; a rule that has no share, as full KV reuse, is kept."""
-        return self.minimum.value >= 1 and keep_at_least(self.rule, 1.0) is not self.rule
-
-    def _raised(self, choice: RatioChoice) -> RatioChoice:
-        return self.at_least(choice, self.minimum.value)
-
-    def at_least(self, choice: RatioChoice, least: float) -> RatioChoice:
-        """The choice with no fewer rows than this ratio asks for."""
-        rule = keep_at_least(choice.rule, least) if least else choice.rule
-        if rule is choice.rule:  # it keeps that many, or has no share that could be raised
-            return choice
-        ratio = max(choice.ratio, least)
-        return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
     def _fixed_share(self, tokens: int, computed: int, scored: int) -> float:
         """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""

@@ -5,7 +5,7 @@
     engine = BlendEngine(model, tokenizer, config=BlendConfig(verify="idle"), store="blend_data/kv")
     answer = engine.generate(prompt)
     engine.verifications.result(answer.verification.id, wait=30).status  # "verified" or "corrected"
-    engine.verifications.status  # counts, and whether the ratio was raised
+    engine.verifications.status  # counts
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import random
 import threading
 import uuid
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -24,9 +23,6 @@ from dataclasses import dataclass
 from numbers import Real
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.blending_trial import BlendingTrial, hold_some
-from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.engine.ratio_policy import MinimumRatio, next_ratio
 from cacheblend_rag.engine.streaming import AnswerThread, interpreter_ends
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import Verification
@@ -34,8 +30,6 @@ from cacheblend_rag.report import Verification
 _log = logging.getLogger(__name__)
 # Answers that may wait, and results that are remembered.
 _WAITING, _REMEMBERED = 64, 1000
-# Checks since the ratio was last raised whose corrections are counted, and how few of them say nothing yet.
-_WINDOW, _LEAST = 16, 8
 
 Cancelled = Callable[[], bool]
 
@@ -50,18 +44,12 @@ class VerificationStatus:
         Answers that are still to be checked.
     verified, corrected, given_up : int
         Answers that were checked and stayed, that were corrected, and that could not be checked.
-    raised : int
-        How often the recompute ratio was raised since too many answers were corrected.
-    least_ratio : float
-        Below this the ratio no longer falls; 0 if it was never raised.
     """
 
     waiting: int = 0
     verified: int = 0
     corrected: int = 0
     given_up: int = 0
-    raised: int = 0
-    least_ratio: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,39 +65,20 @@ class _Waiting:
 class Verifications:
     """Checks answers one by one in the background, and counts what all checks find.
 
-    An engine and all its views share one. ``verify_share`` and ``verify_bound`` of whichever answered say how likely an
-    answer is checked, and how many corrections are too many when its own check is done. A raised ratio holds for all.
-
-    Parameters
-    ----------
-    pipeline : Pipeline, optional
-        The engine's. What was found of its model before is recalled.
+    An engine and all its views share one. ``verify_share`` of whichever answered says how likely an answer is checked.
     """
 
-    def __init__(self, pipeline: Pipeline | None = None) -> None:
-        self.trial = BlendingTrial(owner=weakref.ref(self))
-        """Tries blending on a model that nothing is known of."""
-        self._minimum = MinimumRatio() if pipeline is None else pipeline.policy.minimum
-        if pipeline is not None:
-            self.trial.recall(pipeline)
+    def __init__(self) -> None:
         self._chooser = random.Random(0)
         self._lock = threading.Lock()
         self._status = VerificationStatus()
-        self._corrections: deque[bool] = deque(maxlen=_WINDOW)
         self._results: OrderedDict[str, Future[Verification]] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
-        self._tenants = weakref.WeakValueDictionary[str, Verifications]()
-        self._minima: dict[str, MinimumRatio] = {}  # of all tenants, by salt
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
-
-    @property
-    def least_ratio(self) -> float:
-        """The recompute ratio below which no prompt goes, raised by corrections or by the trial; 0 if by neither."""
-        return self._minimum.value
 
     @property
     def status(self) -> VerificationStatus:
@@ -194,43 +163,11 @@ class Verifications:
             self._add(waiting=1)
         return Verification("waiting", id=one.id)
 
-    def note(self, found: Verification, ratio: float | None, minimum: MinimumRatio, config: BlendConfig) -> None:
-        """Count a verification, and raise the ratio if too many of the latest answers were corrected.
-
-        Parameters
-        ----------
-        found : Verification
-            Verified or corrected.
-        ratio : float or None
-            Recompute ratio of the answer; None if its rule has none that could be raised.
-        minimum : MinimumRatio
-            It is raised.
-        config : BlendConfig
-            Options of the answer.
-        """
-        with self._lock:
-            self._add(**{found.status: 1})
-            if ratio is None or found.reason or config.verify_bound >= 1:  # nothing to be learned, or nothing wanted
-                return
-            self._corrections.append(found.status == "corrected")
-            count, share = len(self._corrections), sum(self._corrections) / len(self._corrections)
-            least = max(ratio, self._status.least_ratio)
-            if count < _LEAST or share <= config.verify_bound or least >= 1:
-                return
-            self._corrections.clear()
-            raised = next_ratio(least)
-            minimum.raise_to(raised)
-            self._status = dataclasses.replace(self._status, least_ratio=raised)
-            self._add(raised=1)
-        _log.warning(
-            "%.0f%% of the last %d answers were corrected, more than verify_bound=%g: the recompute ratio is raised "
-            "from %.3g to %.3g; run `cacheblend-rag calibrate` on your documents",
-            100 * share,
-            count,
-            config.verify_bound,
-            least,
-            raised,
-        )
+    def note(self, found: Verification) -> None:
+        """Count a verification, if it was done."""
+        if found.done:
+            with self._lock:
+                self._add(**{found.status: 1})
 
     def give_up(self, reason: str, salt: str | None, texts: Collection[str]) -> None:
         """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
@@ -247,7 +184,6 @@ class Verifications:
         def holds(one: _Waiting) -> bool:
             return salt in (None, one.salt) and hold_some(one.texts, texts)
 
-        self.trial.forget(salt, texts)
         with self._lock:
             given_up = [one for one in self._waiting if holds(one)]
             self._waiting = deque(one for one in self._waiting if one not in given_up)
@@ -259,63 +195,21 @@ class Verifications:
         with self.storing:
             pass
 
-    def minimum_of(self, salt: str) -> MinimumRatio:
-        """The minimum ratio of a tenant. It stays raised whatever becomes of the tenant's engine."""
-        with self._lock:
-            return self._minima.setdefault(salt, MinimumRatio())
-
-    def of_tenant(self, pipeline: Pipeline) -> Verifications:
-        """Those of one tenant: counted alone, with a bound and a trial of its own. They are closed with these.
-
-        As long as an engine of the tenant is used, or an answer of its waits to be checked, they are the same for every
-        engine of the tenant: what gives up a check finds it.
-        """
-        with self._lock:
-            made = self._tenants.get(pipeline.config.salt)
-            if made is None:
-                made = self._tenants[pipeline.config.salt] = Verifications(pipeline)
-            return made
-
-    @property
-    def all(self) -> list[Verifications]:
-        """These, and those of tenants that are used."""
-        with self._lock:  # another thread may be adding one
-            return [self, *self._tenants.values()]
-
-    @property
-    def highest_minimum(self) -> float:
-        """The highest ratio to which verifications of any tenant, or of none, have raised that of its prompts."""
-        with self._lock:
-            return max(one.value for one in (self._minimum, *self._minima.values()))
-
     def wait(self) -> None:
-        """Wait until no answer waits any more, of tenants either."""
-        for one in self.all[1:]:
-            one.wait()
+        """Wait until no answer waits any more."""
         if threading.current_thread() is not self._thread:
             for future in list(self._results.values()):
                 future.result()
 
     def close(self) -> None:
         """Give up all that waits, and the check under way at its next layer or token; a warning says how many."""
-        every = self.all
-        before = sum([one._stop() for one in every])
-        if given_up := sum(one._join() for one in every) - before:
-            _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
-
-    def _stop(self) -> int:
-        """Begin nothing any more; how many checks were given up until now."""
-        self.trial.close()
         with self._lock:
             self._closed = True
-            return self._status.given_up
-
-    def _join(self) -> int:
-        """Wait until everything is given up; how many checks were, of all."""
-        thread = self._thread
+            before, thread = self._status.given_up, self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        return self._status.given_up
+        if given_up := self._status.given_up - before:
+            _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
 
     def _work(self) -> None:
         while True:
@@ -362,3 +256,8 @@ class Verifications:
     def _add(self, **counts: int) -> None:
         status = self._status
         self._status = dataclasses.replace(status, **{name: getattr(status, name) + by for name, by in counts.items()})
+
+
+def hold_some(chunks: Iterable[str], texts: Collection[str]) -> bool:
+    """Whether a chunk holds one of some texts, or is part of one."""
+    return any(text in chunk or chunk in text for chunk in chunks if chunk for text in texts if text)

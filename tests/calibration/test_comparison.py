@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.comparison import METHODS, MethodResult, Nearness, compare
-from cacheblend_rag.engine.blending_trial import another_order
+from cacheblend_rag.calibration.comparison import METHODS, MethodResult, Nearness, another_order, compare
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from tests.probes import CHUNKS, PROMPT, engine_of

@@ -35,8 +35,6 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "prompt_lookup": ("0", 0),
     "verify": ("always", "always"),
     "verify_share": ("0.25", 0.25),
-    "verify_bound": ("0.75", 0.75),
-    "try_blending": ("off", False),
     "prepack_weights": ("off", False),
     "check_model": ("0", False),
 }
@@ -105,8 +103,6 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("verify", "sometimes"),
         ("verify_share", 1.5),
         ("verify_share", "1"),
-        ("verify_bound", -1),
-        ("verify_bound", float("nan")),
         ("write_back", "later"),
         ("check_model", "no"),
         ("size_limit", 0),

@@ -1,12 +1,9 @@
-"""Answers that are verified when nothing else waits; what is counted, and when the ratio is raised."""
+"""Answers that are verified when nothing else waits, and what is counted."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.ratio_policy import MinimumRatio
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verifications import Verifications, VerificationStatus
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -34,32 +30,6 @@ def checked(engine: BlendEngine, answer: Generation) -> Verification:
     found = engine.verifications.result(answer.verification.id, wait=60)
     assert found is not None
     return found
-
-
-def test_verifications_of_tenants_are_looked_through_while_others_come() -> None:
-    """A server closes, or counts, while a request of a new tenant makes the first engine for it."""
-    engine, stop = engine_of(), threading.Event()
-    switched = sys.getswitchinterval()
-
-    def come() -> None:
-        for number in count():
-            if stop.is_set():
-                return
-            own = engine.of_tenant(f"tenant-{number}")
-            assert own.verifications in engine.verifications.all
-
-    threads = [threading.Thread(target=come) for _ in range(3)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for one in threads:
-            one.start()
-        for _ in range(20_000):
-            assert engine.verifications in engine.verifications.all
-    finally:
-        stop.set()
-        for one in threads:
-            one.join()
-        sys.setswitchinterval(switched)
 
 
 @pytest.fixture
@@ -83,7 +53,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 @pytest.mark.parametrize("concurrent", [1, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"max_new_tokens": 150}, {"max_new_tokens": 40, "repetition_penalty": 1.3}, {"max_new_tokens": 1}],
+    [{"max_new_tokens": 16, "repetition_penalty": 1.3}, {"max_new_tokens": 1}],
     ids=str,
 )
 def test_answer_comes_at_once_and_is_corrected_later(options: dict[str, Any], concurrent: int) -> None:
@@ -189,20 +159,6 @@ def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog:
     assert "3 answers were still to be checked, and are not" in caplog.text
 
 
-def test_closing_gives_up_what_waits_of_all_tenants_together(caplog: pytest.LogCaptureFixture) -> None:
-    with engine_of() as engine:
-        held, checks = threading.Event(), list[Verification]()
-        for salt in ("ada", "ben"):
-            own = engine.of_tenant(salt).verifications
-            checks.append(own.submit(lambda cancelled: held.wait(20) and Verification("given up")))
-            checks.append(own.submit(lambda cancelled: Verification("verified")))
-        waker = threading.Timer(0.2, held.set)
-        waker.start()
-    waker.join()
-    assert [one.status for one in checks] == ["waiting"] * 4
-    assert "4 answers were still to be checked, and are not" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -252,7 +208,7 @@ def test_answers_beyond_the_limit_are_given_up_at_once(begun: threading.Event, m
 
 def test_answer_that_was_cut_short_is_not_checked() -> None:
     with reused(verify="idle") as engine:
-        stream = engine.stream(PROMPT, max_new_tokens=400)
+        stream = engine.stream(PROMPT, max_new_tokens=160)
         next(stream)
         stream.close()
         assert stream.result is None or stream.result.verification.status == "given up"
@@ -270,64 +226,23 @@ def test_unknown_and_forgotten_ids_have_no_result(monkeypatch: pytest.MonkeyPatc
     assert all(one is not None and one.status == "corrected" for one in found[1:])
 
 
-# What corrections teach -------------------------------------------------------------------------
-
-
 def test_share_of_answers_is_checked() -> None:
     with reused(verify="idle", verify_share=0.3) as engine:
-        answers = [engine.generate(PROMPT, max_new_tokens=1).verification for _ in range(20)]
+        answers = [engine.generate(PROMPT, max_new_tokens=1).verification for _ in range(16)]
         engine.flush()
         status = engine.verifications.status
     waiting = [one for one in answers if one.status == "waiting"]
-    assert 2 <= len(waiting) == status.verified + status.corrected <= 11
+    assert 2 <= len(waiting) == status.verified + status.corrected <= 10
     assert {(one.status, one.reason) for one in answers if one not in waiting} == {
         ("off", "verify_share leaves it out")
     }
 
 
-@pytest.mark.parametrize("mode", ["idle", "always"])
-def test_many_corrections_raise_the_ratio(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny.model(num_hidden_layers=4)
-    with reused(model, selection="hkvd", recompute_ratio=0.1, verify=mode) as engine:
-        with caplog.at_level(logging.WARNING):
-            for _ in range(7):
-                engine.generate(PROMPT, max_new_tokens=40)
-                engine.flush()
-            assert (engine.verifications.status.raised, caplog.text) == (0, "")
-            engine.generate(PROMPT, max_new_tokens=40)
-            engine.flush()
-        assert engine.verifications.status.corrected == 8
-        assert (engine.verifications.status.raised, engine.verifications.status.least_ratio) == (1, 0.15)
-        assert "100% of the last 8 answers were corrected" in caplog.text
-        assert "raised from 0.1 to 0.15" in caplog.text
-        for view in (engine, engine.with_config(selection="boundary", recompute_ratio=0.05)):
-            assert view.verifications is engine.verifications
-            assert view.fuse(PROMPT).report.recompute_ratio == 0.15
-
-
-def noted(found: list[Verification], **options: Any) -> tuple[VerificationStatus, float]:
-    verifications, minimum = Verifications(), MinimumRatio()
-    for one in found:
-        verifications.note(one, 0.1, minimum, BlendConfig(**options))
-    return verifications.status, minimum.value
-
-
-def test_ratio_stays_where_corrections_are_within_the_bound() -> None:
-    verified, free = Verification("verified"), Verification("verified", reason="the prompt was prefilled in full")
-    assert noted([verified, CORRECTED] * 20)[1] == 0.0, "half of them, the bound"
-    assert noted([CORRECTED] * 40, verify_bound=1.0)[1] == 0.0
-    assert noted([CORRECTED] * 7)[1] == 0.0, "too few"
-    assert noted([verified] * 4 + [CORRECTED] * 4 + [CORRECTED])[1] == 0.15
-    assert noted([free] * 40 + [CORRECTED] * 8)[1] == 0.15, "what costs nothing says nothing of blending"
-    status, ratio = noted([CORRECTED] * 400)
-    assert ratio == status.least_ratio == 1.0, "it ends at full prefill"
-
-
 def test_values_of_the_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("verify", "sometimes"), ("verify_share", 2), ("verify_bound", -0.1)):
+    for name, value in (("verify", "sometimes"), ("verify_share", 2)):
         with pytest.raises(ConfigError, match=name):
             BlendConfig(**{name: value})
-    for name, remedy in (("guard_share", "verify_share"), ("guard_bound", "verify_bound")):
+    for name, remedy in (("guard_share", "verify_share"), ("verify_bound", "calibrate")):
         with pytest.raises(ConfigError, match=remedy):
             BlendConfig(**{name: 0.1})
         monkeypatch.setenv("CACHEBLEND_RAG_" + name.upper(), "0.1")
@@ -388,20 +303,17 @@ def test_drawn_answer_is_checked_later_by_the_same_random_numbers(seed: int | No
         assert answer.text[: found.position] + found.after == expected.text
 
 
-def test_generation_config_is_that_of_the_answer() -> None:
+def test_check_is_done_by_the_options_of_the_answer() -> None:
     with reused(selection="hkvd", recompute_ratio=1.0, verify="idle") as engine:
         config = GenerationConfig(max_new_tokens=8)
         with engine.turns.scheduler:  # so that the check waits
             answer = engine.generate(PROMPT, generation_config=config)
             config.max_new_tokens = 3
         assert checked(engine, answer).status == "verified"
-
-
-def test_greedy_answer_of_a_model_that_would_sample_is_checked_greedily() -> None:
     model = tiny.model()
     model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
     with reused(model, selection="hkvd", recompute_ratio=1.0, verify="idle") as engine:
-        assert checked(engine, engine.generate(PROMPT, max_new_tokens=20)).status == "verified"
+        assert checked(engine, engine.generate(PROMPT, max_new_tokens=16)).status == "verified"
 
 
 def test_adapter_switched_during_a_check_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,10 +370,11 @@ def test_without_a_thread_the_answer_stays(monkeypatch: pytest.MonkeyPatch) -> N
     verifications.close()
 
 
-@pytest.mark.parametrize("wait", [-1, float("nan"), "a", None])
-def test_seconds_to_wait_are_checked(wait: Any) -> None:
-    with pytest.raises(ConfigError, match="wait"):
-        Verifications().result("any", wait)
+def test_seconds_to_wait_are_checked() -> None:
+    waits: list[Any] = [-1, float("nan"), "a", None]
+    for wait in waits:
+        with pytest.raises(ConfigError, match="wait"):
+            Verifications().result("any", wait)
 
 
 def test_probabilities_of_an_answer_stay_as_they_are_while_it_is_checked() -> None:
@@ -473,13 +386,3 @@ def test_probabilities_of_an_answer_stay_as_they_are_while_it_is_checked() -> No
         ours, theirs = (one.rest(answer.token_ids, answer.text) for one in noted.values())
     assert len(ours) >= 8
     assert ours == theirs
-
-
-def test_answer_that_is_to_teach_nothing_does_not() -> None:
-    verifications, minimum = Verifications(), MinimumRatio()
-    for bound in [1.0] * 20 + [0.5] * 7:
-        verifications.note(CORRECTED, 0.1, minimum, BlendConfig(verify_bound=bound))
-    for _ in range(20):  # of a rule that has no ratio
-        verifications.note(CORRECTED, None, minimum, BlendConfig())
-    assert minimum.value == 0.0
-    assert verifications.status.corrected == 47

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from cacheblend_rag.report import Verification
 from tests.app.server.common import client_of, passage, running, settings_for, settle, write_documents
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -48,19 +47,6 @@ def test_tenants_store_their_own_kv_of_shared_collections(model: Path, docs: Pat
         assert first[0] == 0
         settle(service)
         assert [ask(one, 1, instructions="Another prompt.")["hits"] for one in (ada, ben)] == [1, 1]
-
-
-def test_corrections_of_one_tenant_raise_no_ratio_of_another(model: Path, docs: Path, tmp_path: Path) -> None:
-    with two(model, docs, tmp_path) as (service, ada, ben):
-        before = seen(ask(ben, 1, instructions="Before."))
-        engines = [service.sessions[name].engine(service.models[service.model_name]) for name in KEYS]
-        for _ in range(16):
-            minimum = engines[0].chunks.pipeline.policy.minimum
-            engines[0].verifications.note(Verification("corrected"), 0.3, minimum, engines[0].config)
-        raised = engines[0].verifications.least_ratio
-        assert ask(ada, 1, instructions="Behind.")["ratio"] == raised > before[-1]
-        assert seen(ask(ben, 1, instructions="Behind.")) == before
-        assert service.models[service.model_name].least_ratio == raised
 
 
 def test_no_tenant_drops_remembered_prompts_of_one_that_has_less(model: Path, docs: Path, tmp_path: Path) -> None:

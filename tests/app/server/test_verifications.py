@@ -108,7 +108,6 @@ def test_the_latest_answers_are_counted_for_each_tenant(guarded: Running) -> Non
         counted = guarded.service.metrics.text().decode()
         assert 'verifications_total{status="corrected"}' in counted
         assert 'verifications_total{status="waiting"}' not in counted
-        assert guarded.service.engine.verifications.status.raised == 0, "requests chose the rule themselves"
 
 
 @pytest.mark.parametrize("usage", [True, False])

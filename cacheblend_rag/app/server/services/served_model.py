@@ -89,7 +89,6 @@ class ServedModel:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""
         changes: dict[str, Any] = {} if rule is None else {"selection": rule}
         if rule is not None or ratio is not None:
-            changes["verify_bound"] = 1.0  # corrections of what one request chose do not raise the ratio of all
             # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.
             changes |= {"prompt_cache": 0, "min_tokens": 0}
 
