@@ -259,8 +259,7 @@ DEFAULT_NEW_TOKENS = 512
 """Most tokens of an answer where nothing says how long it may be: some 380 words, which a full answer seldom has."""
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
-CONDITIONS = ("auto", "context", "learned", "sink", "prefix")
-MOST_CONTEXTS = 4
+CONDITIONS = ("auto", "context", "sink", "prefix")
 LEAST_RATIO = 0.15
 """r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
 # Element types that a model can be loaded in.
@@ -285,6 +284,8 @@ REMOVED = {
     "try_blending": "leave it out; `cacheblend-rag calibrate` tries blending on your documents",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
+    "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
+    "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
 }
 """Options of earlier versions, and what to do instead."""
@@ -652,23 +653,11 @@ class BlendConfig:
         """
         The tokens that a chunk is computed behind before it is stored. 'context': stretches of chunks that it belongs
         with, those beside it where chunks are warmed, those retrieved with it otherwise; the chunk hits wherever it
-        stands. 'learned': these, and one more context that `cacheblend-rag adapt` learned for this model. 'sink': only
-        the fixed tokens that open every text, as in the paper; storing takes half of the time, and on SmolLM2-135M
-        answers are further from full prefill. 'prefix': the actual prefix, which is exact directly behind it; another
-        prefix is another record. 'auto': what `cacheblend-rag calibrate` found, else 'learned' where the model was
-        adapted, else 'context'. Change it where storing takes too long, or where every prompt has one chunk behind one
-        prefix. See docs/explanation/engine.md#what-is-stored.
-        """,
-        identity="kv",
-    )
-    contexts: int = _engine_option(
-        2,
-        whole(0, MOST_CONTEXTS),
-        """
-        Number of stretches of other chunks over which the KV of a chunk is averaged. On SmolLM2-135M each one more
-        brings answers a little nearer to full prefill; storing time grows in proportion. Raise it where chunks are
-        stored once and read often; lower it where storing takes too long. It may be 0 only beside a learned context,
-        which counts as one more.
+        stands. 'sink': only the fixed tokens that open every text, as in the paper; storing takes half of the time, and
+        on SmolLM2-135M answers are further from full prefill. 'prefix': the actual prefix, which is exact directly
+        behind it; another prefix is another record. 'auto': what `cacheblend-rag calibrate` found, else 'context'.
+        Change it where storing takes too long, or where every prompt has one chunk behind one prefix. See
+        docs/explanation/engine.md#what-is-stored.
         """,
         identity="kv",
     )
@@ -787,17 +776,6 @@ class BlendConfig:
         Share of the answers that 'idle' verification checks. Lower it, for instance to 0.01, where checking all would
         keep the machine busy, and you want to notice in operation that answers are corrected more often.
         """,
-    )
-    variants: int = _engine_option(
-        8,
-        whole(),
-        """
-        Most variants of a chunk that verified answers leave in the store: its KV behind the chunks that really stood
-        before it. A later prompt takes the one that fits best. Each takes as many bytes as the chunk's record. Raise it
-        where the same chunks come in many combinations and the store has room; set 0 where every verified prompt is
-        another, or the store is small. See docs/explanation/verification.md#what-a-verified-answer-leaves-behind.
-        """,
-        identity="answer",
     )
     prepack_weights: bool | str = _engine_option(
         "auto",

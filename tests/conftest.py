@@ -167,3 +167,11 @@ def even_small_records_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
     monkeypatch.setattr(loader, "_FAST", float("inf"))
+
+
+@pytest.fixture
+def no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test verified brings no answer of another nearer to full prefill."""
+    from cacheblend_rag.engine.variants import Variants
+
+    monkeypatch.setattr(Variants, "jobs", lambda *given: {})

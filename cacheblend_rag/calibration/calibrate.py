@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt.contexts import CONTEXTS
 
 _VERSION = 6
-_BEHIND = {"context": "contexts", "learned": "contexts and the learned one", "sink": "the start of a text alone"}
+_BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,19 +141,12 @@ def calibrate(
         }
         found = Search(conditions, engine.adapter.num_layers, options.tolerance).run()
     settings = settings_of(found, options.tolerance)
-    if settings.condition == "learned" and engine.learned is not None:
-        settings = replace(settings, learned=engine.learned.digest)
     return settings, found
 
 
 def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[str]) -> dict[str, ComputeKV | None]:
     """Functions that compute chunks, by condition; None where the engine does it by itself."""
-    count, found = engine.config.contexts, dict[str, ComputeKV | None](sink=None)
-    if count:
-        found["context"] = Corpus(engine.adapter, tokenizer, chunks, count).compute
-    if engine.learned is not None:
-        found["learned"] = Corpus(engine.adapter, tokenizer, chunks, count, engine.learned).compute
-    return found
+    return {"sink": None, "context": Corpus(engine.adapter, tokenizer, chunks).compute}
 
 
 def _expected_passes(searched: int, checks: int, most: int, conditions: int) -> int:
@@ -181,8 +175,7 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
         "dtype": str(engine.adapter.dtype).removeprefix("torch."),
         "separator": engine.config.separator,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
-        "contexts": engine.config.contexts,
-        "learned": engine.learned.digest if engine.learned else "",
+        "contexts": CONTEXTS,
         "check_share": options.check_share,
         "most": options.most,
         "answer_tokens": options.answer_tokens,

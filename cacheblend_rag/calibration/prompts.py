@@ -16,11 +16,11 @@ from cacheblend_rag.calibration.datasets import EvalCase, load_cases
 from cacheblend_rag.calibration.passages import ChatFrame, WordRanker, build_prompt, choose
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV, LearnedContext
+from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.chat import STUFF
-from cacheblend_rag.prompt.contexts import contexts_beside
+from cacheblend_rag.prompt.contexts import CONTEXTS, contexts_beside
 
 _KEPT = 8  # groups whose contexts' KV stays in memory
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
@@ -44,8 +44,6 @@ class Corpus:
         Those of a document one after another.
     count : int
         How many contexts each chunk has.
-    learned : LearnedContext, optional
-        One more, the same for all.
     """
 
     def __init__(
@@ -53,10 +51,9 @@ class Corpus:
         adapter: ModelAdapter,
         tokenizer: PromptTokenizer,
         chunks: Sequence[str],
-        count: int,
-        learned: LearnedContext | None = None,
+        count: int = CONTEXTS,
     ) -> None:
-        self._adapter, self._learned = adapter, () if learned is None else (learned,)
+        self._adapter = adapter
         texts = list(dict.fromkeys(text.strip() for text in chunks))
         sizes = [len(tokenizer.chunk(text).ids) for text in texts]
         beside = contexts_beside(tokenizer, texts, sizes, count, adapter.context_window)
@@ -75,13 +72,12 @@ class Corpus:
     def _compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
         contexts = self._contexts[text]
         if contexts.digest not in self._known:
-            self._known[contexts.digest] = ContextKV(self._adapter, (*contexts.ids, *self._learned))
+            self._known[contexts.digest] = ContextKV(self._adapter, contexts.ids)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(contexts.digest)
         kv = self._known[contexts.digest]
-        numbers = (*contexts.numbers_for(ids), *range(len(contexts.ids), len(contexts.ids) + len(self._learned)))
-        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [numbers])[0]
+        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [contexts.numbers_for(ids)])[0]
 
 
 def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:

@@ -210,11 +210,10 @@ def _run_settings(
         "prompts": hashlib.sha256(repr((prompts, golds)).encode()).hexdigest()[:16],
         "max_new_tokens": max_new_tokens,
         "condition": engine.condition,
-        "learned": engine.learned.digest if engine.learned else "",
         "calibrated": asdict(calibrated) if calibrated else None,
         **{
             name: str(getattr(engine.config, name))
-            for name in ("separator", "recompute_ratio", *RULE_OPTIONS, "contexts", "min_tokens")
+            for name in ("separator", "recompute_ratio", *RULE_OPTIONS, "min_tokens")
         },
     }
 

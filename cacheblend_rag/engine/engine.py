@@ -33,7 +33,6 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import LoadedModel, load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
@@ -158,8 +157,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self.model = self.adapter.model
         self.condition = segments.condition
         """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
-        self.learned = segments.learned
-        """The context learned by ``cacheblend-rag adapt``, or given to `with_learned`; None without one."""
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
         self.turns, self.keep_alive = parts.turns, parts.keep_alive
@@ -246,21 +243,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         if changes.get("selection", self.config.selection) != self.config.selection:
             changes = {"selection_options": {}, **changes}
         return self._changed(pipeline=self._parts.pipeline.with_config(dataclasses.replace(self.config, **changes)))
-
-    def with_learned(self, context: LearnedContext | None) -> BlendEngine:
-        """An engine over the same model and store that holds a learned context, as if it were kept beside the store.
-
-        Parameters
-        ----------
-        context : LearnedContext or None
-            None for one without.
-
-        Raises
-        ------
-        ConfigError
-            If the options ask for a learned context and there is none.
-        """
-        return self._changed(pipeline=self._parts.pipeline.with_learned(context))
 
     def of_tenant(self, salt: str) -> BlendEngine:
         """A view of this engine that has nothing in common with those of other tenants but model, store and turns.

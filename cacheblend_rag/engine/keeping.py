@@ -57,7 +57,7 @@ def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str
     config, kept, split = pipeline.config, lookup.kept, lookup.fit.split
     whole = kept is None or kept.tokens >= len(split.prefix)
     known = lookup.prefix is None or (lookup.prefix_hit and whole)
-    wanted = config.variants > 0 and config.write_back != "off" and pipeline.policy.rule.reads_store
+    wanted = config.write_back != "off" and pipeline.policy.rule.reads_store
     if not (wanted and known) or lookup.plain or lookup.found:
         return {}
     regime = pipeline.segments.model.adapter.regime(len(split.input_ids)) or 0

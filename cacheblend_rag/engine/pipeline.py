@@ -21,19 +21,17 @@ from cacheblend_rag.engine.ratio_policy import WORTH, RatioChoice, RatioPolicy, 
 from cacheblend_rag.engine.segments import FOUND, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
+from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
 from cacheblend_rag.report import Seconds
 from cacheblend_rag.store.base import KVStore, RecordInfo, StoredKV, discard
-from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
 _log = logging.getLogger(__name__)
@@ -279,25 +277,19 @@ class Pipeline:
 
     def with_config(self, config: BlendConfig) -> Pipeline:
         """The same model and store with other options; the model is not hashed again."""
-        return self._again(config, self.segments.learned)
+        return self._again(config)
 
     def of_tenant(self, salt: str) -> Pipeline:
         """The same model and store for a tenant, with remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
         own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer))
-        return own._again(config, self.segments.learned)
+        return own._again(config)
 
-    def with_learned(self, learned: LearnedContext | None) -> Pipeline:
-        """The same with another learned context."""
-        return self._again(self.config, learned)
-
-    def _again(self, config: BlendConfig, learned: LearnedContext | None) -> Pipeline:
+    def _again(self, config: BlendConfig) -> Pipeline:
         model = self.segments.model.with_config(config)
-        if model.fingerprint != self.segments.model.fingerprint:  # what was learned for the one is of no use to another
-            learned = _learned_context(self.store, model)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        return _pipeline(model, tokenizer, config, self.store, learned, self.policy.controller, self)
+        return _pipeline(model, tokenizer, config, self.store, self.policy.controller, self)
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
         """Split, look up, load and fuse a prompt that is not answered.
@@ -360,7 +352,7 @@ class Pipeline:
             return dataclasses.replace(segments.info(segments.describe("kept", (), (), regime)), rotated=True)
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
-        rule = blended_by(self.policy.config, segments.condition + segments.learned_digest)
+        rule = blended_by(self.policy.config, segments.condition)
         return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: RecentPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
@@ -635,14 +627,8 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
 
 
 def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:
-    """A pipeline with what is kept beside the store: the profile of the machine and the model's learned context.
-
-    Raises
-    ------
-    ConfigError
-        If the options ask for a learned context that is not there.
-    """
-    return _pipeline(model, tokenizer, config, store, _learned_context(store, model), controller_beside(store))
+    """A pipeline with what is kept beside the store: the profile of the machine."""
+    return _pipeline(model, tokenizer, config, store, controller_beside(store))
 
 
 def _pipeline(
@@ -650,42 +636,24 @@ def _pipeline(
     tokenizer: PromptTokenizer,
     config: BlendConfig,
     store: KVStore,
-    learned: LearnedContext | None,
     controller: LoadingController | None,
     earlier: Pipeline | None = None,
 ) -> Pipeline:
-    """Choose the condition and the rule by the options, what was calibrated, and what was learned.
+    """Choose the condition and the rule by the options and what was calibrated.
 
     It shares with an earlier one all that views of an engine have in common.
     """
-    digest = "" if learned is None else learned.digest
-    policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller, digest)
+    policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller)
     condition = policy.config.condition
     if condition == "auto":
-        condition = "context" if learned is None else "learned"
-    if condition == "context" and not config.contexts:
-        raise ConfigError("contexts", 0, "use 1 or more; only a learned context does without neighbours")
-    if condition == "learned" and learned is None:
-        remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(store.traits.folder)!r}"
-        raise ConfigError("condition", "learned", remedy)
+        condition = "context"
     if earlier is None:
-        segments = Segments(model, tokenizer, config, condition, learned)
+        segments = Segments(model, tokenizer, config, condition)
         return Pipeline(segments, policy, store, PromptCache(), Checkpoints(), Variants(store))
     segments = dataclasses.replace(
-        earlier.segments, model=model, tokenizer=tokenizer, config=config, condition=condition, learned=learned
+        earlier.segments, model=model, tokenizer=tokenizer, config=config, condition=condition
     )
     return dataclasses.replace(earlier, segments=segments, policy=policy)
-
-
-def _learned_context(store: KVStore, model: ModelInUse) -> LearnedContext | None:
-    """The learned context beside this store; one that cannot be used is logged, and counts as none."""
-    if model.adapter.plain_reason:
-        return None
-    try:
-        return kept_context(store.traits.folder, model.fingerprint, model.blended)
-    except StoreError as error:
-        _log.warning("%s", error)
-        return None
 
 
 def chunks_of(segments: Segments, fit: FittedPrompt, split: TokenizedPrompt) -> tuple[Segment, ...]:

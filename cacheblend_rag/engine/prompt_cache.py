@@ -395,7 +395,7 @@ def blended_by(config: BlendConfig, condition: str) -> str:
     ----------
     config : BlendConfig
     condition : str
-        The condition that chunks are computed behind, and the digest of a learned context.
+        The condition that chunks are computed behind.
     """
     options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
     options |= {"condition": condition, "selection_options": sorted(config.selection_options.items())}

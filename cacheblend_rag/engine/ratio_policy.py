@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
+from cacheblend_rag.config import CONDITIONS, RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import FusionPlan
 from cacheblend_rag.fusor.blend import SINK
@@ -73,8 +73,6 @@ class RatioPolicy:
     model : str
         Fingerprint of the model.
     controller : LoadingController or None
-    learned : str
-        Digest of the model's learned context; empty if there is none.
 
     Notes
     -----
@@ -87,10 +85,9 @@ class RatioPolicy:
         layers: int,
         model: str,
         controller: LoadingController | None,
-        learned: str = "",
     ) -> None:
         self.controller = controller
-        self.settings = _calibrated(config, model, controller, learned)
+        self.settings = _calibrated(config, model, controller)
         self.config = config
         """The options, with the calibrated rule where it holds."""
         if self.settings is not None:
@@ -220,9 +217,7 @@ def _scored_share(rule: SelectionRule, layers: int) -> float:
     return (scored[-1] + 1) / layers if scored else 0.0
 
 
-def _calibrated(
-    config: BlendConfig, model: str, controller: LoadingController | None, learned: str
-) -> BlendSettings | None:
+def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
     """The calibrated options of a model, if the choice is left to us."""
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
@@ -231,8 +226,11 @@ def _calibrated(
         return None  # the user names a rule
     if "auto" not in (config.condition, settings.condition) and config.condition != settings.condition:
         return None  # or what chunks are computed behind, for which another share may be needed
-    if settings.condition == "learned" and settings.learned != learned:
-        _log.warning("the model was calibrated with another learned context; run `cacheblend-rag calibrate` again")
+    if settings.condition not in CONDITIONS:
+        _log.warning(
+            "the model was calibrated with condition=%r, which has ended; run `cacheblend-rag calibrate` again",
+            settings.condition,
+        )
         return None
     if not settings.tolerates:
         _log.warning(

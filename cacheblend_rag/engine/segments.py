@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.errors import PromptError, StoreError
-from cacheblend_rag.models.contexts import ContextKV, LearnedContext
+from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer, TokenizedChunk
-from cacheblend_rag.prompt.contexts import Contexts, context_tokens, contexts_beside
+from cacheblend_rag.prompt.contexts import CONTEXTS, Contexts, context_tokens, contexts_beside
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
 
@@ -50,8 +50,6 @@ class Segment:
         Whether its KV is the mean over several contexts, which stand before its context ids and are no part of its key.
     contexts : Contexts or None
         These contexts, where it is to be computed.
-    learned : str
-        Digest of the learned context that it is computed behind; empty for none.
     before : tuple of str
         Of a variant; see `RecordInfo.before`.
     usual : Segment or None
@@ -67,14 +65,13 @@ class Segment:
     model: str = ""
     averaged: bool = False
     contexts: Contexts | None = None
-    learned: str = ""
     before: tuple[str, ...] = ()
     usual: Segment | None = None
 
     @property
     def exact_in_place(self) -> bool:
         """Whether its KV is that of a full prefill where its context ids are all that stands before it."""
-        return not self.averaged and not self.learned
+        return not self.averaged
 
     @property
     def shared_ids(self) -> tuple[int, ...]:
@@ -111,8 +108,6 @@ class Segments:
     config : BlendConfig
     condition : str
         The condition that chunks are computed behind; ``"auto"`` of the options is decided.
-    learned : LearnedContext or None
-        The context that the model was adapted to.
     latest : LatestContexts
         Shared by all views of an engine.
     repeated : RepeatedTexts
@@ -123,7 +118,6 @@ class Segments:
     tokenizer: PromptTokenizer
     config: BlendConfig
     condition: str
-    learned: LearnedContext | None = None
     latest: LatestContexts = field(default_factory=LatestContexts)
     repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
 
@@ -147,8 +141,7 @@ class Segments:
         head: int = 0,
     ) -> Segment:
         """The segment with its key."""
-        averaged = kind == "chunk" and self.config.contexts > 0 and self.condition in ("context", "learned")
-        learned = self.learned_digest if kind == "chunk" else ""
+        averaged = kind == "chunk" and self.condition == "context"
         model = self.model.fingerprint
         key = record_key(
             fingerprint=fingerprint_in(model, regime),
@@ -156,15 +149,9 @@ class Segments:
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
-            contexts=self.config.contexts * averaged,
-            learned=learned,
+            contexts=CONTEXTS * averaged,
         )
-        return Segment(kind, context_ids, token_ids, key, regime, head, model, averaged, learned=learned)
-
-    @property
-    def learned_digest(self) -> str:
-        """Digest of the learned context that chunks are computed behind; empty if there is none, or it is not used."""
-        return self.learned.digest if self.learned is not None and self.condition == "learned" else ""
+        return Segment(kind, context_ids, token_ids, key, regime, head, model, averaged)
 
     def chunk(self, text: str, prefix: str = "") -> Segment | None:
         """The segment of a chunk, or None if the text is too short to have one.
@@ -222,7 +209,7 @@ class Segments:
         self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
     ) -> Segment:
         # Behind contexts all that stands directly before a chunk is its own.
-        own = len(context_ids) * (self.condition in ("context", "learned")) + len(head)
+        own = len(context_ids) * (self.condition == "context") + len(head)
         return self.describe("chunk", context_ids + head, token_ids, regime, own)
 
     def info(self, segment: Segment) -> RecordInfo:
@@ -239,9 +226,8 @@ class Segments:
             dtype=str(adapter.dtype).removeprefix("torch."),
             rotated=segment.kind == "prefix",
             kind=segment.kind,
-            contexts=self.config.contexts * segment.averaged,
+            contexts=CONTEXTS * segment.averaged,
             behind=contexts,
-            learned=segment.learned,
             before=segment.before,
         )
 
@@ -258,7 +244,6 @@ class Segments:
             context_ids=info.context_ids,
             token_ids=info.token_ids,
             contexts=info.contexts,
-            learned=info.learned,
         )
         return key.endswith(own)
 
@@ -268,7 +253,7 @@ class Segments:
         """The contexts of chunks that belong together."""
         sizes = [len(self.tokenizer.chunk(text).ids) for text in chunks]
         tokens = context_tokens(sizes, self.model.adapter.context_window)
-        return Contexts(self.tokenizer, chunks, self.config.contexts, tokens)
+        return Contexts(self.tokenizer, chunks, CONTEXTS, tokens)
 
     def behind_each_other(self, texts: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
         """Segments with the contexts they are computed behind, which are made of those next to them.
@@ -281,7 +266,7 @@ class Segments:
             In the order of their documents, where they have one.
         """
         window, sizes = self.model.adapter.context_window, [len(segment.token_ids) for segment in segments]
-        beside = contexts_beside(self.tokenizer, texts, sizes, self.config.contexts, window)
+        beside = contexts_beside(self.tokenizer, texts, sizes, CONTEXTS, window)
         return [
             dataclasses.replace(segment, contexts=contexts) if segment.averaged else segment
             for segment, contexts in zip(segments, beside, strict=True)
@@ -304,23 +289,19 @@ class Segments:
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
         with self.model.products():
-            if first.exact_in_place:
+            if first.contexts is None:
                 computed = self.model.blended.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
-                context = self._context_kv(first.contexts, self.learned if first.learned else None)
-                numbers = [_numbers(segment) for segment in segments]
-                computed = context.segments_kv(ids, first.regime, heads, numbers)
+                numbers = [first.contexts.numbers_for(segment.token_ids) for segment in segments]
+                computed = self._context_kv(first.contexts).segments_kv(ids, first.regime, heads, numbers)
         self._check_model(segments)
         return [self.record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
-    def _context_kv(self, contexts: Contexts | None, learned: LearnedContext | None) -> ContextKV:
+    def _context_kv(self, contexts: Contexts) -> ContextKV:
         """The KV of contexts, to compute chunks behind; the last one is kept."""
-        digests = [one.digest for one in (contexts, learned) if one is not None]
-        wanted, last = (self.model.fingerprint, *digests), self.latest
+        wanted, last = (self.model.fingerprint, contexts.digest), self.latest
         if last.kv is None or last.identity != wanted:
-            ids = () if contexts is None else contexts.ids
-            last.identity = wanted
-            last.kv = ContextKV(self.model.blended, (*ids, learned) if learned is not None else ids)
+            last.identity, last.kv = wanted, ContextKV(self.model.blended, contexts.ids)
         return last.kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
@@ -328,10 +309,3 @@ class Segments:
         now = self.model.look()
         if any(segment.model != now for segment in segments):
             raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
-
-
-def _numbers(segment: Segment) -> tuple[int, ...]:
-    """The contexts of a segment: those of `Contexts`, then the learned one."""
-    behind = segment.contexts
-    neighbours, learned = (behind.numbers_for(segment.token_ids), len(behind.ids)) if behind is not None else ((), 0)
-    return (*neighbours, learned) if segment.learned else neighbours

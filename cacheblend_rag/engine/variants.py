@@ -36,6 +36,8 @@ _LEAST_FIT = 0.5
 # Most tokens between two chunks behind which a variant is kept: separators, numbers, titles. Messages of a conversation
 # are longer with the marks around them, and no trace of them may come into another answer.
 _BETWEEN = 8
+# Variants of one chunk that are kept.
+_MOST = 8
 # Tenants whose variants are known; the store is asked again for any other.
 _TENANTS = 1_000
 
@@ -182,8 +184,6 @@ class Variants:
             The whole prompt.
         segments : Segments
         """
-        if not segments.config.variants:
-            return tuple(usual)
         known = self._known(segments.config.salt)
         if known.more is False and not known:
             return tuple(usual)
@@ -242,7 +242,7 @@ class Variants:
         self._store.put(key, KVRecord(info, cut()))
         group, place = (info.fingerprint, digest(info.token_ids)), Place(info.before[0], info.before[1:])
         with self._lock:
-            gone = known.add(group, place, key, segments.config.variants)
+            gone = known.add(group, place, key, _MOST)
         for old in gone:
             discard(self._store, old)
 

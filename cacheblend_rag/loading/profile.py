@@ -116,8 +116,6 @@ class BlendSettings:
         Its options, as in `BlendConfig`.
     condition : str
         The condition of chunks, as in `BlendConfig`.
-    learned : str
-        Digest of the learned context, where they are computed behind it.
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
     divergence, highest : float
@@ -132,7 +130,6 @@ class BlendSettings:
     recompute_ratio: float = 0.15
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     condition: str = BlendConfig.default("condition")
-    learned: str = ""
     tolerance: float = 0.0
     divergence: float = 0.0
     highest: float = 0.0

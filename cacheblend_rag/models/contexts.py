@@ -1,59 +1,15 @@
-"""KV of chunks as the mean of what it is behind several contexts, or behind one whose KV was learned."""
+"""KV of chunks as the mean of what it is behind several contexts."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.models.rope import rotate
 
 _NOTHING = -1  # in place of a context's number
-
-
-@dataclass(frozen=True)
-class LearnedContext:
-    """A context whose KV was trained: there is no text that gives it.
-
-    Parameters
-    ----------
-    kv : SegmentKV
-        Keys are not rotated.
-    """
-
-    kv: SegmentKV
-
-    def __len__(self) -> int:
-        return self.kv.keys[0].shape[1]
-
-    @cached_property
-    def digest(self) -> str:
-        """Identity of the KV."""
-        found = hashlib.sha256()
-        for layer in (*self.kv.keys, *self.kv.values):
-            found.update(layer.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
-
-    def fits(self, adapter: ModelAdapter) -> bool:
-        """Whether this is KV of a model of this shape."""
-        shape = (adapter.kv_heads, len(self), adapter.head_dim)
-        layers = (*self.kv.keys, *self.kv.values)
-        alike = all(layer.shape == shape and layer.dtype == adapter.dtype for layer in layers)
-        return alike and len(self.kv.keys) == adapter.num_layers
-
-    def at_start(self, adapter: ModelAdapter, regime: int = 0) -> tuple[LayerKV, ...]:
-        """Its KV at the first positions of a text, layer by layer, keys rotated."""
-        rotaries = adapter.rotary(len(self), regime=regime)
-        pairs = zip(self.kv.keys, self.kv.values, strict=True)
-        return tuple(
-            LayerKV(rotate(keys[None].to(adapter.device), rotaries.of_keys(layer)), values[None].to(adapter.device))
-            for layer, (keys, values) in enumerate(pairs)
-        )
 
 
 class ContextKV:
@@ -65,11 +21,11 @@ class ContextKV:
     Parameters
     ----------
     adapter : ModelAdapter
-    contexts : sequence of (sequence of int or LearnedContext)
-        Ids of each, or its learned KV; at least one.
+    contexts : sequence of sequence of int
+        Ids of each; at least one.
     """
 
-    def __init__(self, adapter: ModelAdapter, contexts: Sequence[Sequence[int] | LearnedContext]) -> None:
+    def __init__(self, adapter: ModelAdapter, contexts: Sequence[Sequence[int]]) -> None:
         self._adapter, self._contexts = adapter, tuple(contexts)
         self._known: dict[tuple[int, int], tuple[LayerKV, ...]] = {}
 
@@ -119,11 +75,7 @@ class ContextKV:
         if number == _NOTHING:
             return ()
         if (number, regime) not in self._known:
-            context = self._contexts[number]
-            if isinstance(context, LearnedContext):
-                self._known[number, regime] = context.at_start(self._adapter, regime)
-            else:
-                self._known[number, regime] = self._adapter.context_kv(context, regime)
+            self._known[number, regime] = self._adapter.context_kv(self._contexts[number], regime)
         return self._known[number, regime]
 
 

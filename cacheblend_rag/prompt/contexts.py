@@ -11,6 +11,8 @@ from itertools import accumulate
 
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
+CONTEXTS = 2
+"""Stretches of other chunks over which the KV of a chunk is averaged."""
 # Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little.
 _LEAST_TOKENS, _MOST_TOKENS = 350, 700
 _BEFORE = 3  # chunks that stand before one of six, on average and rounded up
@@ -40,7 +42,7 @@ class Contexts:
     tokenizer : PromptTokenizer
     chunks : sequence of str
     count : int
-        How many contexts, from 0 to `MOST_CONTEXTS`, for each of which there is a passage.
+        How many contexts, `CONTEXTS` but in experiments; 4 at most, as there are passages.
     tokens : int
         Of each context.
     """

@@ -1,4 +1,4 @@
-"""Small files beside records: the profile of a machine, learned contexts, results of trials."""
+"""Small files beside records: the profile of a machine, results of trials."""
 
 from __future__ import annotations
 

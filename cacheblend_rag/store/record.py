@@ -388,7 +388,6 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             kind=str(fields["kind"]),
             contexts=int(fields.get("contexts", 0)),
             behind=tuple(map(int, fields.get("behind", ()))),
-            learned=str(fields.get("learned", "")),
             before=tuple(map(str, fields.get("before", ()))),
         )
         codec = str(fields["codec"])

@@ -38,8 +38,6 @@ class RecordInfo:
     behind : tuple of int
         Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key. Of a
         variant, the first ids of each chunk before it.
-    learned : str
-        Digest of the learned context that stood before ``context_ids``; empty if none did.
     before : tuple of str
         Of a variant, digests of the prefix and of each chunk before it, in their order.
     """
@@ -55,7 +53,6 @@ class RecordInfo:
     kind: str = "chunk"
     contexts: int = 0
     behind: tuple[int, ...] = ()
-    learned: str = ""
     before: tuple[str, ...] = ()
 
     @property
@@ -164,7 +161,6 @@ def record_key(
     context_ids: Sequence[int],
     token_ids: Sequence[int],
     contexts: int = 0,
-    learned: str = "",
 ) -> str:
     """Key of a record by content: the same segment has one key wherever it stands.
 
@@ -180,11 +176,9 @@ def record_key(
         The ids that the segment is computed behind, and its own.
     contexts : int
         Over how many contexts its KV is averaged; which ones they are is no part of the key.
-    learned : str
-        Digest of the learned context that it is computed behind.
     """
     digest = hashlib.sha256()
-    also = [f"{contexts} contexts"] * bool(contexts) + [f"learned {learned}"] * bool(learned)
+    also = [f"{contexts} contexts"] * bool(contexts)
     for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids), *also):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

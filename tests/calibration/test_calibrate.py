@@ -79,7 +79,7 @@ def full_of(adapter: ModelAdapter, answer_tokens: int = 8) -> FullAnswers:
 
 def trials_of(adapter: ModelAdapter, segments: PromptTokenizer, of: list[Prompt], condition: str) -> TrialSet:
     """Prompts whose chunks are computed under a condition."""
-    beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks], BlendConfig().contexts)
+    beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks])
     compute = beside.compute if condition == "context" else None
     return TrialSet(adapter, segments, of, full=full_of(adapter), compute=compute)
 
@@ -272,7 +272,7 @@ def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     (prompt,) = prompts(0, 1)
     other = Prompt(prompt.prefix, prompt.chunks[::-1], prompt.suffix)
-    beside, full = Corpus(adapter, segments, prompt.chunks, 2), full_of(adapter, 4)
+    beside, full = Corpus(adapter, segments, prompt.chunks), full_of(adapter, 4)
     one, two = (PreparedPrompt(adapter, segments, of, beside.compute) for of in (prompt, other))
     chunk = (prompt.chunks[0], (), segments.chunk(prompt.chunks[0]).ids)
     kv = beside.compute(*chunk)
@@ -280,7 +280,7 @@ def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None
     answer = full.answer(one.tokens.input_ids)
     assert full.answer(one.tokens.input_ids) is answer
     assert full.answer(two.tokens.input_ids) is not answer
-    expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks, 2).compute)
+    expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks).compute)
     rule = SelectBoundary(0.2).fit(6)
     assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.config import MOST_CONTEXTS
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
@@ -124,8 +122,8 @@ def test_prose_stands_before_few_chunks() -> None:
     assert alone.digest != few.digest
     assert alone.ids[1] == few.ids[1], "a single chunk is in one of them"
     assert few.numbers_for(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
-    four = contexts([], MOST_CONTEXTS, 350)
-    assert len(set(four.ids)) == MOST_CONTEXTS == len(four.ids)
+    four = contexts([], 4, 350)
+    assert len(set(four.ids)) == 4 == len(four.ids)
 
 
 def test_chunks_that_follow_one_another_share_contexts() -> None:
@@ -181,16 +179,15 @@ def test_chunk_at_the_start_of_a_prompt_is_not_taken_for_exact(model: Any) -> No
     assert not torch.allclose(reused.logits, plain, atol=1e-3), "it was computed behind something else"
 
 
-def test_conditions_and_counts_of_contexts_are_records_of_their_own(model: Any) -> None:
+def test_conditions_are_records_of_their_own(model: Any) -> None:
     with engine_with(model) as engine:
         engine.warm(TEXTS)
-        for other in ({"condition": "sink"}, {"contexts": 1}, {"contexts": 3}):
-            assert engine.with_config(**other).fuse(PROMPT).report.hits == 0
+        assert engine.with_config(condition="sink").fuse(PROMPT).report.hits == 0
         assert engine.fuse(PROMPT).report.hits == 3
 
 
 def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> None:
-    with engine_with(model, condition="context", contexts=1) as engine:
+    with engine_with(model, condition="context") as engine:
         assert engine.fuse(PROMPT).report.misses == 3
         stored = {info.token_ids: info for _, info in engine.store.infos("") if info.kind == "chunk"}
         assert len(stored) == 3
@@ -246,10 +243,3 @@ def test_estimate_equals_the_bytes_that_warming_takes(model: Any, tmp_path: Path
     with engine_with(model, store=tmp_path) as engine:
         expected = engine.chunks.estimate_bytes(TEXTS)
         assert engine.warm(TEXTS).bytes == expected
-
-
-@pytest.mark.parametrize("contexts", [-1, 5, 1.5, True, "2"])
-def test_bad_number_of_contexts_is_refused(contexts: Any) -> None:
-    with pytest.raises(ConfigError, match="contexts=") as caught:
-        BlendConfig(contexts=contexts)
-    assert caught.value.field == "contexts"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.engine import variants
 from cacheblend_rag.engine.turns import Turns
-from cacheblend_rag.engine.variants import KEY_PREFIX, Place
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.engine.variants import KEY_PREFIX, Place, Variants
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt.chat import STUFF
 from cacheblend_rag.report import Tally
@@ -55,6 +56,12 @@ def kept(store: KVStore) -> dict[str, RecordInfo]:
     return dict(store.infos(KEY_PREFIX))
 
 
+def usually(engine: BlendEngine, asked: Prompt) -> FusedKV:
+    """The prompt as it is fused where there are no variants."""
+    with mock.patch.object(Variants, "instead_of", lambda self, usual, *given: tuple(usual)):
+        return engine.fuse(asked)
+
+
 def used(engine: BlendEngine, *numbers: int, **more: Any) -> tuple[int, ...]:
     """The chunks of a prompt that are read from variants."""
     return engine.fuse(prompt(*numbers, **more)).report.variants
@@ -88,7 +95,7 @@ def test_verified_prompt_leaves_its_chunks_behind_what_stood_before_them(mode: s
         for info in infos:
             before = len(info.context_ids)
             assert info.context_ids + info.token_ids == ids[: before + info.tokens]
-            assert (info.kind, info.rotated, info.contexts, info.learned) == ("variant", False, 0, "")
+            assert (info.kind, info.rotated, info.contexts) == ("variant", False, 0)
             key = next(key for key, one in kept(engine.store).items() if one == info)
             record = engine.store.open(key)
             assert record is not None
@@ -103,7 +110,7 @@ def test_nothing_is_kept_of_an_answer_that_was_not_verified() -> None:
     with engine_with() as engine:
         for mode in ("off", "held"):
             engine.generate(prompt(0, 1), max_new_tokens=2, verify=mode)
-        for options in ({"variants": 0}, {"write_back": "off"}, {"selection": "all"}, {"min_tokens": 10**4}):
+        for options in ({"write_back": "off"}, {"selection": "all"}, {"min_tokens": 10**4}):
             engine.with_config(**options).generate(prompt(0, 1), max_new_tokens=2)
         assert kept(engine.store) == {}
 
@@ -167,7 +174,7 @@ def test_choice_and_kv_are_those_of_the_plain_computation(tmp_path: Path) -> Non
     chance = random.Random(4)
     orders = [chance.sample(range(6), 3) for _ in range(12)]
     earlier = [prompt(*numbers, question=f"Question {at}?") for at, numbers in enumerate(orders)]
-    with engine_with(*orders, store=tmp_path, variants=100) as engine:
+    with engine_with(*orders, store=tmp_path) as engine:
         pipeline = engine._parts.pipeline
         plain, found, same = Plain(engine.adapter, pipeline.segments.tokenizer, earlier), 0, 0
         for numbers in itertools.permutations(range(6), 3):
@@ -296,9 +303,9 @@ async def test_answers_under_way_together_leave_exact_variants() -> None:
 
 def test_store_is_asked_no_more_than_without() -> None:
     counted = []
-    for options in ({"variants": 0}, {}):
+    for look in (Variants.instead_of, lambda self, usual, *given: tuple(usual)):
         store = CountingStore(MemoryStore())
-        with engine_with(store=store, verify="off", **options) as engine:
+        with mock.patch.object(Variants, "instead_of", look), engine_with(store=store, verify="off") as engine:
             store.forget()
             infos = store.inner.infos
             store.infos = lambda beginning, infos=infos, store=store: store.calls.append(("infos",)) or infos(beginning)
@@ -314,21 +321,6 @@ def test_prompt_with_variants_opens_all_at_once() -> None:
         store.forget()
         assert used(engine, 0, 1, 2) == (0, 1, 2)
         assert sum(call[0] == "open_all" for call in store.calls) == 1
-
-
-def test_so_many_variants_of_a_chunk_are_kept() -> None:
-    orders = [(number, 0) for number in range(1, 6)]
-    with engine_with(*orders[:3], variants=3) as engine:
-        assert used(engine, 1, 0) == (0, 1)
-        for numbers in orders[3:]:
-            engine.generate(prompt(*numbers), max_new_tokens=1)
-        of_chunk = [info for info in kept(engine.store).values() if len(info.before) == 2]
-        assert len(of_chunk) == 3
-        taken = [number for number, _ in orders if 1 in used(engine, number, 0)]
-        assert taken == [1, 4, 5], "the one that was used stays"
-        few = engine.with_config(variants=1)
-        few.generate(prompt(2, 0), max_new_tokens=1)
-        assert sum(len(info.before) == 2 for info in kept(engine.store).values()) == 1
 
 
 def test_same_prompt_again_stores_nothing() -> None:
@@ -370,7 +362,7 @@ def test_counts_say_how_many_were_used() -> None:
 def test_variant_that_has_gone_is_a_miss_and_the_usual_record_is_read() -> None:
     store = CountingStore(MemoryStore())
     with engine_with((0, 1, 2), store=store) as engine:
-        expected = engine.with_config(variants=0).fuse(prompt(0, 1, 2))
+        expected = usually(engine, prompt(0, 1, 2))
         for key in kept(store):
             store.delete(key)
         found = engine.fuse(prompt(0, 1, 2))
@@ -386,7 +378,7 @@ def test_damaged_variant_is_a_miss_and_the_usual_record_is_read(damage: str, tmp
     with engine_with(store=tmp_path) as engine:
         before = set(record_files(tmp_path))
         engine.generate(prompt(0, 1, 2), max_new_tokens=1)
-        expected = engine.with_config(variants=0, verify="off").fuse(prompt(0, 1, 2))
+        expected = usually(engine, prompt(0, 1, 2))
         for path in set(record_files(tmp_path)) - before:
             content = bytearray(path.read_bytes())
             content[-4096] ^= 1  # the first byte of the last layer
@@ -560,7 +552,7 @@ def test_prefix_that_holds_what_is_forgotten_goes_too(when: str) -> None:
 @pytest.mark.parametrize("memory", [0, "1GB"])
 def test_variants_lie_in_any_codec_and_tier(codec: str, memory: Any, tmp_path: Path) -> None:
     with engine_with((0, 1, 2), store=tmp_path, codec=codec, memory_limit=memory) as engine:
-        target, usual = exact(engine, prompt(0, 1, 2)), engine.with_config(variants=0).fuse(prompt(0, 1, 2))
+        target, usual = exact(engine, prompt(0, 1, 2)), usually(engine, prompt(0, 1, 2))
         fused = engine.fuse(prompt(0, 1, 2))
         assert fused.report.variants == (0, 1, 2)
         assert (fused.logits - target).norm() < (usual.logits - target).norm()
@@ -640,8 +632,3 @@ def test_store_that_cannot_be_looked_through_has_no_variants() -> None:
 
     with engine_of(store=Broken(MemoryStore()), selection="none") as engine:
         assert engine.fuse(prompt(0, 1)).report.variants == ()
-
-
-def test_values_of_the_option_are_checked() -> None:
-    with pytest.raises(ConfigError, match="variants"):
-        BlendConfig(variants=-1)

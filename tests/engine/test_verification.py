@@ -23,6 +23,8 @@ from tests.pairwise import others_slow
 from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("no_variants")
+
 WINDOW = {"layer_types": tiny.LAYER_TYPES, "sliding_window": 24}
 # Passes of several tokens are those of 64, so an answer of 150 takes three.
 OPTIONS: list[dict[str, Any]] = [
@@ -41,7 +43,7 @@ def reused(model: Any = None, **options: Any) -> BlendEngine:
 
     That an answer was verified leaves nothing behind that would bring the next one nearer.
     """
-    engine = engine_of(model, **{"selection": "none", "variants": 0, **options})
+    engine = engine_of(model, **{"selection": "none", **options})
     engine.warm(CHUNKS)
     return engine
 

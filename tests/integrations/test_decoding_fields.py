@@ -19,6 +19,8 @@ from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.probes import CHUNKS, engine_of
 
+pytestmark = pytest.mark.usefixtures("no_variants")
+
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
 ASKED = "the quick brown"
 FREE = {"max_new_tokens": 8, "min_new_tokens": 8}
@@ -125,7 +127,7 @@ def test_each_prompt_of_a_batch_has_its_own_log_probabilities(engine: BlendEngin
 def test_log_probabilities_of_a_verified_answer_are_those_of_its_end(kind: Any) -> None:
     asked = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell in the end?"
     tokenizer = tiny_parts()[1]
-    with engine_of(tokenizer=tokenizer, selection="none", prompt_cache=0, variants=0) as blending:
+    with engine_of(tokenizer=tokenizer, selection="none", prompt_cache=0) as blending:
         model = kind.from_engine(blending, max_new_tokens=9, logprobs=True)
         model.warm([ChatMessage(content=one).content for one in CHUNKS] if kind is LlamaIndexLLM else CHUNKS)
         full = kind.from_engine(blending.with_config(selection="all"), max_new_tokens=9, logprobs=True)

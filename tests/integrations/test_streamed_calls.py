@@ -25,6 +25,8 @@ from tests.integrations.langchain.models import TEMPLATE, Script, tiny_engine, t
 from tests.probes import CHUNKS, engine_of
 from tests.thinking import KINDS, Writer, thinking_engine
 
+pytestmark = pytest.mark.usefixtures("no_variants")
+
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
 CUT = '<tool_call>\n{"name": "find", "arguments": {"what": "le'
@@ -181,7 +183,7 @@ class ChangesItsMind(LogitsProcessor):
 def reusing() -> Iterator[BlendEngine]:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
-    with engine_of(tokenizer=tokenizer, selection="none", variants=0, prompt_cache=0) as engine:
+    with engine_of(tokenizer=tokenizer, selection="none", prompt_cache=0) as engine:
         ChatCacheBlend.from_engine(engine).warm(CHUNKS)
         yield engine
 
@@ -210,7 +212,7 @@ def test_corrected_call_is_the_only_one(reusing: BlendEngine) -> None:
 
 def test_corrected_thought_is_that_of_the_answer_at_the_end() -> None:
     """Its words that were streamed cannot be taken back; no call that a thought named is made."""
-    with thinking_engine("qwen3", selection="none", variants=0, prompt_cache=0) as engine:
+    with thinking_engine("qwen3", selection="none", prompt_cache=0) as engine:
         ChatCacheBlend.from_engine(engine).warm(CHUNKS)
         question = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell?"
         texts = [KINDS["qwen3"].thought.format(t=f"{word} {CALL}", a=f"{word} fell.") for word in ("An oak", "A leaf")]

@@ -18,6 +18,8 @@ from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
 from tests import tiny
 from tests.probes import CHUNKS, engine_of
 
+pytestmark = pytest.mark.usefixtures("no_variants")
+
 TEXT = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell in the end?"
 MOST = {"max_tokens": 12}
 
@@ -26,7 +28,7 @@ MOST = {"max_tokens": 12}
 def engine() -> Iterator[BlendEngine]:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
-    with engine_of(tokenizer=tokenizer, selection="none", variants=0) as made:
+    with engine_of(tokenizer=tokenizer, selection="none") as made:
         yield made
 
 

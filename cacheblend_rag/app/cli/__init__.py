@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
 from cacheblend_rag.app.cli.cache import add_cache
-from cacheblend_rag.app.cli.calibrate import add_adapt, add_calibrate
+from cacheblend_rag.app.cli.calibrate import add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
 from cacheblend_rag.app.cli.keys import add_keys
 from cacheblend_rag.app.cli.models import add_models
@@ -76,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
         add_models,
         add_cache,
         add_profile,
-        add_adapt,
         add_calibrate,
         add_eval,
     ):

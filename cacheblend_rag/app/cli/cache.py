@@ -112,7 +112,6 @@ def _found_by(key: str, info: RecordInfo, salts: Mapping[str, str]) -> str:
             context_ids=info.context_ids,
             token_ids=info.token_ids,
             contexts=info.contexts,
-            learned=info.learned,
         )
         if key.endswith(own):
             return f"found text of {name}"
@@ -186,13 +185,8 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _clear(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.store.learned import kept_contexts
-
     with _store(parsed) as store:
         print(f"{store.clear()} records erased")
-        if learned := kept_contexts(store.folder):
-            names = ", ".join(map(str, learned))
-            print(f"learned contexts stay, and traces of the texts they were learned from: remove {names}")
     return 0
 
 

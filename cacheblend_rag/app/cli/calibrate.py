@@ -1,4 +1,4 @@
-"""``cacheblend-rag calibrate`` and ``adapt``: the least recompute, and the best contexts for chunks, without labels."""
+"""``cacheblend-rag calibrate``: the least recompute that a model tolerates, without labels."""
 
 from __future__ import annotations
 
@@ -14,36 +14,6 @@ from cacheblend_rag.models.loading_bars import bars_hidden
 if TYPE_CHECKING:
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.prompt import Prompt
-
-
-def add_adapt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "adapt", help="learn what chunks are best computed behind, on your documents", description=__doc__
-    )
-    add_arguments(parser, "model", "docs", "data-dir", "device", "dtype")
-    add_prompt_arguments(parser, chunks=3)
-    parser.add_argument("--steps", type=int, default=150, metavar="N", help="of training, one prompt each (150)")
-    parser.set_defaults(run=_adapt)
-
-
-def _adapt(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.calibration.adapt import AdaptOptions, adapt, adapt_report
-    from cacheblend_rag.calibration.prompts import frame_prompts
-    from cacheblend_rag.store.learned import keep_context
-
-    options = AdaptOptions(steps=parsed.steps)
-    prompts, corpus = read_prompts(parsed, options.steps + options.held_back)
-    with _opened(parsed, condition="context") as engine:
-        adapted = adapt(engine, frame_prompts(prompts, engine.tokenizer), options, corpus=corpus)
-        print(adapt_report(adapted))
-        if not adapted.nearer:
-            print("nothing was kept: chunks behind their neighbours are as near; more --steps may help")
-            return 0
-        path = keep_context(engine.store, engine.fingerprint, adapted.context)
-    print(f"kept in {path}: chunks are computed behind it from now on, and are stored anew")
-    print("run `cacheblend-rag calibrate` again to let it choose the recompute ratio")
-    return 0
 
 
 def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

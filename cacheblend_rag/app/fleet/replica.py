@@ -188,7 +188,6 @@ def terms_of(service: Service) -> dict[str, Any]:
     return {
         "dtype": str(engine.adapter.dtype).removeprefix("torch."),
         "condition": engine.condition,
-        "learned": "" if engine.learned is None else engine.learned.digest,
         **{name: getattr(config, name) for name in _AGREED},
         "salt": _digest(config.salt),
         "encryption": _digest(os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY", "")),

@@ -24,7 +24,6 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
-from cacheblend_rag.store.learned import kept_context
 from docs.benchmarks.evaluation.runner import EvalOptions, EvalRun, Evaluation, Part, VectorRanker
 from docs.benchmarks.scripts.common import import_pyplot, machine, reported, save_figure, table
 
@@ -635,7 +634,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "device",
         "dtype",
         "size-limit",
-        data_dir="where calibrated settings and a learned context are (default: user's cache)",
+        data_dir="where calibrated settings are (default: user's cache)",
     )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
     parser.add_argument(
@@ -729,7 +728,6 @@ def open_evaluation(parsed: argparse.Namespace) -> Iterator[EvalSetup]:
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        engine = engine.with_learned(kept_context(kept, engine.fingerprint, engine.adapter))
         ranker = _ranker(parsed.retrieve, read)
         yield EvalSetup(engine, lambda chunks: read, options, ranker, _calibrated(kept, engine))
 

@@ -676,7 +676,6 @@ class Evaluation:
             "layers": self._engine.adapter.num_layers,
             "separator": self._engine.config.separator,
             "condition": self._engine.condition,
-            "learned": learned.digest if (learned := self._engine.learned) else "",
             "codec": self._engine.config.codec,
             "retrieval": retrieval,
             "calibrated": asdict(used) if used else None,

@@ -222,7 +222,7 @@ def run(parsed: argparse.Namespace) -> None:
     torch.set_num_threads(parsed.threads)
     cases = of_half(open_cases(parsed.data), parsed.half)[: parsed.limit]
     # Nothing that checks teach: a draft is what an answer without a check is.
-    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline", variants=0)
+    config = BlendConfig(prompt_cache=0, min_tokens=0, write_back="inline")
     with BlendEngine.from_pretrained(parsed.model, dtype=parsed.dtype, config=config) as engine:
         asking, rows = Asking(engine, parsed.ways), _asked(parsed)
         known = {row["id"] for row in rows}

@@ -181,7 +181,7 @@ class Conditions:
             tokens = self._tokenizer.tokenize(prompt)
             return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
-            return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
+            return Corpus(self._adapter, self._tokenizer, prompt.chunks).compute
         return self._of(condition)
 
     def _of(self, condition: str) -> ComputeKV:

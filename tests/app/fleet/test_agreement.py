@@ -64,7 +64,6 @@ def test_differing_replica_is_refused_with_both_values(field: str, value: object
         ("separator", "\n---\n"),
         ("split_at_separator", True),
         ("condition", "context"),
-        ("contexts", 1),
         ("selection", "boundary"),
         ("selection_options", {"check_layers": (2,)}),
         ("recompute_ratio", 0.3),

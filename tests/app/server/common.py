@@ -69,8 +69,6 @@ def settings_for(
     **more: Any,
 ) -> ServerSettings:
     """Settings of a server over the tiny model."""
-    # What one test verified brings no answer of another nearer to full prefill.
-    more = {"variants": 0, **more}
     config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
     rag = FolderRAGOptions(
         model=model,

@@ -15,6 +15,11 @@ from tests.app.server.common import BASE, Running, running, settings_for, settle
 from tests.integrations.langchain.models import TEMPLATE
 
 
+@pytest.fixture(autouse=True)
+def _alone(no_variants: None) -> None:
+    """Answers do not depend on which tests ran before."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model."""

@@ -23,7 +23,7 @@ PROMPT = Prompt("Read this.", [tiny.text(80, 1), tiny.text(80, 2)], "Which leaf?
 
 @pytest.fixture
 def served() -> Iterator[ServedModel]:
-    config = BlendConfig(min_tokens=0, recompute_ratio=0.3, variants=0, write_back="inline")
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.3, write_back="inline")
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=config)
     with engine:
         yield ServedModel("tiny", engine, Limits(), starter=False)
