@@ -23,7 +23,7 @@ from cacheblend_rag.engine.variants import KEY_PREFIX, Place, Variants
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt.chat import STUFF
-from cacheblend_rag.report import Tally
+from cacheblend_rag.report import FusedKV, Tally
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.base import RecordInfo
 from tests import tiny
