@@ -328,7 +328,7 @@ def draw_records(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
 def records(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = prompt_parser("storage records", __doc__, shape="qwen2.5-0.5b", rounds=5, chunks=8)
-    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="raw, int8, int4 (default: all)")
+    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="raw, int8 (default: both)")
     return run_bench(parser, arguments, StoreOptions, show_records)
 
 
