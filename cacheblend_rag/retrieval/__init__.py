@@ -12,7 +12,7 @@ load only where they are used.
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
 ``exact_index``  items with vectors in memory, searched by faiss
 ``vectorstore``  a LangChain vector store over it
-``vectors``      checks of vectors, and the choice of diverse ones
+``vectors``      checks of vectors
 ``saved_index``  a vector store on disk
 ``index``        an index of a folder, kept up to date file by file
 ===============  =======================================================================================

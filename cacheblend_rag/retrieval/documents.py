@@ -192,32 +192,22 @@ def _keep_apart(soup: Any) -> None:
             element.replace_with("☒ " if element.has_attr("checked") else "☐ ")
 
 
-def _docx(name: str, data: bytes) -> tuple[str, ...]:
+def _docx_text(name: str, data: bytes) -> str:
     try:
         import mammoth
     except ImportError as error:
-        raise _missing("mammoth", name) from error
-    try:
-        _check_package(data)
-        data, left_out = with_all_text(data)
-        result = mammoth.convert_to_html(
-            io.BytesIO(data),
-            style_map="p[style-name='Title'] => h1:fresh",
-            include_embedded_style_map=False,
-            convert_image=mammoth.images.img_element(lambda image: {}),
-        )
-        html = result.value
-        left_out += [one.message for one in result.messages if one.message.startswith("A w:sym")]
-    except RecursionError:
-        raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
-    except Exception as error:  # a damaged document makes parsers raise errors of many kinds
-        reason = str(error) or type(error).__name__
-        raise DocumentError(
-            f"{name} cannot be read as a Word document ({reason}); save it anew as .docx without a password"
-        ) from error
+        raise MissingExtraError("mammoth", "app") from error
+    data, left_out = with_all_text(data)
+    result = mammoth.convert_to_html(
+        io.BytesIO(data),
+        style_map="p[style-name='Title'] => h1:fresh",
+        include_embedded_style_map=False,
+        convert_image=mammoth.images.img_element(lambda image: {}),
+    )
+    left_out += [one.message for one in result.messages if one.message.startswith("A w:sym")]
     if left_out:
         _losses.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
-    return (_text_of_html(name, html),)
+    return _text_of_html(name, result.value)
 
 
 def _check_package(data: bytes, *, xml: bool = True) -> None:
@@ -264,7 +254,7 @@ def _office(kind: str, text_of: Callable[[str, bytes], str], *, xml: bool = True
             _check_package(data, xml=xml)
             return (text_of(name, data),)
         except MissingExtraError as missing:
-            raise _missing(missing.package, name, missing.extra) from missing
+            raise _missing(missing.package, name) from missing
         except DocumentError:
             raise
         except RecursionError:
@@ -353,8 +343,8 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
     return tuple(page.encode("utf-8", "replace").decode("utf-8") for page in pages)
 
 
-def _missing(package: str, name: str, extra: str = "app") -> MissingExtraError:
-    missing = MissingExtraError(package, extra)
+def _missing(package: str, name: str) -> MissingExtraError:
+    missing = MissingExtraError(package, "app")
     missing.msg = f"{name} cannot be read: {missing}"
     return missing
 
@@ -404,7 +394,7 @@ _CODE = (
 _READERS: dict[str, Reader] = {
     **dict.fromkeys(_CODE, _text),
     ".csv": _csv,
-    ".docx": _docx,
+    ".docx": _office("a Word document", _docx_text),
     ".epub": _office("a book", _epub_text, xml=False),
     ".htm": _html,
     ".html": _html,

@@ -40,7 +40,7 @@ def sheets(data: bytes) -> Iterator[tuple[str, list[list[str]]]]:
     try:
         import openpyxl
     except ImportError as error:
-        raise MissingExtraError("openpyxl", "office") from error
+        raise MissingExtraError("openpyxl", "app") from error
     _check_cells(data)
     book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True, keep_links=False)
     try:
@@ -107,7 +107,7 @@ def slides(data: bytes) -> str:
     try:
         import pptx
     except ImportError as error:
-        raise MissingExtraError("python-pptx", "office") from error
+        raise MissingExtraError("python-pptx", "app") from error
     written = []
     for number, slide in enumerate(pptx.Presentation(io.BytesIO(_without_pictures(data))).slides, 1):
         title = slide.shapes.title

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import faiss
@@ -18,12 +18,13 @@ import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.embedder import embed_in_parts, part_tokens_of, unread_from
 from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count
 
 _log = logging.getLogger(__name__)
 Filter = Mapping[str, Any] | Callable[[Document], bool]
@@ -210,11 +211,6 @@ class FaissVectorStore(VectorStore):
         with self._lock:
             return [document.model_copy(deep=True) for document in self._index.items.values()]
 
-    def holding(self, texts: Collection[str]) -> set[str]:
-        """Those of some texts that a document has."""
-        with self._lock:
-            return {one.page_content for one in self._index.items.values()}.intersection(texts)
-
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents nearest to a question.
 
@@ -312,7 +308,7 @@ class FaissVectorStore(VectorStore):
         if not hits:
             return []
         query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
-        return [hits[row][0] for row in marginal_relevance(query, rows, k, lambda_mult)]
+        return [hits[row][0] for row in maximal_marginal_relevance(query, list(rows), lambda_mult, k)]
 
     def _search(
         self, count: str, embedding: Sequence[float], k: int, filter: Filter | None

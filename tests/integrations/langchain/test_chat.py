@@ -6,21 +6,19 @@ import json
 from collections.abc import Iterator
 from functools import reduce
 from operator import add
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import pytest
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.tool import tool_call
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import message_spans, turns_of
+from cacheblend_rag.langchain.messages import message_spans
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import opening, render_turns
-from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import Script, passages, tiny_engine
 
 DOCUMENTS = passages(3, seed=1)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -53,23 +51,6 @@ def test_chunks_inside_a_message_hit_and_bos_stands_once(chat: ChatCacheBlend) -
     assert chat.segments(messages).prefix.endswith("[system] Use this:\n")
 
 
-def test_usage_counts_what_was_kept_and_what_is_stored(chat: ChatCacheBlend) -> None:
-    messages = [SystemMessage(f"Use this:\n{STUFFED}"), HumanMessage("What fell?")]
-    known_chunks.add(one.page_content for one in DOCUMENTS)
-    chat = ChatCacheBlend.from_engine(chat.engine.with_config(prompt_cache=0), max_new_tokens=6)
-    split = chat.engine.tokenize(chat.segments(messages))
-    stored = split.chunk_tokens + len(split.prefix)
-    first, second = chat.invoke(messages), chat.invoke(messages)
-    assert first.usage_metadata is not None
-    assert second.usage_metadata is not None
-    assert first.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": stored}
-    recomputed = second.response_metadata["recomputed_tokens"][-1]
-    assert recomputed == int(0.2 * split.chunk_tokens)
-    assert second.usage_metadata["input_token_details"] == {"cache_read": stored - recomputed, "cache_creation": 0}
-    assert second.usage_metadata["total_tokens"] == len(split.input_ids) + 6
-    assert second.response_metadata["recompute_ratio"] == 0.2
-
-
 def test_separators_split_the_content_of_a_message_only_on_request(chat: ChatCacheBlend) -> None:
     messages = [SystemMessage("Use # # a passage # # another # # and so on"), HumanMessage("A # # B?")]
     text = "<s>[system] Use # # a passage # # another # # and so on\n[user] A # # B?\n[assistant] "
@@ -92,12 +73,6 @@ def test_documents_and_answers_of_earlier_turns_hit_again(chat: ChatCacheBlend) 
         said = f"It was number {answers} that fell, as the passage says."
         turns += [AIMessage(said), HumanMessage(question)]
     assert chat.invoke(turns).response_metadata["hits"] == 5
-
-
-def test_answers_are_left_alone_on_request(chat: ChatCacheBlend) -> None:
-    turns = [HumanMessage("What fell?"), AIMessage("It was the seventh leaf of the oak."), HumanMessage("So?")]
-    assert len(chat.segments(turns).chunks) == 1
-    assert ChatCacheBlend.from_engine(chat.engine, reuse_answers=False).segments(turns).chunks == ()
 
 
 def test_nothing_of_a_question_is_stored(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,48 +126,6 @@ def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypat
 
 
 # Turns of other models, as each of them writes its thoughts.
-FOREIGN: dict[str, list[str | dict[str, Any]]] = {
-    "LangChain": [{"type": "reasoning", "reasoning": "Hm.", "extras": {"signature": "a"}}],
-    "OpenAI": [{"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]}],
-    "Anthropic": [
-        {"type": "thinking", "thinking": "Hm.", "signature": "a"},
-        {"type": "redacted_thinking", "data": "b"},
-    ],
-    "Bedrock": [{"type": "reasoning_content", "reasoning_content": {"text": "Hm.", "signature": "a"}}],
-    "not standard": [{"type": "non_standard", "value": {"type": "redacted_thinking", "data": "b"}}],
-    "a cache point": [{"cachePoint": {"type": "default"}}],
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-async def test_thoughts_of_another_model_are_passed_over(chat: ChatCacheBlend, name: str) -> None:
-    """A conversation goes on with this model from turns that another one has answered."""
-
-    def talk(answer: Any) -> list[BaseMessage]:
-        return [HumanMessage("What fell?"), AIMessage(answer), HumanMessage("And then?")]
-
-    plain, turns = talk("A leaf fell."), talk([*FOREIGN[name], {"type": "text", "text": "A leaf fell."}])
-    assert chat.segments(turns) == chat.segments(plain)
-    assert chat.get_num_tokens_from_messages(turns) == chat.get_num_tokens_from_messages(plain)
-    fed = [
-        chat.invoke(plain),
-        chat.invoke(turns),
-        await chat.ainvoke(turns),
-        [*chat.stream(turns)][-1],
-        [one async for one in chat.astream(turns)][-1],
-    ]
-    assert len({tuple(one.response_metadata["input_ids"]) for one in fed}) == 1
-    assert "Hm." not in chat.engine.tokenizer.decode(fed[0].response_metadata["input_ids"])
-
-
-def test_calls_and_refusals_of_another_model_are_read(chat: ChatCacheBlend) -> None:
-    call = tool_call(name="find", args={"what": "leaf"}, id="1")
-    answer = ToolMessage("A leaf.", tool_call_id="1")
-    block = {"type": "function_call", "name": "find", "arguments": '{"what": "leaf"}', "call_id": "1", "id": "fc_1"}
-    turns = [[HumanMessage("What fell?"), AIMessage(content, tool_calls=[call]), answer] for content in ("", [block])]
-    assert chat.segments(turns[0]) == chat.segments(turns[1])
-    said = AIMessage([{"type": "refusal", "refusal": "I cannot say."}])
-    assert "I cannot say." in chat.segments([HumanMessage("What fell?"), said, HumanMessage("Why?")]).suffix
 
 
 def test_blocks_of_other_models_are_refused(chat: ChatCacheBlend) -> None:
@@ -201,24 +134,6 @@ def test_blocks_of_other_models_are_refused(chat: ChatCacheBlend) -> None:
         kind = block.get("value", block)["type"]
         with pytest.raises(PromptError, match=f"type '{kind}', which is not read here: leave the block out"):
             chat.invoke([HumanMessage("What fell?"), AIMessage([block])])
-
-
-@pytest.mark.parametrize(
-    ("block", "named"),
-    [
-        ({"type": "non_standard", "value": {}}, "a block of type 'non_standard', which"),
-        ({"type": "non_standard", "value": {"a": 1}}, "a block of type 'non_standard', which"),
-        ({"type": "non_standard"}, "a block of type 'non_standard', which"),
-        ({"type": "non_standard", "value": {"type": "doc"}}, "a block of type 'doc', which"),
-        ({"type": "text"}, "a block of type 'text', which"),
-        ({"text": "Hello", "a": 1}, "a block without a type that holds 'text', 'a', which"),
-    ],
-    ids=str,
-)
-def test_unread_block_is_named_by_its_type(chat: ChatCacheBlend, block: dict[str, Any], named: str) -> None:
-    for message in (HumanMessage([block]), AIMessage(["What fell?", block])):
-        with pytest.raises(PromptError, match=named):
-            chat.invoke([message])
 
 
 # Streams ------------------------------------------------------------------------------------
@@ -294,19 +209,6 @@ async def test_text_that_is_no_call_stays_text_in_every_mode(
     assert not begun or len([piece for piece in pieces if piece.content]) > 1 or not merged[0].content
 
 
-async def test_thought_that_the_template_has_opened_holds_no_call(
-    chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = chat.engine.tokenizer.chat_template.replace("[assistant] {", "[assistant] <think>\n{")
-    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", opened)
-    said = f"I could say {CALLED} now.\n</think>Let me look.\n{CALLED}"
-    model = scripted(chat, said).bind_tools([TOOL], max_tokens=300)
-    for message in (model.invoke("What fell?"), reduce(add, [chunk async for chunk in model.astream("What fell?")])):
-        assert message.content == "Let me look."
-        assert message.additional_kwargs["reasoning_content"] == f"I could say {CALLED} now."
-        assert len(message.tool_calls) == 1
-
-
 def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:
     def find(what: str) -> str:
         """Find something."""
@@ -377,24 +279,6 @@ async def test_structured_answers_follow_their_schema(
     assert free.content == chat.invoke("What?", max_new_tokens=6).content
 
 
-async def test_object_from_a_cut_call_is_an_error(chat: ChatCacheBlend) -> None:
-    for schema in (SHORT, Leaf):
-        model = chat.with_structured_output(schema, method="function_calling").bind(max_tokens=4)
-        with pytest.raises(OutputParserException, match="max_tokens"):
-            model.invoke("What fell?")
-        with pytest.raises(OutputParserException, match="max_tokens"):
-            await model.ainvoke("What fell?")
-        with pytest.raises(OutputParserException, match="max_tokens"):
-            list(model.stream("What fell?"))
-        with pytest.raises(OutputParserException, match="max_tokens"):
-            _ = [one async for one in model.astream("What fell?")]
-    raw = chat.with_structured_output(SHORT, method="function_calling", include_raw=True).invoke("What fell?")
-    assert raw["parsed"] is None
-    assert "max_tokens" in str(raw["parsing_error"])
-    (unread,) = raw["raw"].invalid_tool_calls
-    assert (unread["name"], raw["raw"].content) == ("Leaf", "")
-
-
 def test_structured_answers_that_cannot_be_are_refused(chat: ChatCacheBlend) -> None:
     unkept = {"title": "Leaf", "type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
     refused = chat.with_structured_output(unkept, method="json_schema")
@@ -408,31 +292,6 @@ def test_structured_answers_that_cannot_be_are_refused(chat: ChatCacheBlend) -> 
             chat.with_structured_output(method=method)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tool_choice='auto'"):
         chat.bind_tools([TOOL], tool_choice="any").invoke("What fell?", response_format={"type": "json_object"})
-
-
-@pytest.mark.parametrize(
-    ("choice", "template", "expected"),
-    [
-        ("find", "… <tool_call> …", '<tool_call>\n{"name": "find", "arguments": '),
-        ("any", "… <tool_call> …", '<tool_call>\n{"name": "'),
-        ("find", '… "parameters" …', '{"name": "find", "parameters": '),
-        (None, "", ""),
-    ],
-)
-def test_the_opening_follows_the_template(choice: str | None, template: str, expected: str) -> None:
-    assert opening(choice, SimpleNamespace(chat_template=template)) == expected
-
-
-def test_chat_refuses_what_it_cannot_do(chat: ChatCacheBlend) -> None:
-    with pytest.raises(ConfigError, match="tool_choice='other'"):
-        chat.bind_tools([TOOL], tool_choice="other")
-    with pytest.raises(PromptError, match="image_url"):
-        chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "x"}}])])
-    tokenizer = tiny_parts()[1]
-    with pytest.raises(PromptError, match="RemoveMessage"):
-        turns_of([RemoveMessage(id="1")])
-    with pytest.raises(PromptError, match="empty"):
-        render_turns(tokenizer, turns_of([]))
 
 
 def test_template_that_is_missing_or_takes_no_tools_is_refused(

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import ClearToolUsesEdit, ContextEditingMiddleware
 from langchain_classic.memory import ConversationSummaryBufferMemory, ConversationTokenBufferMemory
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.messages.tool import tool_call
-from langchain_core.tools import tool
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from tests.integrations.langchain.models import tiny_engine
@@ -63,22 +61,6 @@ def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, str
         assert room == 10_000 or written(chat, rest) > 0.8 * room, "most of the room is used"
 
 
-def test_system_message_is_kept(chat: ChatCacheBlend) -> None:
-    talk = [SystemMessage("Be kind."), *TALK]
-    kept = trim_messages(talk, max_tokens=250, token_counter=chat, strategy="last", include_system=True)
-    assert kept[0] == talk[0]
-    assert kept[-1] == talk[-1]
-    assert len(kept) < len(talk)
-
-
-def test_parts_are_trimmed(chat: ChatCacheBlend) -> None:
-    long = [HumanMessage("leaf " * 200), AIMessage("tree " * 200)]
-    (kept,) = trim_messages(
-        long, max_tokens=150, token_counter=chat, strategy="first", allow_partial=True, text_splitter=str.split
-    )
-    assert 0 < len(str(kept.content).split()) < 200
-
-
 def test_count_equals_the_tokens_of_the_prompt(chat: ChatCacheBlend) -> None:
     assert chat.get_num_tokens_from_messages(TALK) == written(chat, TALK)
     assert chat.get_num_tokens_from_messages([]) == 0
@@ -105,28 +87,6 @@ def test_every_kind_of_message_content_is_counted(chat: ChatCacheBlend, messages
     assert chat.get_num_tokens_from_messages([*TALK, *messages]) > chat.get_num_tokens_from_messages(TALK)
 
 
-def test_model_without_template_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny_engine() as engine:
-        monkeypatch.setattr(engine.tokenizer, "chat_template", None)
-        chat = ChatCacheBlend.from_engine(engine)
-        assert chat.get_num_tokens_from_messages(TALK[:1]) == chat.get_num_tokens(str(TALK[0].content))
-
-        @tool
-        def find(what: str) -> str:
-            """Find it."""
-            return what
-
-        assert chat.get_num_tokens_from_messages(TALK[:1], tools=[find]) > 0
-
-
-@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
-def test_custom_count_is_used(kind: Any) -> None:
-    with tiny_engine() as engine:
-        model = kind.from_engine(engine, custom_get_token_ids=lambda text: [7] * len(text))
-        assert model.get_num_tokens("four") == 4
-        assert model.get_num_tokens_from_messages([HumanMessage("leaf " * 20)]) >= 100
-
-
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
 @pytest.mark.parametrize("kind", [ConversationTokenBufferMemory, ConversationSummaryBufferMemory])
 @pytest.mark.parametrize("room", [1, 40, 100])
@@ -146,19 +106,3 @@ async def test_memories_keep_what_fits(chat: ChatCacheBlend, kind: Any, room: in
         assert len(left) < 8
         if room == 100:
             assert left[-1].content == "Nothing fell."
-
-
-def test_old_answers_of_tools_are_cleared_by_the_models_count(chat: ChatCacheBlend) -> None:
-    edit = ClearToolUsesEdit(trigger=50, keep=0)
-    middleware = ContextEditingMiddleware(edits=[edit], token_count_method="model")
-    called = AIMessage("", tool_calls=[tool_call(name="find", args={"what": "leaf"}, id="1")])
-    talk = [HumanMessage("What fell?"), called, ToolMessage("leaf " * 100, tool_call_id="1")]
-
-    class Request:
-        messages, system_message, tools, model = talk, None, list[Any](), chat
-
-        def override(self, messages: list[BaseMessage]) -> list[BaseMessage]:
-            return messages
-
-    edited: Any = middleware.wrap_model_call(Request(), lambda request: request)  # type: ignore[arg-type,return-value]
-    assert edited[-1].content == "[cleared]"

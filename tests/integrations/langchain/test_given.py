@@ -14,7 +14,6 @@ from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_classic.chains.summarize import load_summarize_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
@@ -94,17 +93,6 @@ async def test_documents_given_to_a_chain_hit_from_the_second_request_on(name: s
             assert outcomes([info]) == {(outcome, "")}
 
 
-@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
-@pytest.mark.parametrize("chain_type", ["map_reduce", "refine"])
-async def test_so_do_those_that_are_asked_about_one_by_one(chain_type: str, caplog: pytest.LogCaptureFixture) -> None:
-    with tiny_engine() as engine:
-        chain = summarise(chain_type)(CacheBlendLLM.from_engine(engine, max_new_tokens=1))
-        for counts in ([(0, 1)] * 3, [(1, 0)] * 3):
-            infos = await asked(chain, "invoke", {"input_documents": searched(seed=91)})
-            assert [(one["hits"], one["misses"]) for one in infos[:3]] == counts
-    assert caplog.text == ""
-
-
 class Typed(TypedDict):
     """What a node is sent."""
 
@@ -154,25 +142,6 @@ async def test_documents_sent_to_a_node_hit(mode: str, kind: Any) -> None:
             assert [(one["hits"], one["misses"]) for one in infos] == [counts] * 3
 
 
-def test_documents_left_out_by_a_reranker_are_left_out() -> None:
-    with tiny_engine() as engine:
-        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        best: Runnable[Any, Any] = RunnableLambda(lambda given: {**given, "context": given["context"][:2]})
-        chain = best | create_stuff_documents_chain(llm, PROMPT)
-        ended = Ended()
-        chain.invoke({"context": passages(3, seed=93), "input": QUESTION}, {"callbacks": [ended]})
-    assert [one["outcome"] for one in ended.infos[0]["documents"]] == ["miss", "miss", "left out"]
-
-
-def test_document_that_no_prompt_holds_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with tiny_engine() as engine:
-        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        upper = RunnableLambda(lambda given: "\n".join(one.page_content.upper() for one in given)) | llm
-        upper.invoke(passages(2, seed=94))
-        assert [one.outcome for one in llm.last_report.documents] == ["not found"] * 2  # type: ignore[union-attr]
-    assert "2 of 2 retrieved documents were not found in the prompt" in caplog.text
-
-
 def test_nothing_is_learnt_where_tracking_is_off() -> None:
     with tiny_engine() as engine, tracking_off():
         stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke(
@@ -202,10 +171,3 @@ async def test_long_prompt_without_a_known_document_is_hinted_at_once(
         assert "held no known document" in record.getMessage()
         assert "#where-did-my-document-go" in record.getMessage()
         assert f"{llm.last_report.prompt_tokens:,} tokens" in record.getMessage()
-
-
-def test_long_prompt_with_a_document_gives_no_hint(caplog: pytest.LogCaptureFixture) -> None:
-    with tiny_engine() as engine:
-        document = Document(page_content=tiny.text(1200, 97))
-        stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke({"context": [document], "input": QUESTION})
-    assert caplog.text == ""

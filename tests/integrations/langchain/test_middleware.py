@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.messages.tool import tool_call
 
-import cacheblend_rag.langchain as ours
 from cacheblend_rag.langchain import CacheBlendMiddleware, ChatCacheBlend, known_chunks, tracking_off
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 
@@ -60,15 +58,6 @@ def test_answers_of_tools_are_made_known(chat: ChatCacheBlend, whole: bool) -> N
     assert ended.infos[0]["misses"] == 2 + whole
 
 
-def test_middleware_retrieves_nothing_without_a_question(chat: ChatCacheBlend) -> None:
-    class Never(FixedRetriever):
-        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-            raise AssertionError("there is no question")
-
-    agent = create_agent(chat, [], middleware=[CacheBlendMiddleware(Never(documents=[]))])
-    assert agent.invoke({"messages": [AIMessage("Well, what is it?")]})["messages"]
-
-
 def test_missing_package_is_named_with_the_command_and_import_needs_langchain_core_alone() -> None:
     script = """
 import sys
@@ -89,8 +78,3 @@ for use in (lambda: ours.CacheBlendMiddleware, lambda: split([])):
     agents, splitters = done.stdout.splitlines()
     assert "pip install 'cacheblend-rag[agents]'" in agents
     assert "pip install 'cacheblend-rag[langchain]'" in splitters
-
-
-def test_unknown_name_is_refused() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'CacheBlend'"):
-        _ = ours.CacheBlend

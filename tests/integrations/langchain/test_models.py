@@ -15,16 +15,14 @@ import pytest
 import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
-from langchain_core.messages import HumanMessage, SystemMessage
 from transformers import GenerationConfig, pipeline
-from transformers.generation import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
+from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
+from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.store import DiskStore
 from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
-from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.probes import CountingStore
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
@@ -101,46 +99,6 @@ async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any
     assert await say(model.bind(stop=[whole[4:6]]), mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-async def test_empty_stop_list_of_a_call_switches_stops_off(engine: Any, kind: Any, mode: str) -> None:
-    asked = "What fell in the end?"
-    whole = await say(kind.from_engine(engine, max_new_tokens=12), mode, asked)
-    word, cut = whole[4:6], whole[: whole.index(whole[4:6])]
-    settings = GenerationConfig(max_new_tokens=12, stop_strings=[word])
-    made = pipeline("text-generation", engine.model, tokenizer=engine.tokenizer, generation_config=settings)
-    for stopped in (
-        kind.from_engine(engine, max_new_tokens=12, stop=word),
-        kind.from_engine(engine, generation_config=settings),
-        kind.from_pipeline(made, config=engine.config),
-        kind.from_pipeline(made, config=engine.config, stop=["zzz"]),
-    ):
-        assert await say(stopped, mode, asked) == cut
-        assert await say(stopped.bind(stop=None), mode, asked) == cut
-        assert await say(stopped.bind(stop=["zzz"]), mode, asked) == cut
-        for off in ({"stop": []}, {"stop": ()}, {"pipeline_kwargs": {"stop": []}}):
-            assert await say(stopped.bind(**off), mode, asked) == whole
-        assert await say(stopped.bind(stop=[]).bind(stop=[word]), mode, asked) == cut
-    assert settings.stop_strings == [word]
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_order_of_messages_that_the_template_refuses_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny_engine() as engine:
-        monkeypatch.setattr(engine.tokenizer, "chat_template", ALTERNATING)
-        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=2)
-        said: Any = [SystemMessage("Be kind."), HumanMessage("What fell?")]
-        for asked in (said, [("human", "What?"), ("human", "What fell?")]):
-            with pytest.raises(PromptError, match=r"^messages .*user.* must alternate.*give"):
-                await say(chat, mode, asked)
-        assert await say(chat, mode, said[1:])
-        whole = chat.bind(chat_template_kwargs={"chat_template": "{{ messages[0].content + 7 }}"})
-        with pytest.raises(PromptError, match=r"roles user .*TypeError"):
-            await say(whole, mode, said[1:])
-        with pytest.raises(ConfigError, match=r"^chat_template=.*Jinja"):
-            await say(chat.bind(chat_template_kwargs={"chat_template": "{% if"}), mode, said[1:])
-
-
 def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
     llm = CacheBlendLLM.from_engine(engine, max_new_tokens=8, report_input_ids=True)
     result = llm.generate(["What fell?", "Who counted the leaves?"])
@@ -163,25 +121,6 @@ def test_call_overrides_options_of_the_model(engine: Any) -> None:
     sampled = chat.bind(temperature=2.0, seed=1)
     assert sampled.invoke("What fell?").content == sampled.invoke("What fell?").content
     assert sampled.invoke("What fell?").content != chat.invoke("What fell?").content
-
-
-def test_generation_configs_are_followed(engine: Any) -> None:
-    config = GenerationConfig(max_new_tokens=2)
-    assert CacheBlendLLM.from_engine(engine, generation_config=config).generate(["What?"]).llm_output is not None
-    llm = CacheBlendLLM.from_engine(engine, generation_config=config)
-    info = llm.generate(["What fell?"]).generations[0][0].generation_info
-    assert info is not None
-    assert info["generated_tokens"] == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_counted_by_the_models_own_tokenizer(engine: Any, kind: Any) -> None:
-    model = kind.from_engine(engine)
-    assert model.get_num_tokens("the quick brown fox") == len(engine.tokenizer.encode("the quick brown fox")) - 1
-    counted = model.get_num_tokens_from_messages([HumanMessage("the fox")])
-    if kind is ChatCacheBlend:
-        assert counted == len(engine.tokenizer.encode("<s>[user] the fox\n[assistant] ", add_special_tokens=False))
-    assert counted > 2
 
 
 # Time, cancellation, errors -----------------------------------------------------------------
@@ -228,22 +167,6 @@ async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, 
     with pytest.raises(ZeroDivisionError, match="user's failed"):
         await say(model, mode, "What fell?")
     assert kind.from_engine(engine, max_new_tokens=2).invoke("And now?")
-
-
-def test_running_out_of_memory_is_tried_again(engine: Any) -> None:
-    class Full(LogitsProcessor):
-        left = 2
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if self.left:
-                self.left -= 1
-                raise torch.OutOfMemoryError("the device is full")
-            return scores
-
-    asked = {"max_new_tokens": 3, "logits_processor": [Full()]}
-    with pytest.raises(torch.OutOfMemoryError):
-        CacheBlendLLM.from_engine(engine, max_retries=0, **asked).invoke("What fell?")
-    assert CacheBlendLLM.from_engine(engine, max_retries=1, **asked).invoke("What fell?")
 
 
 async def test_request_given_up_while_it_waits_costs_nothing(engine: Any) -> None:
@@ -357,16 +280,6 @@ def test_model_made_by_its_id_comes_back_from_its_serialised_form(kind: Any, sav
     again.engine.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_engine_or_id_the_error_says_what_to_give(kind: Any) -> None:
-    with pytest.raises(ConfigError, match="model_id"):
-        kind()
-    with pytest.raises(ConfigError, match="timeout=0"):
-        kind(engine=tiny_engine(), timeout=0)
-    with pytest.raises(ConfigError, match="give a list"):
-        kind(engine=tiny_engine()).warm("one text")
-
-
 # Pipelines ----------------------------------------------------------------------------------
 
 
@@ -381,43 +294,3 @@ def test_pipeline_is_taken_over_with_its_settings() -> None:
     assert CacheBlendLLM.from_pipeline(plain).generation_config is None
     with pytest.raises(ConfigError, match="text-generation"):
         CacheBlendLLM.from_pipeline(object())
-
-
-PIPELINES: dict[str, dict[str, Any]] = {
-    "a prefix": {"prefix": "The leaf. ", "max_new_tokens": 5},
-    "a prefix and a length of all": {"prefix": "The leaf. ", "max_length": 24},
-    "a prefix alone": {"prefix": "The leaf. "},
-    "a text that ends it": {"stop_sequence": "o", "max_new_tokens": 20},
-    "processors": {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([*range(5, 200)])])},
-}
-
-
-@pytest.mark.parametrize("settings", PIPELINES.values(), ids=PIPELINES)
-async def test_settings_of_a_pipeline_hold_in_every_mode(settings: dict[str, Any]) -> None:
-    model, tokenizer = tiny_parts()
-    made = pipeline("text-generation", model, tokenizer=tokenizer, return_full_text=False, **settings)
-    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))
-    # The text that ends an answer is no part of it here.
-    expected = made("What fell?", do_sample=False)[0]["generated_text"].removesuffix(settings.get("stop_sequence", ""))
-    for mode in MODES:
-        assert await say(llm, mode, "What fell?") == expected
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"add_special_tokens": False},
-        {"truncation": True},
-        {"handle_long_generation": "hole"},
-        {"tokenizer_encode_kwargs": {"add_special_tokens": False}},
-        {"skip_special_tokens": False},
-        {"stopping_criteria": [Slow(0)]},
-    ],
-)
-def test_settings_of_a_pipeline_that_would_not_hold_are_refused(settings: dict[str, Any]) -> None:
-    model, tokenizer = tiny_parts()
-    (name,) = settings
-    with pytest.raises(ConfigError, match=f"{name}=.*make the pipeline without it"):
-        CacheBlendLLM.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, **settings))
-    with pytest.raises(ConfigError, match=r"prefix=.*a system message"):
-        ChatCacheBlend.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, prefix="So. "))

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import SummarizationMiddleware
-from langchain.agents.structured_output import StructuredOutputValidationError, ToolStrategy
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import ChatCacheBlend
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 
@@ -94,43 +92,6 @@ async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine
         assert json.loads(out["messages"][-1].content) == {"kind": "oak", "count": 3}
 
 
-def test_answer_that_is_free_still_is_a_call_or_the_object(engine: BlendEngine) -> None:
-    """The model has learnt nothing: what it writes is held by the grammar alone."""
-    form = {"type": "object", "properties": {"kind": {"enum": ["oak", "ash"]}}, "required": ["kind"]}
-    response_format = {"type": "json_schema", "json_schema": {"name": "leaf", "schema": form, "strict": True}}
-    model = chat(engine, max_new_tokens=120, temperature=2.0).bind_tools([find], response_format=response_format)
-    answers = [model.invoke("What fell?", seed=seed) for seed in range(12)]
-    finished = [one for one in answers if one.response_metadata["finish_reason"] == "stop"]
-    assert finished
-    for one in finished:
-        if one.tool_calls:
-            assert {call["name"] for call in one.tool_calls} == {"find"}
-            assert one.content == ""
-        else:
-            assert json.loads(one.text)["kind"] in ("oak", "ash")
-
-
-def test_call_that_must_be_made_has_no_format(engine: BlendEngine) -> None:
-    model = chat(engine, LEAF).bind_tools([find], tool_choice="any")
-    with pytest.raises(ConfigError, match=r"response_format='json_object' .*tool_choice='auto'"):
-        model.invoke("What fell?", response_format={"type": "json_object"})
-    none = chat(engine, '{"a": 1}').bind_tools([find], tool_choice="none")
-    assert none.invoke("What fell?", response_format={"type": "json_object"}).text == '{"a": 1}'
-
-
-def test_cut_object_is_an_error_of_the_agent(engine: BlendEngine) -> None:
-    agent = create_agent(chat(engine, LEAF, max_new_tokens=4), [], response_format=Leaf)
-    with pytest.raises(StructuredOutputValidationError):
-        agent.invoke({"messages": [HumanMessage("What fell?")]})
-
-
-def test_agent_can_still_take_its_object_from_a_call(engine: BlendEngine) -> None:
-    call = f'<tool_call>\n{{"name": "Leaf", "arguments": {LEAF}}}\n</tool_call>'
-    model = chat(engine, call.removeprefix('<tool_call>\n{"name": "Leaf", "arguments": '))
-    out = create_agent(model, [], response_format=ToolStrategy(Leaf)).invoke({"messages": [HumanMessage("What?")]})
-    assert out["structured_response"] == Leaf(kind="oak", count=3)
-
-
 def test_history_is_summarised_at_a_share_of_the_context_window(engine: BlendEngine) -> None:
     window = engine.context_window
     assert window is not None
@@ -145,16 +106,6 @@ def test_history_is_summarised_at_a_share_of_the_context_window(engine: BlendEng
     assert "They spoke of leaves." in first.text
     assert long not in "".join(one.text for one in out["messages"])
     assert last.text == "An oak fell."
-
-
-def test_reported_tokens_count_for_the_share(engine: BlendEngine) -> None:
-    """A template may write far more than messages show, such as tools; the model has counted it."""
-    middle = SummarizationMiddleware(chat(engine, "Short."), trigger=("fraction", 0.5), keep=("messages", 1))
-    usage: Any = {"input_tokens": 5000, "output_tokens": 1, "total_tokens": 5001}
-    told = chat(engine, "Yes.").invoke("What?").response_metadata
-    answer = AIMessage("Yes.", usage_metadata=usage, response_metadata=told)
-    changed = middle.before_model({"messages": [SystemMessage("S"), HumanMessage("What?"), answer]}, None)  # type: ignore[arg-type, typeddict-item]
-    assert changed is not None
 
 
 def test_stream_of_an_answer_with_a_format_and_tools_is_that_of_invoke(engine: BlendEngine) -> None:

@@ -10,11 +10,8 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
-from pydantic import BaseModel
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
-from tests.integrations.langchain.models import tiny_engine
 from tests.thinking import KINDS, Writer, thinking_engine
 
 THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
@@ -70,20 +67,6 @@ def test_thoughts_are_off_by_default_and_a_call_turns_them_on() -> None:
         assert writer.prompts[-1].endswith("[assistant] " if thinks else "</think>\n\n"), call
 
 
-@pytest.mark.parametrize("wrong", [0, 1, "", [], {}, 2.5, "hard"])
-def test_wrong_kind_of_reasoning_is_refused(wrong: Any) -> None:
-    model = model_of("qwen3", ANSWER)
-    with pytest.raises(ConfigError, match=r"reasoning=.* use True or 'on', False or 'off', 'low', 'medium' or 'high'"):
-        model.invoke("What fell?", reasoning=wrong)
-
-
-def test_profile_says_whether_there_are_thoughts() -> None:
-    for kind in KINDS:
-        assert model_of(kind, ANSWER).profile["reasoning_output"] is True
-    with tiny_engine() as engine:
-        assert ChatCacheBlend.from_engine(engine).profile["reasoning_output"] is False
-
-
 def test_thoughts_are_not_sent_back_with_later_turns() -> None:
     model = model_of("qwen3", KINDS["qwen3"].thought.format(t=THOUGHT, a=ANSWER))
     first = model.invoke("What fell?")
@@ -123,40 +106,6 @@ async def test_agents_call_tools_behind_a_thought(kind: str) -> None:
         assert asked.content == ""
         assert THOUGHT in asked.additional_kwargs["reasoning_content"]
         assert (answered.content, final.content) == ("The leaf is red.", ANSWER)
-
-
-class Found(BaseModel):
-    """A finding."""
-
-    what: str
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek", "gpt-oss", "granite-3.3"])
-@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_objects_follow_their_schema_behind_a_thought(kind: str, method: str) -> None:
-    pytest.importorskip("llguidance")
-    engine = thinking_engine(kind)
-    model = ChatCacheBlend.from_engine(engine, max_new_tokens=200, reasoning=True, reasoning_tokens=20, temperature=0)
-    schema = {
-        "title": "Found",
-        "description": "A finding.",
-        "type": "object",
-        "properties": {"red": {"enum": ["leaf"]}},
-    }
-    schema |= {"required": ["red"], "additionalProperties": False}
-    made = model.with_structured_output(schema, method=method, include_raw=True).invoke("What fell?")
-    assert made["parsed"] == {"red": "leaf"}
-    assert made["raw"].response_metadata["thought_tokens"] > 0
-
-
-def test_forced_call_stands_behind_the_thought_that_the_template_has_begun() -> None:
-    def said(prompt: str) -> str:
-        return f'{THOUGHT}\n</think>\n\n{{"name": "Found", "arguments": {{"what": "leaf"}}}}'
-
-    model = model_of("deepseek", said, reasoning=False, max_new_tokens=120)
-    made = model.with_structured_output(Found, include_raw=True).invoke("What fell?")
-    assert made["parsed"] == Found(what="leaf")
-    assert made["raw"].additional_kwargs["reasoning_content"] == THOUGHT
 
 
 async def test_text_models_give_the_answer_and_keep_the_thought_in_its_info() -> None:

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, track
@@ -122,23 +120,6 @@ def test_rewritten_documents_hit_from_the_second_request_on(
 
 
 @pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
-@pytest.mark.parametrize("name", ["a list in JSON", "cut at the end", "wrapped"])
-async def test_so_do_they_in_asynchronous_chains_and_streams(name: str, kind: type[Any]) -> None:
-    write, change = REWRITES[name]
-    with tiny_engine() as engine:
-        chain = chain_of(kind.from_engine(engine, max_new_tokens=2), write)
-        ended = Ended()
-        config: Any = {"callbacks": [ended]}
-        await chain.ainvoke({"input": QUESTION}, config)
-        list(chain.stream({"input": QUESTION}, config))
-        assert [piece async for piece in chain.astream({"input": QUESTION}, config)]
-        await chain.abatch([{"input": QUESTION}, {"input": "And then?"}], config)
-    assert [outcomes(info) for info in ended.infos] == [
-        [(one, change)] * 3 for one in ("miss", "hit", "hit", "hit", "hit")
-    ]
-
-
-@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
 def test_missing_document_is_reported(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     def write(found: list[Document]) -> str:
         return "\n\n".join([found[0].page_content, found[1].page_content.upper(), found[2].page_content])
@@ -155,15 +136,6 @@ def test_missing_document_is_reported(kind: type[Any], caplog: pytest.LogCapture
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert "1 of 3 retrieved documents were not found in the prompt: the chain rewrote" in record.getMessage()
     assert "docs/how-to/troubleshooting.md" in record.getMessage()
-
-
-def test_chain_that_leaves_all_documents_out_is_warned_of_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    with tiny_engine() as engine:
-        model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
-        for _ in range(2):
-            assert outcomes(asked(chain_of(model, lambda found: f"{len(found)} found"))) == [("not found", "")] * 3
-    assert len(caplog.records) == 1
-    assert "3 of 3 retrieved documents" in caplog.text
 
 
 def test_short_documents_are_not_looked_for_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,18 +166,6 @@ def test_document_left_out_by_a_later_step_is_not_missing(caplog: pytest.LogCapt
     assert caplog.text == ""
 
 
-def test_documents_asked_about_one_by_one_are_not_missing(caplog: pytest.LogCaptureFixture) -> None:
-    """Each prompt of a map step holds one document; all of them are in some prompt."""
-    with tiny_engine() as engine:
-        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        spread = RunnableLambda(lambda found: [f"Use:\n{one.page_content}\n\nWhat fell?" for one in found])
-        ended = Ended()
-        (FixedRetriever(documents=DOCUMENTS) | spread | model.map()).invoke(QUESTION, {"callbacks": [ended]})
-        found = [[one for one, _ in outcomes(info)] for info in ended.infos]
-        assert sorted(found) == sorted(["not found"] * n + ["miss"] + ["not found"] * (2 - n) for n in range(3))
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked(asynchronous: bool) -> None:
     store = track(InMemoryVectorStore.from_texts(TEXTS, EMBEDDING))
@@ -227,19 +187,6 @@ async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked(asynch
     assert outcomes(ended.infos[0]) == [("miss", "json-escaped")] * 3
 
 
-def test_documents_that_a_tool_attached_are_accounted_for() -> None:
-    @tool(response_format="content_and_artifact")
-    def look_up(query: str) -> tuple[str, list[Document]]:
-        """Look something up."""
-        return json.dumps([one.page_content for one in DOCUMENTS]), DOCUMENTS
-
-    answer = look_up.invoke({"name": "look_up", "args": {"query": "?"}, "id": "1", "type": "tool_call"})
-    with tiny_engine() as engine:
-        model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
-        said = model.invoke([SystemMessage("Be short."), answer])
-    assert outcomes(said.response_metadata) == [("miss", "json-escaped")] * 3
-
-
 @pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
 def test_erasing_a_document_erases_its_rewritten_forms(name: str) -> None:
     store = Hooked()
@@ -249,17 +196,6 @@ def test_erasing_a_document_erases_its_rewritten_forms(name: str) -> None:
         assert asked(chain)["misses"] == 3
         assert model.forget(DOCUMENTS[:1]) == 1
         assert [one for one, _ in outcomes(asked(chain))] == ["miss", "hit", "hit"]
-
-
-def test_so_it_does_where_a_step_handed_on_rewritten_documents() -> None:
-    def shortened(found: list[Document]) -> list[Document]:
-        return [Document(page_content=html.escape(one.page_content)[:110]) for one in found]
-
-    with tiny_engine(condition="sink") as engine:
-        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        chain = chain_of(model, RunnableLambda(shortened) | RunnableLambda(each(str)))
-        assert outcomes(asked(chain)) == [("left out", "")] * 3 + [("miss", "")] * 3
-        assert model.forget(DOCUMENTS[:1]) == 1
 
 
 def test_nothing_before_a_part_of_a_document_is_stored_by_a_plain_model() -> None:

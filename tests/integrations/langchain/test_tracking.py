@@ -8,12 +8,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage
 from langchain_core.runnables import RunnableLambda
 
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, switch_off, switch_on, tracking, tracking_off
-from cacheblend_rag.langchain.tracking import RunDocuments, begin_tracking, documents_of_run, prompt_key
+from cacheblend_rag.langchain.tracking import RunDocuments, begin_tracking, documents_of_run
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
 from tests.programs import run_program
 
@@ -69,14 +67,6 @@ def test_tracking_can_be_switched_off_for_good_and_for_a_while() -> None:
         assert retrieve()
     switch_on()
     assert retrieve()
-
-
-def test_documents_are_not_changed() -> None:
-    documents = [Document(page_content=f"  {TEXT} ", metadata={"a": 1})]
-    before = documents[0].model_copy(deep=True)
-    found = FixedRetriever(documents=documents).invoke("?")
-    assert found == [before]
-    assert found[0] is documents[0]
 
 
 async def test_asynchronous_runs_are_tracked_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,19 +137,3 @@ def test_memory_is_bounded() -> None:
     assert runs.documents == 0
     runs.add(uuid4(), uuid4(), ["x" * 100])
     assert runs.documents == 1, "nothing else counts any more"
-
-
-def test_runs_without_documents_leave_nothing() -> None:
-    runs = RunDocuments()
-    root = uuid4()
-    runs.begin(root, None)
-    runs.add(uuid4(), root, [])
-    runs.add(root, None, ["found on its own"])
-    runs.call(root, [1])
-    runs.end(root)
-    assert (runs.documents_of(1), runs.documents, len(runs)) == ((), 0, 0)
-
-
-def test_prompts_are_known_by_their_text() -> None:
-    assert prompt_key([HumanMessage("a")]) == prompt_key([HumanMessage("a", id="1")])
-    assert prompt_key([HumanMessage("a")]) != prompt_key([HumanMessage("b")])

@@ -8,27 +8,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
-from llama_index.core.postprocessor import LongContextReorder, MetadataReplacementPostProcessor
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
 from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
-from llama_index.core.tools import QueryEngineTool, RetrieverTool
+from llama_index.core.schema import TextNode
+from llama_index.core.tools import QueryEngineTool
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
-from cacheblend_rag.llama_index.context import Hint, see
-from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts, shared_tracker
+from cacheblend_rag.llama_index.context import see
+from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
-from tests.integrations.llama_index.test_llm import Fall
 from tests.integrations.llama_index.test_matrix import FORCED, force
 from tests.probes import Hooked
 
@@ -59,18 +57,6 @@ def llm() -> CacheBlendLLM:
 
 
 # The context, and what is not in it ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("between", ["\n\n", " ", "\n-----\n", SEPARATOR])
-def test_text_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNode], between: str) -> None:
-    texts = texts_of(nodes)
-    values = {"context_str": between.join(texts), "query_str": QUESTION}
-    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, **values)
-    assert prompt.chunks == tuple(texts)
-    assert prompt.between == (between,) * 3
-    assert prompt.written("").text == DEFAULT_TEXT_QA_PROMPT.format(**values)
-    assert prompt.prefix.startswith("Context information is below.")
-    assert prompt.suffix.endswith(f"Query: {QUESTION}\nAnswer: ")
 
 
 def test_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
@@ -184,19 +170,6 @@ def test_list_is_matched_as_python_writes_it(streaming: bool) -> None:
         unknow(made)
 
 
-def test_nodes_that_are_reordered_or_dropped_hit(llm: CacheBlendLLM) -> None:
-    made = make_nodes(6, seed=16)
-    index = make_index(made)
-    warm_index(index, llm, progress=False, say=lambda message: None)
-
-    class Half(LongContextReorder):
-        def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
-            return nodes[::-2]
-
-    assert ask(llm, index, node_postprocessors=[LongContextReorder()]) == [(4, 0)]
-    assert ask(llm, index, node_postprocessors=[Half()]) == [(2, 0)]
-
-
 def test_nodes_that_are_rewritten_are_chunks_as_they_stand() -> None:
     made = make_nodes(seed=17)
     for number, node in enumerate(made):
@@ -206,15 +179,6 @@ def test_nodes_that_are_rewritten_are_chunks_as_they_stand() -> None:
     rewrite = MetadataReplacementPostProcessor(target_metadata_key="window")
     options: dict[str, Any] = {"node_postprocessors": [rewrite]}
     assert [ask(llm, index, **options), ask(llm, index, **options)] == [[(0, 4)], [(4, 0)]]
-
-
-def test_white_space_around_and_within_nodes_may_differ(llm: CacheBlendLLM) -> None:
-    made = make_nodes(seed=18, metadata={})
-    for node in made:
-        node.text = f"\n  {node.text} \n"
-    index = make_index(made)
-    warm_index(index, llm, progress=False, say=lambda message: None)
-    assert ask(llm, index) == [(4, 0)]
 
 
 @given(st.integers(0, 250), st.integers(70, 120), st.sampled_from(["", "XYZ ", "[0] Q\n" * 20]))
@@ -227,14 +191,6 @@ def test_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: in
         return
     ((match, origin),) = found
     assert (match.start, match.stop, origin) == (len(junk), len(junk) + len(part), known)
-
-
-def test_hints_are_read_from_a_templates_values() -> None:
-    hint = Hint.from_values({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
-    assert hint == Hint((("a", "b"),), ("c", "short"))
-    assert Hint.from_values({"context_msg": "a"}) == Hint(("a",), ())
-    assert Hint.from_values({"query_str": " "}) == Hint()
-    assert Hint.from_values({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
 
 
 def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
@@ -258,27 +214,6 @@ def test_recent_nodes_are_bounded_and_forgotten() -> None:
     assert recent.texts() == texts_of(made)[:0:-1]
     recent.discard(texts_of(made)[1:2])
     assert recent.texts() == texts_of(made)[2:]
-
-
-def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
-    known_chunks.forms.note("one  river", "one  river")
-    for number in range(300):
-        known_chunks.forms.note("one  river", f"form {number}")
-    forms = known_chunks.forms.find(["one river"])
-    assert len(forms) == 256
-    assert forms[-1] == "form 299"
-
-
-async def test_answers_in_a_form_hit() -> None:
-    script = Script(tiny_parts()[1], lambda prompt: '{"what": "leaf"}}')
-    llm, made = make_llm(True, logits_processor=[script], max_new_tokens=40), make_nodes(seed=23)
-    index = make_index(made)
-    warm_index(index, llm, progress=False, say=lambda message: None)
-    with listening() as answers:
-        engine = index.as_query_engine(llm=llm, similarity_top_k=4, output_cls=Fall)
-        response = await engine.aquery(QUESTION)
-    assert "leaf" in str(response)
-    assert answers.counts == [(4, 0)]
 
 
 # Nothing of a question is stored --------------------------------------------------------------------
@@ -314,32 +249,3 @@ async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
     assert sum("Passage 20." in text for text in stored) == 4
     for said in (QUESTION, "Where was Anna born?", "Sub question", FORCED["question list"]):
         assert not any(said in text for text in stored)
-
-
-@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
-async def test_nothing_an_agent_was_asked_is_stored() -> None:
-    store = Hooked()
-    model, tokenizer = tiny_parts()
-    config = BlendConfig(min_tokens=0, write_back="inline", check_model=False)
-    call = '<tool_call>\n{"name": "docs", "arguments": {"input": "Who was born?"}}\n</tool_call>'
-    steps = [call, "Anna was."]
-    llm = CacheBlendLLM.from_engine(
-        BlendEngine(model, tokenizer, config=config, store=store),
-        max_new_tokens=200,
-        logits_processor=[Script(tokenizer, lambda prompt: steps.pop(0))],
-    )
-    retriever = make_index(make_nodes(seed=22)).as_retriever(similarity_top_k=4)
-    tool = RetrieverTool.from_defaults(retriever, name="docs", description="All documents.")
-    agent = FunctionAgent(tools=[tool], llm=llm)
-    await agent.run(QUESTION, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
-    stored = [tokenizer.decode(ids) for ids in store.stored_ids()]
-    assert sum("Passage 22." in text for text in stored) == 4
-    assert not any(QUESTION in text or "Who was born?" in text for text in stored)
-
-
-def test_node_texts_are_with_and_without_metadata() -> None:
-    node = TextNode(text=" A river. ", metadata={"title": "T"})
-    assert node_texts(node) == ["title: T\n\n A river.", "A river."]
-    assert node_texts(node)[0] == node.get_content(MetadataMode.LLM)
-    assert node_texts(TextNode(text=" ")) == []
-    assert shared_tracker.recent.text_of("no such node") is None

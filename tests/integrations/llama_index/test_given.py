@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
-from llama_index.core import DocumentSummaryIndex
 from llama_index.core.base.base_query_engine import BaseQueryEngine
-from llama_index.core.llms import ChatMessage
 from llama_index.core.node_parser import SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor, PrevNextNodePostprocessor
 from llama_index.core.query_engine import CustomQueryEngine, SubQuestionQueryEngine
@@ -20,7 +17,7 @@ from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
 from cacheblend_rag.engine.llm_base import known_chunks
-from cacheblend_rag.llama_index import CacheBlendLLM, tracking_off
+from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import shared_tracker
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
@@ -80,27 +77,6 @@ async def test_texts_given_to_a_synthesizer_hit(kind: Any, mode: str) -> None:
         assert tuple(map(sum, zip(*answers.counts, strict=True))) == wanted
 
 
-async def test_long_texts_are_found_in_parts() -> None:
-    """They do not fit into one prompt, so that LlamaIndex splits them; what it makes of the answers is no document."""
-    texts = [node.get_content(MetadataMode.LLM) for node in make_nodes(4, seed=32, words=300)]
-    said = "The answer is that a leaf fell in the garden of the old house by the river in the end."
-    script = Script(tiny_parts()[1], lambda prompt: said)
-    store = Hooked()
-    llm = CacheBlendLLM.from_engine(
-        tiny_engine(store=store), context_window=1100, logits_processor=[script], max_new_tokens=80
-    )
-    synthesizer = TreeSummarize(llm=llm)
-    first, second = [], []
-    for counts in (first, second):
-        with listening() as answers:
-            synthesizer.get_response(QUESTION, texts)
-        counts += answers.counts
-    assert len(first) > 1
-    assert sum(misses for _, misses in first) >= 4
-    assert [misses for _, misses in second] == [0] * len(second)
-    assert not any(said in tiny_parts()[1].decode(ids) for ids in store.stored_ids())
-
-
 def test_nodes_that_a_query_engine_found_in_its_own_way_hit() -> None:
     made = make_nodes(3, seed=33)
     document = Document(text="-", id_="doc")
@@ -137,17 +113,6 @@ def test_nodes_that_a_post_processor_adds_hit() -> None:
         assert set(found) == {(outcome, "")}
 
 
-async def test_document_is_summarised_from_its_nodes() -> None:
-    documents = [Document(text=tiny.text(60, 350 + n), id_=f"d{n}") for n in range(2)]
-    llm = make_llm()
-    with listening() as answers:
-        for _ in range(2):
-            DocumentSummaryIndex.from_documents(
-                documents, llm=llm, embed_model=embedding(), response_synthesizer=TreeSummarize(llm=llm)
-            )
-    assert answers.counts == [(0, 1)] * 2 + [(1, 0)] * 2
-
-
 def test_answers_of_other_engines_are_no_documents() -> None:
     store = Hooked()
     tokenizer = tiny_parts()[1]
@@ -169,32 +134,6 @@ def test_answers_of_other_engines_are_no_documents() -> None:
     assert sum("Passage 36." in text for text in stored) == 4
     for said in (QUESTION, "Where was Anna born?", "Sub question", FORCED["question list"]):
         assert not any(said in text for text in stored)
-
-
-def test_nothing_is_learnt_where_tracking_is_off() -> None:
-    made = make_nodes(2, seed=37)
-    synthesizer = get_response_synthesizer(llm=make_llm())
-    with tracking_off():
-        synthesizer.synthesize(QUESTION, scored(made))
-        TreeSummarize(llm=make_llm()).get_response(QUESTION, ["A text that is long enough."])
-    assert len(known_chunks) == 0
-    assert shared_tracker.recent.texts() == []
-
-
-@pytest.mark.parametrize("mode", ["complete", "acomplete", "stream_complete", "chat"])
-async def test_long_prompt_without_a_known_document_is_hinted_at_once(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    long = f"{tiny.text(1200, 38)}\n\n{QUESTION}"
-    llm = make_llm(True)
-    given = [ChatMessage(long)] if mode == "chat" else long
-    for _ in range(2):
-        asked = getattr(llm, mode)(given)
-        asked = await asked if mode == "acomplete" else asked
-        if mode == "stream_complete":
-            list(asked)
-    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
-    assert "held no known document" in record.getMessage()
 
 
 # Windows of sentences ----------------------------------------------------------------------------------
@@ -230,24 +169,6 @@ async def test_windows_of_sentences_are_reused_whole(mode: str, caplog: pytest.L
     assert caplog.text == ""
     assert llm.forget(windows(40)) >= 1
     assert outcomes(await answered(mode, engine.query, engine.aquery, QUESTION)) == [("miss", "rewritten")]
-
-
-def test_windows_of_sentences_that_are_all_known_are_reused_too() -> None:
-    nodes = windows(41)
-    llm = make_llm(config={"recompute_ratio": 0.0})
-    llm.warm(nodes, progress=False)
-    engine = make_index(list(nodes)).as_query_engine(
-        llm=llm,
-        similarity_top_k=2,
-        node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
-    )
-    for _ in range(2):
-        response = engine.query(QUESTION)
-    report = llm.last_report
-    assert report is not None
-    text = "\n\n".join(one.node.get_content(MetadataMode.LLM) for one in response.source_nodes)  # type: ignore[union-attr]
-    assert report.reused_tokens > 0.85 * len(tiny_parts()[1].encode(text, add_special_tokens=False))
-    assert {outcome for outcome, _ in outcomes(response)} == {"hit"}
 
 
 def test_title_written_before_a_node_is_no_new_document() -> None:

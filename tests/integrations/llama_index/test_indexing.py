@@ -203,15 +203,6 @@ async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: boo
     assert answers.counts == [(3, 0)]
 
 
-def test_worker_process_without_the_model_says_so() -> None:
-    step = CacheBlendPrecompute(llm=make_llm())
-    del step.__dict__["llm"]
-    with pytest.raises(ConfigError, match="num_workers"):
-        step(make_nodes(seed=34))
-    with pytest.raises(ConfigError, match="documents"):
-        make_llm().warm(make_nodes(seed=34)[0])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", ["FaissVectorStore", "FaissMapVectorStore"])
 def test_nodes_in_llama_indexs_own_faiss_store_hit(kind: str) -> None:
     stores = pytest.importorskip(

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field
 from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
+from cacheblend_rag.errors import GenerationTimeoutError
 from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.messages import answer_message, turns_of
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
-from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.integrations.llama_index.common import listening, make_llm
 
 FORMS = ("complete", "acomplete", "stream_complete", "astream_complete")
@@ -86,26 +82,6 @@ async def test_all_chat_forms_say_the_same(llm: CacheBlendLLM, form: str) -> Non
     assert fed(llm, got[-1]) == "<s>[system] Be kind.\n[user] What fell?\n[assistant] "
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_prompts_are_wrapped_unless_they_are_formatted(form: str) -> None:
-    llm = make_llm(completion_to_prompt=lambda prompt: f"Q: {prompt} A:")
-    assert fed(llm, (await responses(llm, form, "why"))[-1]) == "<s>Q: why A:"
-    assert fed(llm, (await responses(llm, form, "why", formatted=True))[-1]) == "<s>why"
-
-
-@pytest.mark.parametrize("form", CHAT_FORMS)
-async def test_messages_are_rendered_by_the_users_function(form: str) -> None:
-    def shout(messages: Any) -> str:
-        return "".join(f"<s>{m.content}" for m in messages).upper()
-
-    llm = make_llm(messages_to_prompt=shout)
-    response = (await responses(llm, form, HELLO[1:]))[-1]
-    assert fed(llm, response) == llm.engine.tokenizer.decode(llm.engine.tokenizer.encode("<S>WHAT FELL?"))
-    assert not llm.metadata.is_function_calling_model
-    with pytest.raises(ConfigError, match="messages_to_prompt"):
-        llm.chat(HELLO, tools=[{"type": "function", "function": {"name": "find"}}])
-
-
 async def test_predict_wraps_in_every_mode() -> None:
     llm = make_llm(completion_to_prompt=lambda prompt: f"Q: {prompt} A:", system_prompt="Be kind.")
     prompt = PromptTemplate("{question}")
@@ -133,16 +109,6 @@ async def test_stop_strings_end_every_form(form: str) -> None:
         for off in ({"stop": []}, {"generate_kwargs": {"stop": []}}):
             assert text_of((await responses(stopped, form, asked, **off))[-1]) == "one two three four"
         assert text_of((await responses(stopped, form, asked, stop=None))[-1]) != "one two three four"
-
-
-@pytest.mark.parametrize("form", CHAT_FORMS)
-async def test_order_of_messages_that_the_template_refuses_is_named(
-    llm: CacheBlendLLM, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", ALTERNATING)
-    with pytest.raises(PromptError, match=r"^messages .*system, user .*must alternate.*give"):
-        await responses(llm, form, HELLO)
-    assert text_of((await responses(llm, form, HELLO[1:]))[-1])
 
 
 async def test_options_of_a_call_win() -> None:
@@ -226,22 +192,6 @@ def test_metadata_says_what_prompts_are_planned_by() -> None:
     assert plain.chat(HELLO, max_tokens=2).raw["prompt_tokens"] > 10  # LlamaIndex's own way to write messages
 
 
-def test_models_are_loaded_by_path(tmp_path: Path) -> None:
-    tiny.model(num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    config = BlendConfig(min_tokens=0, check_model=False)
-    llm = CacheBlendLLM.from_model_id(tmp_path / "model", store=tmp_path / "kv", config=config, max_tokens=3)
-    with llm.engine:
-        assert llm.complete("why").raw["generated_tokens"] == 3
-        assert llm.metadata.model_name == str(tmp_path / "model")
-        assert llm.to_dict()["max_new_tokens"] == 3
-        assert "engine" not in llm.to_dict()
-    with pytest.raises(ConfigError, match="model_id"):
-        CacheBlendLLM()
-    with pytest.raises(ConfigError, match="timeout=0"):
-        make_llm(timeout=0)
-
-
 def test_tracing_sees_each_answer_once(llm: CacheBlendLLM) -> None:
     counter = TokenCountingHandler(tokenizer=llm.engine.tokenizer.encode)
     llm.callback_manager = CallbackManager([counter])
@@ -287,21 +237,6 @@ async def test_tools_are_offered_and_called() -> None:
     turn = turns_of([whole.message])[0]
     assert turn["tool_calls"][0]["function"] == {"name": "find", "arguments": {"what": "leaf"}}
     assert str(llm.predict_and_call([tool], user_msg="What fell?")) == "leaf"
-
-
-async def test_call_can_be_required() -> None:
-    llm, tool = with_script(lambda prompt: '{"what": "leaf"}}'), FunctionTool.from_defaults(find)
-    for options in ({"tool_required": True}, {"tool_choice": "find"}):
-        whole = await llm.achat_with_tools([tool], user_msg="What fell?", **options)
-        assert fed(llm, whole).endswith('<tool_call>\n{"name": "find", "arguments": ')
-        assert llm.get_tool_calls_from_response(whole)[0].tool_kwargs == {"what": "leaf"}
-        pieces = [one async for one in await llm.astream_chat_with_tools([tool], user_msg="What fell?", **options)]
-        grown = [llm.get_tool_calls_from_response(piece)[0] for piece in pieces]
-        assert [call.tool_kwargs for call in (grown[0], grown[-1])] == [{}, {"what": "leaf"}]
-        assert {"what": "le"} in [call.tool_kwargs for call in grown]
-        assert len({call.tool_id for call in grown}) == 1
-    with pytest.raises(ConfigError, match="tool_choice='lose'"):
-        llm.chat_with_tools([tool], user_msg="What fell?", tool_choice="lose")
 
 
 class Fall(BaseModel):
@@ -367,32 +302,6 @@ async def test_objects_are_streamed(way: str, form: str) -> None:
         await objects_of(llm, form, max_tokens=20)
 
 
-@object_forms
-@pytest.mark.parametrize("form", OBJECT_FORMS)
-@pytest.mark.parametrize("mode", [PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM])
-async def test_streamed_objects_follow_their_schema(mode: PydanticProgramMode, form: str) -> None:
-    """From a model that nobody has taught."""
-    llm = make_llm(True, max_new_tokens=300, temperature=1.0, seed=1, pydantic_program_mode=mode)
-    assert isinstance((await objects_of(llm, form, Leaf))[-1], Leaf)
-
-
-async def test_programs_of_functions_stream_their_calls() -> None:
-    said = f'<tool_call>{{"name": "Person", "arguments": {PERSON}}}</tool_call>'
-    program = FunctionCallingProgram.from_defaults(Person, "Who was she?", llm=with_script(lambda prompt: said))
-    assert list(program.stream_call())[-1] == Person(name="Marie Curie", age=66)
-    assert [one async for one in await program.astream_call()][-1] == Person(name="Marie Curie", age=66)
-
-
-async def test_cut_object_is_an_error() -> None:
-    prompt = PromptTemplate("Who was she?")
-    for mode in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
-        llm = make_llm(True, max_new_tokens=6, pydantic_program_mode=mode)
-        with pytest.raises(ValueError, match="max_tokens"):
-            llm.structured_predict(Person, prompt)
-        with pytest.raises(ValueError, match="max_tokens"):
-            await llm.astructured_predict(Person, prompt)
-
-
 class Leaf(BaseModel):
     """A leaf."""
 
@@ -435,31 +344,3 @@ NO_CALLS = {
     "a number that JSON does not hold": CALL.replace('"leaf"', "1e999"),
     "half a character": CALL.replace("leaf", "\\ud800"),
 }
-
-
-@pytest.mark.parametrize("said", NO_CALLS.values(), ids=NO_CALLS)
-async def test_text_that_only_looks_like_a_call_stays_text(said: str) -> None:
-    llm, tools = with_script(lambda prompt: said), [FunctionTool.from_defaults(find).metadata.to_openai_tool()]
-    answer = said.rpartition("</think>")[2]
-    for form in CHAT_FORMS:
-        got = await responses(llm, form, HELLO, tools=tools)
-        assert got[-1].message.content == answer
-        assert got[-1].message.additional_kwargs == {}
-        assert llm.get_tool_calls_from_response(got[-1], error_on_no_tool_call=False) == []
-        if "stream" in form:
-            assert "".join(one.delta for one in got) == answer
-
-
-def test_messages_that_are_no_text_are_refused() -> None:
-    llm = make_llm(True)
-    with pytest.raises(PromptError, match="image"):
-        llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://x/y.png")])])
-    with pytest.raises(PromptError, match="empty"):
-        llm.chat([])
-
-
-def test_roles_are_those_of_templates() -> None:
-    roles = [MessageRole.DEVELOPER, MessageRole.CHATBOT, MessageRole.MODEL, MessageRole.TOOL]
-    turns = turns_of([ChatMessage(role=role, content="x", additional_kwargs={"tool_call_id": "7"}) for role in roles])
-    assert [turn["role"] for turn in turns] == ["system", "assistant", "assistant", "tool"]
-    assert turns[-1]["tool_call_id"] == "7"

@@ -223,8 +223,7 @@ def check_plain(answers: Answers) -> None:
         assert plain_answer(info["input_ids"], FREE).split("the")[0] == text
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("name", "mode"), QUERY_CASES)
+@pytest.mark.parametrize(("name", "mode"), [one for one in QUERY_CASES if one[0] in ("compact", "refine")])
 async def test_query_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
     make, _ = QUERY_ENGINES[name]
     text = await ask(make(bench, "stream" in mode), mode)
@@ -239,8 +238,7 @@ async def test_query_engines(bench: Bench, answers: Answers, name: str, mode: st
         assert text == (said or ("Empty Response" if mode in WHOLE else ""))
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("name", "mode"), CHAT_CASES)
+@pytest.mark.parametrize(("name", "mode"), [one for one in CHAT_CASES if one[0] == "context"])
 async def test_chat_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
     engine = CHAT_ENGINES[name][0](bench)
     for message in (QUESTION, "What opened in Oslo?"):
@@ -296,20 +294,15 @@ async def test_the_model_reads_what_the_plain_one_would(index: VectorStoreIndex,
     await check_against_plain(index, name, chat, "byte-level BPE")
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])
-@pytest.mark.parametrize("name", ["compact", "context"])
-async def test_engines_equal_plain_ones_with_every_tokenizer(
-    index: VectorStoreIndex, name: str, tokens: str, chat: bool
-) -> None:
-    await check_against_plain(index, name, chat, tokens)
+async def test_engines_equal_plain_ones_with_every_tokenizer(index: VectorStoreIndex, tokens: str) -> None:
+    await check_against_plain(index, "compact", True, tokens)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("tool", ["query engine", "retriever"])
-@pytest.mark.parametrize("agent", [FunctionAgent, ReActAgent])
+@pytest.mark.parametrize(
+    ("agent", "tool", "streaming"),
+    [(FunctionAgent, "query engine", True), (FunctionAgent, "retriever", False), (ReActAgent, "retriever", True)],
+)
 async def test_agents(bench: Bench, answers: Answers, agent: Any, tool: str, streaming: bool) -> None:
     script = _react_steps() if agent is ReActAgent else _function_steps()
     llm = CacheBlendLLM.from_engine(

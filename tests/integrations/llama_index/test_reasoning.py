@@ -8,10 +8,9 @@ import pytest
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
 
 from cacheblend_rag.llama_index import CacheBlendLLM
-from tests.integrations.llama_index.test_llm import CHAT_FORMS, FORMS, HELLO, responses
+from tests.integrations.llama_index.test_llm import CHAT_FORMS, HELLO, responses
 from tests.thinking import KINDS, Writer, thinking_engine
 
 THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
@@ -43,15 +42,6 @@ async def test_thoughts_are_blocks_of_their_own_in_every_form(kind: str) -> None
             deltas = [one.additional_kwargs.get("thinking_delta", "") for one in got]
             assert "".join(deltas) == THOUGHT
             assert len(list(filter(None, deltas))) > 5
-
-
-async def test_completions_have_the_answer_as_their_text() -> None:
-    llm = model_of("qwen3", KINDS["qwen3"].thought.format(t=THOUGHT, a=ANSWER))
-    for form in FORMS:
-        got = await responses(llm, form, "What fell?")
-        assert (got[-1].text, got[-1].additional_kwargs["thinking"]) == (ANSWER, THOUGHT)
-        if "stream" in form:
-            assert "".join(one.delta for one in got) == ANSWER
 
 
 async def test_switch_is_off_unless_a_call_or_the_model_turns_it_on() -> None:
@@ -92,22 +82,3 @@ async def test_agents_call_tools_behind_a_thought_and_stream_it(kind: str) -> No
     thoughts = "".join(event.thinking_delta or "" for event in streamed)
     assert thoughts == f"{THOUGHT} {CALL}{THOUGHT}"
     assert "".join(event.delta for event in streamed) == ANSWER
-
-
-class Found(BaseModel):
-    """A finding."""
-
-    what: str
-
-
-@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
-def test_objects_come_behind_a_thought() -> None:
-    from llama_index.core.prompts import PromptTemplate
-
-    def said(prompt: str) -> str:
-        return f'{THOUGHT}\n</think>\n\n{{"name": "Found", "arguments": {{"what": "leaf"}}}}'
-
-    llm = model_of("deepseek", said, max_new_tokens=120)
-    assert llm.structured_predict(Found, PromptTemplate("What fell?")) == Found(what="leaf")
-    *_, last = llm.stream_structured_predict(Found, PromptTemplate("What fell?"))
-    assert last == Found(what="leaf")

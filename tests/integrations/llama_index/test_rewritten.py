@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 from llama_index.core import VectorStoreIndex
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine
-from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.llama_index import CacheBlendLLM, known_chunks
 from tests import tiny
-from tests.integrations.langchain.models import plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import plain_answer, tiny_parts
 from tests.integrations.langchain.test_rewritten import END
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
-from tests.integrations.llama_index.test_matrix import ask
-from tests.probes import Hooked
 
 NODES = make_nodes(3, seed=41, metadata={})
 for number, node in enumerate(NODES):
@@ -99,17 +95,6 @@ async def test_rewritten_nodes_hit_from_the_second_query_on(
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("mode", ["async", "stream", "astream"])
-@pytest.mark.parametrize("name", ["JSON", "cut at the end", "wrapped"])
-async def test_so_do_they_asynchronously_and_in_streams(index: VectorStoreIndex, name: str, mode: str) -> None:
-    write, change = REWRITES[name]
-    engine = engine_of(index, make_llm(), write, streaming="stream" in mode)
-    with listening() as answers:
-        for _ in range(2):
-            await ask(engine, mode)
-    assert [outcomes(info) for info in answers.infos] == [[(one, change)] * 3 for one in ("miss", "hit")]
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_missing_node_is_reported(
     index: VectorStoreIndex, streaming: bool, caplog: pytest.LogCaptureFixture
@@ -129,20 +114,6 @@ async def test_missing_node_is_reported(
     assert "1 of 3 retrieved documents were not found" in record.getMessage()
 
 
-@pytest.mark.parametrize("mode", ["refine", "accumulate", "compact", "simple_summarize", "tree_summarize"])
-async def test_nodes_that_come_one_by_one_are_not_missing(
-    index: VectorStoreIndex, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    llm = make_llm()
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode)
-    told = engine.query(QUESTION).metadata["cacheblend"]
-    assert [one["outcome"] for one in told["documents"]] == ["miss"] * 3
-    assert llm.stats().documents_not_found == 0
-    assert llm.stats().documents_left_out == (6 if mode in ("refine", "accumulate") else 0)
-    assert {one["change"] for one in told["documents"]} == {"python-escaped" if mode == "simple_summarize" else ""}
-    assert caplog.text == ""
-
-
 async def test_nodes_that_are_cut_for_citation_are_found_in_parts(index: VectorStoreIndex) -> None:
     engine = CitationQueryEngine.from_args(
         index, llm=make_llm(), similarity_top_k=3, citation_chunk_size=60, citation_chunk_overlap=0
@@ -152,20 +123,6 @@ async def test_nodes_that_are_cut_for_citation_are_found_in_parts(index: VectorS
     assert len(told["documents"]) == 3
 
 
-class Escaped(BaseNodePostprocessor):
-    """Rewrites nodes, as post-processors do."""
-
-    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
-        return [NodeWithScore(node=one.node.model_copy(update={"text": html.escape(one.text)})) for one in nodes]
-
-
-async def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index: VectorStoreIndex) -> None:
-    llm = make_llm()
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[Escaped()])
-    assert outcomes(engine.query(QUESTION).metadata["cacheblend"]) == [("miss", "html-escaped")] * 3
-    assert llm.forget(NODES) == 3
-
-
 @pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
 async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
     llm = make_llm(config={"condition": "sink"})
@@ -173,16 +130,3 @@ async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex
     engine.query(QUESTION)
     assert llm.forget(NODES[:1]) == 1
     assert sorted(one for one, _ in outcomes(engine.query(QUESTION).metadata["cacheblend"])) == ["hit", "hit", "miss"]
-
-
-@pytest.mark.parametrize("name", [*REWRITES])
-async def test_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
-    """The context is gone; what looks like a node stands in the question alone."""
-    store = Hooked()
-    question = f"Secret: who wrote {REWRITES[name][0](NODES[0].text)} and why?"
-    engine = engine_of(
-        index, CacheBlendLLM.from_engine(tiny_engine(store=store), max_new_tokens=1), lambda _: "Nothing."
-    )
-    response = engine.query(question)
-    assert outcomes(response.metadata["cacheblend"]) == [("not found", "")] * 3
-    assert list(store.stored_ids()) == []

@@ -22,10 +22,6 @@ def test_vectors_are_those_of_the_model(embedder: SentenceTransformerEmbeddings,
     assert embedder.embed_documents([]) == []
 
 
-def test_nothing_is_normalised_behind_the_models_back(embedder: SentenceTransformerEmbeddings) -> None:
-    assert not np.isclose(np.linalg.norm(embedder.embed_query("the old mill")), 1.0)
-
-
 def test_prompts_of_the_model_are_used(model: SentenceTransformer) -> None:
     prompted = SentenceTransformer(modules=list(model), device="cpu", prompts={"query": "who ", "document": ""})
     embedder = SentenceTransformerEmbeddings(prompted)
@@ -42,34 +38,10 @@ def test_saved_model_is_loaded_by_its_path(
         assert loaded.embed_documents(["the old mill", "river"]) == embedder.embed_documents(["the old mill", "river"])
 
 
-def test_progress_is_shown_for_more_than_one_batch(
-    model: SentenceTransformer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    embedder = SentenceTransformerEmbeddings(model, batch_size=2, show_progress=True)
-    embedder.embed_documents(["a", "b"])
-    assert capfd.readouterr().err == ""
-    embedder.embed_documents(["a", "b", "c"])
-    assert "Batches" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "~/no/such/model"])
 def test_missing_path_is_refused(name: str) -> None:
     with pytest.raises(EmbedderError, match=f"'{name}' cannot be loaded: there is no such file or folder.*; name a"):
         SentenceTransformerEmbeddings(name)
-
-
-def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(EmbedderError, match=r"cannot be loaded .*SentenceTransformer\.save wrote") as caught:
-        SentenceTransformerEmbeddings(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert caught.value.__cause__ is not None
-
-
-def test_unavailable_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EmbedderError, match=r"model 'nobody/nothing' could not be loaded: .*check the name and"):
-        SentenceTransformerEmbeddings("nobody/nothing")
 
 
 def test_options_out_of_range(model: SentenceTransformer) -> None:

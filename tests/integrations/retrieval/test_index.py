@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from langchain_core.documents import Document
 from cacheblend_rag.errors import ConfigError, DocumentError, EmbedderError
 from cacheblend_rag.retrieval.documents import SourceFile
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
-from cacheblend_rag.retrieval.index import FolderIndex, IndexReport, build_index
+from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.retrieval.conftest import static_model
@@ -93,18 +92,6 @@ def test_index_of_some_folders_knows_nothing_beside_them(folder: Folder) -> None
     }
 
 
-def test_first_build_then_nothing_to_do(folder: Folder) -> None:
-    assert folder.update() == report(files=3, added=3, chunks=3, embedded=3)
-    written = {path: path.stat().st_mtime_ns for path in folder.index_dir.iterdir()}
-    embedder = CountingEmbedder(folder.model)
-    index = folder.index(embedder=embedder)
-    assert index.update() == report(files=3, unchanged=3, chunks=3)
-    assert embedder.seen == []
-    assert {path: path.stat().st_mtime_ns for path in folder.index_dir.iterdir()} == written
-    assert found(index, "anna oslo") == ["people/anna.txt"]
-    assert index.update() == report(files=3, unchanged=3, chunks=3)
-
-
 def test_only_what_changed_is_embedded(folder: Folder) -> None:
     folder.update()
     folder.write("people/anna.txt", "Anna works in Bergen.")
@@ -116,16 +103,6 @@ def test_only_what_changed_is_embedded(folder: Folder) -> None:
     )
     assert sorted(embedder.seen) == ["Anna works in Bergen.", "Clara plays the violin."]
     assert sorted(folder.forgotten) == ["Anna was born in Oslo.", "The old mill by the river."]
-
-
-def test_chunks_come_by_file_and_place(folder: Folder) -> None:
-    folder.write("a.txt", "one two three four five six seven eight nine ten eleven twelve thirteen")
-    index = folder.index(settings=SplitSettings(chunk_size=6))
-    index.update()
-    places = [(one.metadata["source"], one.metadata["chunk"]) for one in index.chunks()]
-    assert places == sorted(places)
-    assert len(places) == len(index.store) > 12
-    assert all(one.id == f"{one.metadata['source']}#{one.metadata['chunk']}" for one in index.chunks())
 
 
 def test_retriever_sees_what_an_update_brings(folder: Folder) -> None:
@@ -149,16 +126,6 @@ def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:
     assert folder.forgotten == [FILES["mill.txt"]]
 
 
-def test_changed_chunk_size_rebuilds_all(folder: Folder) -> None:
-    folder.update()
-    rebuilt = folder.update(settings=SplitSettings(chunk_size=10))
-    assert rebuilt.rebuilt == "the chunk sizes changed"
-    assert (rebuilt.changed, rebuilt.unchanged, rebuilt.forgotten) == (3, 0, 3)
-    assert rebuilt.embedded == rebuilt.chunks > 3
-    assert sorted(folder.forgotten) == sorted(FILES.values())
-    assert folder.update(settings=SplitSettings(chunk_size=10)).rebuilt == ""
-
-
 @pytest.mark.parametrize("other", [static_model(seed=1), static_model(dimension=24)], ids=["weights", "size"])
 def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> None:
     folder.update()
@@ -172,13 +139,6 @@ def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> Non
     assert found(index, "anna was born in oslo") == ["people/anna.txt"]
 
 
-def test_saved_copy_of_the_embedding_model_is_the_same_model(folder: Folder, tmp_path: Path) -> None:
-    folder.update()
-    folder.model.save(str(tmp_path / "model"))
-    again = SentenceTransformerEmbeddings(tmp_path / "model", device="cpu")
-    assert folder.update(embedder=again) == report(files=3, unchanged=3, chunks=3)
-
-
 @pytest.mark.parametrize("pattern", ["manifest.json", "*.faiss", "*.jsonl"])
 def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture, pattern: str) -> None:
     folder.update()
@@ -187,30 +147,6 @@ def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFi
     assert folder.update() == report(files=3, added=3, chunks=3, embedded=3, rebuilt="the saved index is damaged")
     assert "the index is built anew" in caplog.text
     assert folder.forgotten == []
-    assert folder.update() == report(files=3, unchanged=3, chunks=3)
-
-
-def rewrite_state(folder: Folder, change: Any) -> None:
-    path = folder.index_dir / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    change(manifest["state"])
-    path.write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda state: state.pop("files"), "the saved index is damaged"),
-        (lambda state: state["files"].pop("mill.txt"), "the saved index is damaged"),
-        (lambda state: state.pop("splitter"), "the chunk sizes changed"),
-        (lambda state: state.pop("probes"), "the embedding model changed"),
-        (lambda state: state.update(probes=[[1], ["x", 2]]), "the embedding model changed"),
-    ],
-)
-def test_incomplete_state_rebuilds_all(folder: Folder, change: Any, why: str) -> None:
-    folder.update()
-    rewrite_state(folder, change)
-    assert folder.update().rebuilt == why
     assert folder.update() == report(files=3, unchanged=3, chunks=3)
 
 
@@ -241,36 +177,6 @@ def test_unreadable_file_leaves_the_index_as_it_was(folder: Folder) -> None:
     assert folder.update().added == 1
 
 
-def test_report_lists_files_that_were_left_out(folder: Folder, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.txt").write_text("secret")
-    (folder.docs / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
-    for path, data in {"picture.png": b"\x89PNG", "blank.md": b"\n", "broken.pdf": b"%PDF"}.items():
-        folder.write(path, data)
-    done = folder.update(on_error="skip")
-    assert (done.files, done.empty, done.others) == (4, ("blank.md",), ("picture.png",))
-    assert list(done.skipped) == ["broken.pdf", "link.txt"]
-    assert "cannot be read as PDF" in done.skipped["broken.pdf"]
-    assert "leads out of the folder" in done.skipped["link.txt"]
-
-
-def test_when_every_file_was_skipped_the_error_says_why(folder: Folder) -> None:
-    for path in FILES:
-        folder.write(path, BYTES)
-    with pytest.raises(DocumentError, match=r"no file in .* could be read, 3 skipped; the first: .* no text"):
-        folder.update(on_error="skip")
-
-
-def test_failed_rebuild_is_made_up_for(folder: Folder) -> None:
-    folder.update()
-    folder.write("bad.txt", BYTES)
-    index = folder.index(settings=SplitSettings(chunk_size=10))
-    with pytest.raises(DocumentError):
-        index.update()
-    (folder.docs / "bad.txt").unlink()
-    assert index.update().rebuilt == "the chunk sizes changed"
-    assert all(len(one.page_content) <= 10 for one in index.chunks())
-
-
 def test_failed_callback_is_called_again(folder: Folder) -> None:
     folder.update()
     (folder.docs / "mill.txt").unlink()
@@ -285,20 +191,6 @@ def test_failed_callback_is_called_again(folder: Folder) -> None:
         folder.update(on_delete=fail_once)
     assert folder.update(on_delete=fail_once).forgotten == 1
     assert calls == [[FILES["mill.txt"]]] * 2
-
-
-def test_failed_save_is_made_up_for(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = folder.index()
-
-    def fail(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("cacheblend_rag.retrieval.vectorstore.write_index", fail)
-    with pytest.raises(OSError, match="No space left"):
-        index.update()
-    monkeypatch.undo()
-    assert index.update() == report(files=3, unchanged=3, chunks=3)
-    assert folder.update() == report(files=3, unchanged=3, chunks=3)
 
 
 def test_failing_embedder_changes_nothing(folder: Folder) -> None:
@@ -329,20 +221,6 @@ def test_folders_without_text(folder: Folder) -> None:
         (folder.docs / path).unlink()
     with pytest.raises(DocumentError, match="holds no"):
         folder.update()
-
-
-def test_bad_options(folder: Folder) -> None:
-    with pytest.raises(ConfigError, match="on_error='no'"):
-        folder.index(on_error="no")
-    folder.index_dir.write_text("a file")
-    with pytest.raises(ConfigError, match="index_dir="):
-        folder.update()
-
-
-def test_build_index_returns_index_and_report(folder: Folder, embedder: Any) -> None:
-    built = build_index(folder.docs, embedder=embedder, index_dir=folder.index_dir)
-    assert built.report == report(files=3, added=3, chunks=3, embedded=3)
-    assert found(built.index, "old mill river") == ["mill.txt"]
 
 
 NAMES = st.sampled_from(["a.txt", "b.md", "sub/c.txt"])

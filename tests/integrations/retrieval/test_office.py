@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import zipfile
 from collections.abc import Callable
 from datetime import date, datetime
-from pathlib import Path
 
 import openpyxl
 import pptx
 import pytest
 from pptx.util import Inches
 
-from cacheblend_rag.errors import DocumentError, MissingExtraError
-from cacheblend_rag.retrieval.documents import SUFFIXES, list_files
+from cacheblend_rag.errors import DocumentError
 from tests.integrations.retrieval.office import with_part
 from tests.integrations.retrieval.test_formats import parsed
 
@@ -151,35 +148,20 @@ def test_chapters_of_a_book_stand_in_the_order_in_which_they_are_read() -> None:
     assert text == "# First\n\nText of First.\n\n# Last\n\nText of Last."
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (
-            [{"name": "Rondo", "sold": {"in": 1912, "to": None}}, {"name": "Tri", "tags": ["a", 2]}],
-            "name: Rondo; sold.in: 1912\n\nname: Tri; tags: a, 2",
-        ),
-        (
-            {"title": "Boats", "list": [{"x": True}, {"x": [[1], 2]}]},
-            "title: Boats\n\nlist.x: true; list.x: 2; list.x: 1",
-        ),
+def test_values_of_json_stand_behind_the_path_to_them() -> None:
+    rows = [{"name": "Rondo", "sold": {"in": 1912, "to": None}}, {"name": "Tri", "tags": ["a", 2]}]
+    nested = {"title": "Boats", "list": [{"x": True}, {"x": [[1], 2]}]}
+    for given, text in (
+        (rows, "name: Rondo; sold.in: 1912\n\nname: Tri; tags: a, 2"),
+        (nested, "title: Boats\n\nlist.x: true; list.x: 2; list.x: 1"),
         ("alone", "alone"),
         ([], ""),
-    ],
-)
-def test_values_of_json_stand_behind_the_path_to_them(given: object, text: str) -> None:
-    assert parsed("a.json", json.dumps(given).encode()) == text
+    ):
+        assert parsed("a.json", json.dumps(given).encode()) == text
 
 
 def test_lines_of_json_are_paragraphs() -> None:
     assert parsed("a.jsonl", b'{"q": "Who?"}\n\n{"q": "Where?", "n": 1.5}\n') == "q: Who?\n\nq: Where?; n: 1.5"
-
-
-def test_code_is_read_as_it_stands(tmp_path: Path) -> None:
-    code = "def f(x):\n    return x  # naïve\n"
-    for suffix in (".py", ".ts", ".rs", ".sql", ".yaml"):
-        assert parsed(f"a{suffix}", code.encode()) == code
-        (tmp_path / f"a{suffix}").write_text(code, encoding="utf-8")
-    assert len(list_files(tmp_path).readable) == 5
 
 
 def _far_apart() -> bytes:
@@ -204,9 +186,8 @@ _ENTITIES = "<!DOCTYPE x [<!ENTITY a 'aaaa'><!ENTITY b '&a;&a;'>]>"
 _DEEP = "<text:p>" * 500 + "</text:p>" * 500
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "reason"),
-    [
+def test_file_that_would_do_harm_or_is_damaged_is_refused() -> None:
+    cases: tuple[tuple[str, Callable[[], bytes], str], ...] = (
         ("a.xlsx", lambda: with_part(workbook(A=[[1]]), "xl/more.xml", _bomb), "20 MB of XML"),
         ("a.xlsx", _far_apart, "too far apart"),
         ("a.xlsx", lambda: with_part(workbook(A=[[1]]), "xl/workbook.xml", _entities), "document type"),
@@ -224,12 +205,11 @@ _DEEP = "<text:p>" * 500 + "</text:p>" * 500
         ("a.json", lambda: b'{"a": 1,}', "is no JSON"),
         ("a.jsonl", lambda: b'{"a": 1}\n{', "is no JSON"),
         ("a.py", lambda: bytes(range(256)), "no text"),
-    ],
-)  # fmt: skip
-def test_file_that_would_do_harm_or_is_damaged_is_refused(name: str, data: Callable[[], bytes], reason: str) -> None:
-    with pytest.raises(DocumentError, match=reason) as caught:
-        parsed(name, data())
-    assert str(caught.value).startswith(name)
+    )  # fmt: skip
+    for name, data, reason in cases:
+        with pytest.raises(DocumentError, match=reason) as caught:
+            parsed(name, data())
+        assert str(caught.value).startswith(name)
 
 
 def test_pictures_of_slides_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +228,3 @@ def test_pictures_of_slides_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(zipfile.ZipFile, "read", noted)
     assert parsed("a.pptx", data) == "## Slide 1"
-
-
-@pytest.mark.parametrize(("name", "package"), [("a.xlsx", "openpyxl"), ("a.pptx", "pptx")])
-def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
-    data = workbook(A=[[1]]) if name == "a.xlsx" else presentation(lambda made: None)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"^a\..*cacheblend-rag\[office\]"):
-        parsed(name, data)
-    assert {".xlsx", ".pptx"} <= set(SUFFIXES)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,12 +14,9 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 
 from cacheblend_rag.retrieval.embedder import (
     SentenceTransformerEmbeddings,
-    SharedEmbeddings,
     embed_in_parts,
     unread_from,
 )
-from cacheblend_rag.retrieval.index import FolderIndex
-from cacheblend_rag.retrieval.saved_index import read_index
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.retrieval.conftest import limited_model, static_model
 
@@ -71,12 +66,6 @@ def test_parts_are_the_whole_text_and_end_where_sentences_do(limited: SentenceTr
     assert all(len(limited.model.tokenizer(part)["input_ids"]) <= 16 for some in parts for part in some)
 
 
-def test_parts_are_short_where_a_model_reads_much() -> None:
-    assert SentenceTransformerEmbeddings(limited_model(8192)).part_tokens == 48
-    assert SentenceTransformerEmbeddings(static_model()).part_tokens is None
-    assert SentenceTransformerEmbeddings(static_model()).parts_of([FILLER]) == [[FILLER]]
-
-
 def test_one_vector_of_a_long_text_is_the_mean_of_its_parts(
     limited: SentenceTransformerEmbeddings, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,35 +97,6 @@ def test_embedders_of_others_are_tried_and_named(caplog: pytest.LogCaptureFixtur
     FaissVectorStore(SentenceTransformerEmbeddings(limited_model(16))).add_texts([FILLER])
     assert caplog.text == ""
     assert unread_from(Cut(), "anna " * 10) is None
-
-
-def test_shared_embeddings_divide_as_those_within(limited: SentenceTransformerEmbeddings) -> None:
-    shared = SharedEmbeddings(limited)
-    assert shared.parts_of([FILLER]) == limited.parts_of([FILLER])
-    for own, inner in zip(embed_in_parts(shared, [FILLER, "a"]), embed_in_parts(limited, [FILLER, "a"]), strict=True):
-        np.testing.assert_allclose(own, inner)
-    assert SharedEmbeddings(Cut()).part_tokens is None
-    assert len(shared.fingerprint) > len(SharedEmbeddings(Cut()).fingerprint)
-
-
-def folder_index(tmp_path: Path, embedder: Embeddings) -> FolderIndex:
-    docs = tmp_path / "docs"
-    docs.mkdir(exist_ok=True)
-    for name, text in FACTS.items():
-        (docs / f"{name}.txt").write_text(text)
-    return FolderIndex(docs, embedder=embedder, index_dir=tmp_path / "index")
-
-
-def test_index_with_vectors_of_beginnings_is_built_anew(tmp_path: Path, limited: SentenceTransformerEmbeddings) -> None:
-    folder_index(tmp_path, Cut()).update()
-    manifest = tmp_path / "index" / "manifest.json"
-    saved = json.loads(manifest.read_text())
-    assert saved.pop("part_tokens") is None
-    manifest.write_text(json.dumps(saved))  # as it was written before there were parts
-    assert folder_index(tmp_path, limited).update().rebuilt == "chunks are embedded in other parts than before"
-    assert folder_index(tmp_path, limited).update().rebuilt == ""
-    assert folder_index(tmp_path, SentenceTransformerEmbeddings(limited_model(12))).update().rebuilt
-    assert read_index(tmp_path / "index").part_tokens == 12
 
 
 def test_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
@@ -176,14 +136,3 @@ def test_search_equals_sorting_by_the_nearest_part(data: st.DataObject) -> None:
         found = store.similarity_search_with_score_by_vector([*map(float, query)], k, filter)
         assert [(pytest.approx(score), one.page_content) for one, score in found] == near[:k]
     assert store.vectors == sum(len(documents[number]) for number in left)
-
-
-def test_parts_of_one_document_do_not_fill_the_places_of_others() -> None:
-    store = FaissVectorStore(DeterministicFakeEmbedding(size=2))
-    texts = [Document(page_content=name, id=name) for name in ("many", "near", "far")]
-    many, near, far = (np.full((count, 2), at, dtype=np.float32) for count, at in ((200, 0), (1, 1), (3, 2)))
-    store.replace((), texts, [many, near, far])
-    assert [one.page_content for one in store.similarity_search_by_vector([0.0, 0.0], 3)] == ["many", "near", "far"]
-    store.delete(["many"])
-    assert isinstance(store._index.faiss, faiss.IndexIDMap2)
-    assert store.vectors == 4

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -17,13 +16,6 @@ from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, 
 
 def make(text: str) -> SavedIndex:
     return SavedIndex(f"vectors of {text}".encode(), {3: Document(page_content=text, id="a")}, {"note": text})
-
-
-def test_comes_back_as_it_was_and_leaves_one_generation(tmp_path: Path) -> None:
-    for text in ("one", "two", "three"):
-        write_index(tmp_path, make(text))
-        assert read_index(tmp_path) == make(text)
-        assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
@@ -120,49 +112,3 @@ def test_altered_truncated_and_missing_parts_are_noticed(tmp_path: Path) -> None
             assert has_index(tmp_path)
             with pytest.raises(IndexDamagedError, match="lacks" if harm == "remove" else "checksum"):
                 read_index(tmp_path)
-
-
-def change(manifest: dict[str, Any], *keys: str, value: Any) -> bytes:
-    inner = manifest
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = value
-    return json.dumps(manifest).encode()
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (("version",), 2),
-        (("state",), None),
-        (("files",), []),
-        (("files", "index"), "x"),
-        (("files", "index", "name"), "../../etc/passwd"),
-        (("files", "chunks", "name"), 5),
-        (("files", "chunks", "sha256"), 5),
-    ],
-)
-def test_damaged_manifest(tmp_path: Path, keys: tuple[str, ...], value: Any) -> None:
-    write_index(tmp_path, make("one"))
-    path = tmp_path / "manifest.json"
-    path.write_bytes(change(json.loads(path.read_bytes()), *keys, value=value))
-    with pytest.raises(IndexDamagedError):
-        read_index(tmp_path)
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"{}"])
-def test_manifest_that_is_none(tmp_path: Path, data: bytes) -> None:
-    write_index(tmp_path, make("one"))
-    (tmp_path / "manifest.json").write_bytes(data)
-    with pytest.raises(IndexDamagedError, match=r"manifest\.json is damaged"):
-        read_index(tmp_path)
-    write_index(tmp_path, make("two"))
-    assert read_index(tmp_path) == make("two")
-
-
-@pytest.mark.parametrize("line", ["5", "{}", '{"key": "x", "id": "a", "text": "t", "metadata": {}}', "no json"])
-def test_documents_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr(module, "to_line", lambda key, document: line + "\n")
-    write_index(tmp_path, make("one"))
-    with pytest.raises(IndexDamagedError, match="documents saved in"):
-        read_index(tmp_path)

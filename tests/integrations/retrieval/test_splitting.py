@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.documents import SourceFile
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 
@@ -35,34 +34,6 @@ def test_chunks_hold_all_words_once_and_say_where_they_stood(text: str, size: in
     assert chunks == split([source(text)], SplitSettings(chunk_size=size))
 
 
-@settings(deadline=None, max_examples=100)
-@given(text=TEXTS, size=st.integers(2, 40), data=st.data())
-def test_overlap_keeps_places_right(text: str, size: int, data: st.DataObject) -> None:
-    overlap = data.draw(st.integers(1, size - 1))
-    for one in split([source(text)], SplitSettings(chunk_size=size, chunk_overlap=overlap)):
-        start = one.metadata["start_index"]
-        assert text[start : start + len(one.page_content)] == one.page_content
-        assert len(one.page_content) <= size
-
-
-def test_text_that_fits_stays_whole() -> None:
-    text = "one\n\ntwo\n\nthree four"
-    for size in (len(text), len(text) + 1, 2000):
-        (chunk,) = split([source(f"\n \n{text}\n")], SplitSettings(chunk_size=size))
-        assert chunk.page_content == text
-        assert chunk.metadata["start_index"] == 3
-    assert len(split([source(text)], SplitSettings(chunk_size=len(text) - 1))) > 1
-
-
-def test_neighbouring_files_do_not_change_a_files_chunks() -> None:
-    long = source("word " * 800, path="b.txt")
-    alone = split([long])
-    among = split([source("first"), long, source("", " \n")])
-    assert among[1:] == alone
-    assert among[0].page_content == "first"
-    assert len(alone) == 3
-
-
 def test_chunks_of_a_pdf_know_their_page() -> None:
     chunks = split([source("one", " ", "aaaa bbbb", path="x.pdf")], SplitSettings(chunk_size=5))
     assert [(c.page_content, c.metadata["page"], c.metadata["chunk"]) for c in chunks] == [
@@ -88,9 +59,3 @@ def test_sizes_out_of_range(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SplitSettings(**values)
     assert caught.value.field == field
-
-
-def test_missing_splitters_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "langchain_text_splitters", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[langchain\]'"):
-        split([source("x")])
