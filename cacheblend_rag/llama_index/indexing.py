@@ -36,7 +36,8 @@ def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
     store = getattr(index, "vector_store", None)
     if isinstance(store, BasePydanticVectorStore) and store.stores_text:
         # Qdrant's store reads no more than a few thousand unless it is told to.
-        limit = {"limit": _MANY} if "limit" in inspect.signature(store.get_nodes).parameters else {}
+        listed = inspect.signature(store.get_nodes).parameters
+        limit: dict[str, Any] = {"limit": _MANY} if "limit" in listed else {}
         try:
             return list(store.get_nodes(node_ids=None, **limit))
         except NotImplementedError as error:

@@ -308,7 +308,7 @@ class FaissVectorStore(VectorStore):
         if not hits:
             return []
         query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
-        return [hits[row][0] for row in maximal_marginal_relevance(query, list(rows), lambda_mult, k)]
+        return [hits[row][0] for row in maximal_marginal_relevance(query, rows.tolist(), lambda_mult, k)]
 
     def _search(
         self, count: str, embedding: Sequence[float], k: int, filter: Filter | None
