@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.progress import Progress
 from cacheblend_rag.calibration.prompts import Corpus
@@ -25,9 +23,7 @@ from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
-from cacheblend_rag.prompt.contexts import CONTEXTS
 
-_VERSION = 6
 _BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
 
 
@@ -68,7 +64,6 @@ def calibrate(
     options: CalibrationOptions | None = None,
     *,
     corpus: Sequence[str] = (),
-    folder: Path | None = None,
     progress: bool | None = None,
 ) -> tuple[BlendSettings, Finding]:
     """Find the cheapest blending within a tolerance.
@@ -82,9 +77,6 @@ def calibrate(
     options : CalibrationOptions, optional
     corpus : sequence of str
         All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
-    folder : path, optional
-        Keeps what was tried, rule by rule: a search that was killed goes on where it was, and one with another
-        tolerance tries only what is new.
     progress : bool, optional
         Say what will be done, how long that may take, and how far it is. By default a bar shows the last on a terminal,
         and elsewhere a line every half a minute. False says nothing.
@@ -99,7 +91,7 @@ def calibrate(
     UnsupportedModelError
         If the model is answered plainly.
     ConfigError
-        If there are fewer than six prompts, or the folder holds a search over other prompts or another model.
+        If there are fewer than six prompts.
     """
     check_blends(engine.adapter)
     options = options or CalibrationOptions()
@@ -108,8 +100,6 @@ def calibrate(
     searched, checks = _divide(prompts, options.check_share)
     segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
     with ExitStack() as stack:
-        journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
-
         end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
         full = FullAnswers(engine.adapter, options.answer_tokens, end_ids)
         computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
@@ -117,8 +107,7 @@ def calibrate(
         passes = _expected_passes(len(searched), len(checks), options.most, len(computes))
         bar = stack.enter_context(Progress("calibrating", about, passes, exact=False, shown=progress))
 
-        def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
-            name = f"{condition}, {part}"
+        def trials(condition: str, of: Sequence[Prompt], most: int) -> TrialSet:
             return TrialSet(
                 engine.adapter,
                 segments,
@@ -127,15 +116,13 @@ def calibrate(
                 most=most,
                 compute=computes[condition],
                 on_prompt=bar.update,
-                known=[line for line in journal.lines if line["set"] == name] if journal else (),
-                on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
             )
 
         stack.enter_context(engine.products())
         conditions = {
             name: TrialSets(
-                trials(name, "searched", searched, options.most),
-                partial(trials, name, "checks", checks, 2 * options.most),
+                trials(name, searched, options.most),
+                partial(trials, name, checks, 2 * options.most),
             )
             for name in computes
         }
@@ -165,21 +152,6 @@ def _divide(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt]
         held_back = int((number + 1) * check_share) > int(number * check_share)
         (checks if held_back else searched).append(prompt)
     return searched, checks
-
-
-def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: CalibrationOptions) -> dict[str, Any]:
-    """Settings on which a trial's result depends."""
-    return {
-        "version": _VERSION,
-        "model": engine.fingerprint,
-        "dtype": str(engine.adapter.dtype).removeprefix("torch."),
-        "separator": engine.config.separator,
-        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
-        "contexts": CONTEXTS,
-        "check_share": options.check_share,
-        "most": options.most,
-        "answer_tokens": options.answer_tokens,
-    }
 
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import random
 import re
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.calibration.datasets import EvalCase, load_cases
-from cacheblend_rag.calibration.passages import ChatFrame, WordRanker, build_prompt, choose
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
-from cacheblend_rag.prompt.chat import STUFF
+from cacheblend_rag.prompt.chat import STUFF, render_turns
 from cacheblend_rag.prompt.contexts import CONTEXTS, contexts_beside
 
 _KEPT = 8  # groups whose contexts' KV stays in memory
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
+_WORD = re.compile(r"\w+")
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 _QUESTIONS = (
     "What is said about {a}?",
     "Who or what is {a}, and what happened?",
@@ -139,30 +143,135 @@ def question_prompts(chunks: Sequence[Document], questions: Sequence[str], per_p
     return [_prompt([texts[place] for place in words.rank(one, texts)[:per_prompt]], one) for one in queries]
 
 
-def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, style: str = "paper") -> list[Prompt]:
-    """Prompts of a file of questions, passages in random order; answers are not looked at.
+@dataclass(frozen=True)
+class Question:
+    """A question of a file.
 
-    The style is one of `build_prompt`.
+    Parameters
+    ----------
+    question : str
+    passages : tuple of str
+        The prompt's chunks are chosen from these.
+    answers : tuple of str
+        The right ones.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[Question]:
+    """Questions of a file of JSON lines: ``question``, ``passages`` with ``title`` and ``text``, and ``answers``.
+
+    A passage may lack its title. Other keys are not looked at.
+
+    Raises
+    ------
+    DatasetError
+        If the file cannot be read, has no questions, or has a line that cannot be used; the message has its number.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{str(path)!r} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_question(json.loads(line)))
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            form = '{"question": "…", "passages": [{"title": "…", "text": "…"}, …], "answers": ["…", …]}'
+            raise DatasetError(f"line {number} of {str(path)!r} cannot be used; write it as {form}") from error
+    if not found:
+        raise DatasetError(f"{str(path)!r} has no questions")
+    return found
+
+
+def _question(record: Any) -> Question:
+    """A question of a line; one of several errors if it is none."""
+    question, answers = record["question"].strip(), tuple(one.strip() for one in record["answers"])
+    passages = [(one.get("title", "").strip(), one["text"].strip()) for one in record["passages"]]
+    if isinstance(record["answers"], str) or not (question and answers and all(answers) and passages):
+        raise ValueError(question)
+    return Question(question, tuple(f"{title}\n{text}" if title else text for title, text in passages), answers)
+
+
+def file_prompts(
+    path: str | os.PathLike[str], count: int, per_prompt: int = 6, seed: int = 0
+) -> tuple[list[Prompt], list[tuple[str, ...]]]:
+    """Prompts of questions of a file drawn by chance, each with its nearest passages in random order, and the answers.
 
     Raises
     ------
     DatasetError
         If the file cannot be used.
     """
-    return [build_prompt(case, style) for case in _drawn_cases(data, count, per_prompt, seed)]
+    questions, chooser = read_questions(path), random.Random(f"calibrate/{seed}")
+    chooser.shuffle(questions)
+    words, prompts = WordRanker(text for one in questions for text in one.passages), []
+    for one in questions[:count]:
+        places = words.rank(one.question, one.passages)[:per_prompt]
+        chooser.shuffle(places)
+        prompts.append(_prompt([one.passages[place] for place in places], one.question))
+    return prompts, [one.answers for one in questions[:count]]
 
 
-def case_golds(data: str, count: int, per_prompt: int = 6, seed: int = 0) -> list[tuple[str, ...]]:
-    """The right answers to the prompts that `case_prompts` makes of the same arguments."""
-    return [case.answers for case in _drawn_cases(data, count, per_prompt, seed)]
+class WordRanker:
+    """By the words a passage shares with the question, rare ones counting more; needs no model.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        All passages, by which a word is rare or not.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts, self._in = 0, Counter[str]()
+        for text in texts:
+            self._texts += 1
+            self._in.update(set(_words(text)))
+
+    def rank(self, question: str, texts: Sequence[str]) -> list[int]:
+        """Numbers of the texts, nearest to the question first."""
+        wanted = set(_words(question))
+        scores = [sum(map(self.rarity, wanted & set(_words(text)))) for text in texts]
+        return sorted(range(len(texts)), key=lambda number: -scores[number])
+
+    def rarity(self, word: str) -> float:
+        """How much a word says: the logarithm of all passages over those that have it."""
+        return math.log((self._texts + 1) / (self._in[word] + 0.5))
 
 
-def _drawn_cases(data: str, count: int, per_prompt: int, seed: int) -> list[EvalCase]:
-    """Questions drawn by chance, each with the passages of its prompt."""
-    cases = load_cases(data)
-    random.Random(f"calibrate/{seed}").shuffle(cases)
-    words = WordRanker(passage.chunk for case in cases for passage in case.passages)
-    return [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+class ChatFrame:
+    """Text of a chat template before and after the user's message.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+
+    Raises
+    ------
+    ConfigError
+        If it has no chat template, or one that does not give the text back.
+    PromptError
+        If that template refuses a single question.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("chat", True, "leave it out; this tokenizer has no chat template")
+        said = [{"role": "user", "content": _MARK}]
+        text = render_turns(tokenizer, said)
+        if text.count(_MARK) != 1:
+            raise ConfigError("chat", True, "leave it out; this tokenizer's chat template does not repeat the text")
+        self.before, self.after = text.split(_MARK)
 
 
 def frame_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:

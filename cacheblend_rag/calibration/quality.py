@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from cacheblend_rag.calibration.comparison import METHODS, MethodResult, compare
-from cacheblend_rag.calibration.journal import Journal
 from cacheblend_rag.calibration.statistics import Interval, best_f1, exact_match, first_line, interval, paired
-from cacheblend_rag.config import RULE_OPTIONS, check_whole
+from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.loading import MachineProfile
 from cacheblend_rag.prompt import Prompt
 
-_VERSION = 1
 _NEW_TOKENS = 32
 
 
@@ -67,7 +60,6 @@ def measure_quality(
     *,
     max_new_tokens: int = _NEW_TOKENS,
     corpus: Sequence[str] = (),
-    folder: Path | None = None,
     progress: bool | None = None,
 ) -> list[MethodQuality]:
     """Answer prompts by every method, and hold each answer against full recompute's.
@@ -84,8 +76,6 @@ def measure_quality(
         Most tokens of an answer.
     corpus : sequence of str
         All chunks, those of a document one after another. They are warmed first, as for serving.
-    folder : path, optional
-        Keeps the answers, prompt by prompt: a run that was killed goes on where it was.
     progress : bool, optional
         Show a progress bar; by default if standard error is a terminal.
 
@@ -97,7 +87,7 @@ def measure_quality(
     Raises
     ------
     ConfigError
-        If no prompt fits the model, there are not as many gold answers as prompts, or the folder holds another run.
+        If no prompt fits the model, or there are not as many gold answers as prompts.
     """
     check_whole("max_new_tokens", max_new_tokens, 1)
     if golds and len(golds) != len(prompts):
@@ -108,23 +98,16 @@ def measure_quality(
     if not wanted:
         raise ConfigError("prompts", len(prompts), "use some that fit the model, with fewer or shorter chunks")
     hidden = None if progress is None else not progress
-    with ExitStack() as stack:
-        journal = None
-        if folder:
-            settings = _run_settings(engine, prompts, golds, max_new_tokens)
-            journal = stack.enter_context(Journal(folder, settings))
-        done = {line["prompt"]: line["results"] for line in journal.lines} if journal else {}
-        left = [number for number in wanted if number not in done]
-        if left and corpus:
-            engine.warm(corpus, progress=progress)
-        stack.enter_context(engine.products())  # full prefill too is computed as requests are
-        bar = tqdm(left, total=len(wanted), initial=len(wanted) - len(left), desc="evaluating", disable=hidden)
-        for number in bar:
-            found = _answer(engine, prompts[number], max_new_tokens)
-            done[number] = [_score(one, golds[number] if golds else ()) for one in found]
-            if journal:
-                journal.append({"prompt": number, "results": done[number]})
-    return list(_summed_up([done[number] for number in wanted]))
+    if corpus:
+        engine.warm(corpus, progress=progress)
+    scored = []
+    with engine.products():  # full prefill too is computed as requests are
+        for number in tqdm(wanted, desc="evaluating", disable=hidden):
+            # The time of each method is that of the pass that answers.
+            steps = compare(engine, prompts[number], max_new_tokens, 0.0, reorder=False)
+            right = golds[number] if golds else ()
+            scored.append([_score(one, right) for results in steps for one in results])
+    return list(_summed_up(scored))
 
 
 def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
@@ -157,15 +140,10 @@ def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _answer(engine: BlendEngine, prompt: Prompt, max_new_tokens: int) -> list[MethodResult]:
-    """Each method's answer to one prompt; its time is that of the pass that answered."""
-    return [one for results in compare(engine, prompt, max_new_tokens, 0.0, reorder=False) for one in results]
-
-
 def _score(result: MethodResult, golds: Sequence[str]) -> dict[str, Any]:
-    """A result fit for JSON, with F1 and exact match if the right answer is known."""
+    """A result by name, with F1 and exact match if the right answer is known."""
     near = {"kl": result.nearness.kl, "same": result.nearness.same_answer}
-    found = {"name": result.name, "answer": result.text, "ttft": result.ttft, "computed": result.computed, **near}
+    found = {"name": result.name, "ttft": result.ttft, "computed": result.computed, **near}
     if golds:
         short = not any("\n" in gold.strip() for gold in golds)
         answer = first_line(result.text) if short else result.text
@@ -194,28 +172,6 @@ def _summed_up(found: Sequence[Sequence[dict[str, Any]]]) -> Iterator[MethodQual
             statistics.mean(one["computed"] for one in results),
             **right,
         )
-
-
-def _run_settings(
-    engine: BlendEngine, prompts: Sequence[Prompt], golds: Sequence[Sequence[str]], max_new_tokens: int
-) -> dict[str, Any]:
-    """Settings on which results depend."""
-    path = profile_path(engine.store)
-    profile = MachineProfile.load(path) if path else None
-    calibrated = profile.blends.get(engine.fingerprint) if profile else None
-    return {
-        "version": _VERSION,
-        "model": engine.fingerprint,
-        "dtype": str(engine.adapter.dtype).removeprefix("torch."),
-        "prompts": hashlib.sha256(repr((prompts, golds)).encode()).hexdigest()[:16],
-        "max_new_tokens": max_new_tokens,
-        "condition": engine.condition,
-        "calibrated": asdict(calibrated) if calibrated else None,
-        **{
-            name: str(getattr(engine.config, name))
-            for name in ("separator", "recompute_ratio", *RULE_OPTIONS, "min_tokens")
-        },
-    }
 
 
 def _show(found: Interval, form: str) -> str:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from cacheblend_rag.calibration.intervals import Interval, interval
+from cacheblend_rag.calibration.statistics import Interval, interval
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
@@ -245,10 +244,6 @@ class TrialSet:
         Computes chunks behind contexts; see `PreparedPrompt`.
     on_prompt : callable
         Called after each prompt that was prepared or tried.
-    known : iterable of mapping
-        Earlier arguments of ``on_tried`` for these prompts: rules that need not be tried again.
-    on_tried : callable
-        Called with what was found of a rule, fit for JSON.
     """
 
     def __init__(
@@ -261,11 +256,9 @@ class TrialSet:
         most: int | None = None,
         compute: ComputeKV | None = None,
         on_prompt: Callable[[], object] = lambda: None,
-        known: Iterable[Mapping[str, Any]] = (),
-        on_tried: Callable[[dict[str, Any]], object] = lambda found: None,
     ) -> None:
-        self._adapter, self._compute, self._on_prompt, self._on_tried = adapter, compute, on_prompt, on_tried
-        self._known = {str(found["rule"]): found for found in known}
+        self._adapter, self._compute, self._on_prompt = adapter, compute, on_prompt
+        self._known: dict[SelectionRule, TriedRule] = {}
         self._prompts = len(prompts)
         made = (self._prepare(full, tokenizer, prompt) for prompt in prompts)
         self._trials = [*made] if most is None or most >= len(prompts) else self._choose(made, most)
@@ -311,17 +304,12 @@ class TrialSet:
         It is given up early if its mean divergence is sure to pass a tolerance, or if it does clearly more work than it
         should stay below.
         """
-        key = repr(rule)
-        known = self._known.get(key)
-        if known is None or not (
-            known["whole"] or self._given_up(known["divergences"], known["work"], tolerance, below)
-        ):
-            known = self._known[key] = {"rule": key, **self.measure(rule, tolerance, below)}
-            self._on_tried(known)
-        return TriedRule(rule, tuple(known["divergences"]), known["work"], known["whole"])
+        known = self._known.get(rule)
+        if known is None or not (known.whole or self._given_up(known.divergences, known.work, tolerance, below)):
+            known = self._known[rule] = self._measure(rule, tolerance, below)
+        return known
 
-    def measure(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
-        """Measures a rule that has not been tried: divergences, mean work, and whether on all prompts."""
+    def _measure(self, rule: SelectionRule, tolerance: float, below: float) -> TriedRule:
         found: list[tuple[float, _Trial]] = []
         divergences: list[float] = []
         works: list[float] = []
@@ -337,7 +325,7 @@ class TrialSet:
         if whole:  # from now on the hard ones first, so that what fails is soon seen
             self._trials = [trial for _, trial in sorted(found, key=lambda one: -one[0])]
             divergences.sort(reverse=True)
-        return {"divergences": divergences, "work": fmean(works), "whole": whole}
+        return TriedRule(rule, tuple(divergences), fmean(works), whole)
 
     def _given_up(self, divergences: Sequence[float], work: float, tolerance: float, below: float) -> bool:
         """Whether the mean passes the tolerance even if nothing is lost on other prompts, or the work is too much."""

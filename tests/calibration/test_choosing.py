@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from cacheblend_rag.calibration.datasets import EvalCase, Passage
-from cacheblend_rag.calibration.passages import ChatFrame, WordRanker, build_prompt, choose
+from cacheblend_rag.calibration.prompts import ChatFrame, WordRanker
 from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.evaluation.datasets import EvalCase, Passage
+from docs.benchmarks.evaluation.passages import build_prompt, choose
 from docs.benchmarks.evaluation.runner import VectorRanker, repacked
 from tests import tiny
 from tests.integrations.langchain.models import TEMPLATE

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.calibration.datasets import FORMATS, Passage, digest, load_cases
 from cacheblend_rag.errors import ConfigError, DatasetError
+from docs.benchmarks.evaluation.datasets import FORMATS, Passage, digest, load_cases
 from tests.calibration.conftest import question, write_questions
 
 # The folder of the open question sets, where there is one; see SOURCE.md in it.

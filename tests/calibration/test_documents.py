@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.datasets import load_cases
 from cacheblend_rag.fusor.selection import RULES
 from docs.benchmarks.evaluation import command
+from docs.benchmarks.evaluation.datasets import load_cases
 from docs.benchmarks.evaluation.runner import METHODS
 from docs.benchmarks.scripts.figures import FIGURES
 from tests.programs import run_program

@@ -10,12 +10,13 @@ import pytest
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.comparison import METHODS
-from cacheblend_rag.calibration.prompts import case_golds, case_prompts
+from cacheblend_rag.calibration.prompts import file_prompts, read_questions
 from cacheblend_rag.calibration.quality import measure_quality, quality_table
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
+from tests.calibration.conftest import question
 
 PROMPTS = [
     Prompt(f"Read this {number}. ", [tiny.text(30, 10 * number + n) for n in range(3)], f" What fell in {number}?")
@@ -64,32 +65,6 @@ def test_known_answers_are_counted_and_paired_with_full_recompute_s(engine: Blen
     assert "2 prompts were left out" in table
 
 
-def test_killed_run_goes_on_and_the_folder_of_another_run_is_refused(
-    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cacheblend_rag.calibration import quality
-
-    asked: list[Prompt] = []
-    answer = quality._answer
-
-    def once_killed(engine: BlendEngine, prompt: Prompt, most: int) -> object:
-        asked.append(prompt)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return answer(engine, prompt, most)
-
-    monkeypatch.setattr(quality, "_answer", once_killed)
-    with pytest.raises(KeyboardInterrupt):
-        measure_quality(engine, PROMPTS, max_new_tokens=4, folder=tmp_path, progress=False)
-    rows = measure_quality(engine, PROMPTS, max_new_tokens=4, folder=tmp_path, progress=False)
-    assert asked == [PROMPTS[0], PROMPTS[1], *PROMPTS[1:]]
-    assert rows[0].prompts == 3
-    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["prompt"] for line in lines[1:]] == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"recompute_ratio was '0\.2', not '0\.3'"):
-        measure_quality(engine.with_config(recompute_ratio=0.3), PROMPTS, max_new_tokens=4, folder=tmp_path)
-
-
 def test_prompts_that_do_not_fit_are_left_out(engine: BlendEngine) -> None:
     assert engine.context_window is not None
     long = Prompt("Read. ", [tiny.text(engine.context_window + 1, 7)], " What?")
@@ -101,12 +76,34 @@ def test_prompts_that_do_not_fit_are_left_out(engine: BlendEngine) -> None:
 
 
 def test_golds_belong_to_the_prompts_of_the_same_file(questions: Path) -> None:
-    prompts, golds = case_prompts(str(questions), 5, 3, seed=1), case_golds(str(questions), 5, 3, seed=1)
+    prompts, golds = file_prompts(str(questions), 5, 3, seed=1)
+    assert file_prompts(str(questions), 5, 3, seed=1) == (prompts, golds)
+    assert file_prompts(str(questions), 5, 3, seed=2)[0] != prompts
     cases = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     known = {case["question"]: tuple(case["answers"]) for case in cases}
     assert len(prompts) == len(golds) == 5
     for prompt, answers in zip(prompts, golds, strict=True):
         assert known[next(question for question in known if question in prompt.suffix)] == answers
+        assert len(prompt.chunks) == 3
+
+
+def test_lines_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    path, good = tmp_path / "questions.jsonl", question(0)
+    path.write_text(json.dumps({**good, "passages": [{"text": "no title"}]}) + "\n\n", encoding="utf-8")
+    assert read_questions(path)[0].passages == ("no title",)
+    for change in ({"answers": "one"}, {"answers": [1]}, {"answers": []}, {"passages": []}, {"passages": ["text"]}):
+        path.write_text(f"{json.dumps(good)}\n{json.dumps({**good, **change})}\n", encoding="utf-8")
+        with pytest.raises(DatasetError, match="line 2 of "):
+            read_questions(path)
+    for text, message in (
+        ("[" * 100_000, "line 1 of "),
+        ("{not json", "line 1 of "),
+        ("7", "line 1 of "),
+        ("", "has no questions"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(DatasetError, match=message):
+            read_questions(path)
 
 
 def test_the_command_judges_documents_without_known_answers(
@@ -130,26 +127,17 @@ def test_the_command_counts_known_answers(
     model_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ["--data", str(questions), "--data-dir", str(tmp_path / "data"), "--prompts", "2"]
-    assert run(model_folder, *where, "--ratio", "0.5", "--out", str(tmp_path / "out")) == 0
+    assert run(model_folder, *where, "--ratio", "0.5") == 0
     assert "F1 against full" in capsys.readouterr().out
-    line = json.loads((tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()[1])
-    assert {"name", "answer", "f1", "exact", "kl", "same", "ttft", "computed"} == line["results"][0].keys()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments_are_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
         (["--prompts", "0"], "prompts=0 is not usable"),
         (["--ratio", "2"], "--ratio='2' is not usable"),
         (["--max-new-tokens", "0"], "--max-new-tokens=0 is not usable"),
         (["--data", "no.jsonl"], "'no.jsonl' cannot be read"),
         (["--data", "no.jsonl", "--docs", "."], "use it without --docs"),
-        (["--prompt", "stuff"], "use it with --data"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    arguments: list[str], message: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["eval", "--model", str(model_folder), *arguments]
-    assert main(given) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["eval", "--model", str(model_folder), *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.calibration.datasets import EvalCase, load_cases
-from cacheblend_rag.calibration.journal import Journal
-from cacheblend_rag.calibration.passages import build_prompt, choose
 from cacheblend_rag.calibration.statistics import Interval
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
 from docs.benchmarks.evaluation.command import MethodRow, draw_run, least_work, main, no_worse, summarise, write_summary
+from docs.benchmarks.evaluation.datasets import EvalCase, load_cases
+from docs.benchmarks.evaluation.journal import Journal
+from docs.benchmarks.evaluation.passages import build_prompt, choose
 from docs.benchmarks.evaluation.runner import METHODS, EvalOptions, EvalRun, Evaluation, Subject, rule_of, variants
 from docs.benchmarks.scripts.common import import_pyplot
 from tests import tiny

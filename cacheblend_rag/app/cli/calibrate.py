@@ -24,7 +24,6 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--tolerance", type=float, default=0.02, metavar="NATS", help="mean divergence a token (0.02)")
     parser.add_argument("--prompts", type=int, default=72, metavar="N", help="two thirds only check the result (72)")
     parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="tokens of each answer compared")
-    parser.add_argument("--out", metavar="FOLDER", help="keeps what was tried; a killed search goes on there")
     parser.set_defaults(run=_calibrate)
 
 
@@ -33,8 +32,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
     parser.add_argument(
         "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
     )
-    parser.add_argument("--data", metavar="FILE", help="prompts of a file of questions, instead of --docs")
-    parser.add_argument("--prompt", choices=("paper", "stuff"), help="of --data: the paper's (default), or LangChain's")
+    parser.add_argument("--data", metavar="FILE", help="questions with passages, as JSON lines, instead of --docs")
     parser.add_argument("--chunks", type=int, default=chunks, metavar="N", help=f"chunks in a prompt ({chunks})")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -46,11 +44,10 @@ def _calibrate(parsed: argparse.Namespace) -> int:
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
-    prompts, corpus = read_prompts(parsed, parsed.prompts)
+    prompts, corpus, _ = read_prompts(parsed, parsed.prompts)
     with _opened(parsed, recompute_ratio=0.15) as engine:
         prompts = frame_prompts(prompts, engine.tokenizer)
-        folder = Path(parsed.out) if parsed.out else None
-        settings, found = calibrate(engine, prompts, options, corpus=corpus, folder=folder)
+        settings, found = calibrate(engine, prompts, options, corpus=corpus)
         path = keep_settings(engine, settings)
     print(report(settings, found))
     print(f"kept in {path}")
@@ -72,10 +69,12 @@ def _opened(parsed: argparse.Namespace, **options: Any) -> Iterator[BlendEngine]
         yield engine
 
 
-def read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str]]:
-    """So many prompts of the arguments of `add_prompt_arguments`, and all chunks in the order of their documents."""
+def read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str], list[tuple[str, ...]]]:
+    """So many prompts of the arguments of `add_prompt_arguments`, all chunks in the order of their documents, and the
+    right answers where a file has them.
+    """
     from cacheblend_rag.app.collection import ARTICLES_PATH
-    from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
+    from cacheblend_rag.calibration.prompts import chunk_prompts, file_prompts, question_prompts
     from cacheblend_rag.config import check_whole
     from cacheblend_rag.errors import ConfigError, DatasetError
     from cacheblend_rag.retrieval.documents import read_folder
@@ -85,15 +84,14 @@ def read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], 
     if parsed.data:
         if parsed.docs or parsed.questions:
             raise ConfigError("data", parsed.data, "use it without --docs and --questions")
-        return case_prompts(parsed.data, count, parsed.chunks, parsed.seed, parsed.prompt or "paper"), []
-    if parsed.prompt:
-        raise ConfigError("prompt", parsed.prompt, "use it with --data")
+        prompts, answers = file_prompts(parsed.data, count, parsed.chunks, parsed.seed)
+        return prompts, [], answers
     chunks = split(read_folder(parsed.docs or ARTICLES_PATH))
     corpus = [chunk.page_content for chunk in chunks]
     if not parsed.questions:
-        return chunk_prompts(chunks, count, parsed.chunks, parsed.seed), corpus
+        return chunk_prompts(chunks, count, parsed.chunks, parsed.seed), corpus, []
     try:
         lines = Path(parsed.questions).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{parsed.questions!r} cannot be read: {error}") from error
-    return question_prompts(chunks, lines, parsed.chunks)[:count], corpus
+    return question_prompts(chunks, lines, parsed.chunks)[:count], corpus, []

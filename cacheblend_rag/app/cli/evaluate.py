@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder, rag_options
 from cacheblend_rag.app.cli.calibrate import add_prompt_arguments, read_prompts
@@ -18,20 +17,18 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_prompt_arguments(parser, chunks=6)
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, drawn by chance (24)")
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="longest answer (32)")
-    parser.add_argument("--out", metavar="FOLDER", help="keeps every answer; a killed run goes on there")
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.calibration.prompts import case_golds, frame_prompts
+    from cacheblend_rag.calibration.prompts import frame_prompts
     from cacheblend_rag.calibration.quality import measure_quality, quality_table
     from cacheblend_rag.config import check_whole
     from cacheblend_rag.engine.engine import BlendEngine
 
     check_whole("prompts", parsed.prompts, 1)
     options = rag_options(parsed)
-    prompts, corpus = read_prompts(parsed, parsed.prompts)
-    golds = case_golds(parsed.data, parsed.prompts, parsed.chunks, parsed.seed) if parsed.data else []
+    prompts, corpus, golds = read_prompts(parsed, parsed.prompts)
     with BlendEngine.from_pretrained(
         str(options.model),
         config=options.config,
@@ -45,7 +42,6 @@ def _evaluate(parsed: argparse.Namespace) -> int:
             golds,
             max_new_tokens=parsed.max_new_tokens,
             corpus=corpus,
-            folder=Path(parsed.out) if parsed.out else None,
         )
     print(quality_table(rows, len(prompts) - rows[0].prompts))
     return 0

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
-from cacheblend_rag.calibration.datasets import Cases, EvalCase, load_cases
-from cacheblend_rag.calibration.passages import Ranker, WordRanker
+from cacheblend_rag.calibration.prompts import WordRanker
 from cacheblend_rag.calibration.statistics import Interval, interval, paired
 from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, check_choice, parse_bytes
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from docs.benchmarks.evaluation.datasets import Cases, EvalCase, load_cases
+from docs.benchmarks.evaluation.passages import Ranker
 from docs.benchmarks.evaluation.runner import EvalOptions, EvalRun, Evaluation, Part, VectorRanker
 from docs.benchmarks.scripts.common import import_pyplot, machine, reported, save_figure, table
 

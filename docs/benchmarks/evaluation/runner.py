@@ -30,9 +30,7 @@ from cacheblend_rag.calibration.comparison import (
     shared_cache,
     time_once,
 )
-from cacheblend_rag.calibration.datasets import Cases, EvalCase, Passage, digest
-from cacheblend_rag.calibration.journal import Journal
-from cacheblend_rag.calibration.passages import ORDERS, STYLES, ChatFrame, Ranker, build_prompt, choose
+from cacheblend_rag.calibration.prompts import ChatFrame
 from cacheblend_rag.calibration.statistics import best_f1, exact_match, first_line
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig, check_choice, check_share, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions, decode
@@ -43,6 +41,9 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from docs.benchmarks.evaluation.datasets import Cases, EvalCase, Passage, digest
+from docs.benchmarks.evaluation.journal import Journal
+from docs.benchmarks.evaluation.passages import ORDERS, STYLES, Ranker, build_prompt, choose
 
 
 @cache

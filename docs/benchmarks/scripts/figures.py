@@ -23,9 +23,6 @@ from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.datasets import Cases
-from cacheblend_rag.calibration.journal import Journal
-from cacheblend_rag.calibration.passages import Ranker
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
@@ -48,6 +45,9 @@ from docs.benchmarks.evaluation.command import (
     open_evaluation,
     write_summary,
 )
+from docs.benchmarks.evaluation.datasets import Cases
+from docs.benchmarks.evaluation.journal import Journal
+from docs.benchmarks.evaluation.passages import Ranker
 from docs.benchmarks.evaluation.runner import (
     BLENDED,
     DEPTH,

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.datasets import EvalCase
 from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.config import DTYPES, BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.tokenizer import common_length
+from docs.benchmarks.evaluation.datasets import EvalCase
 from docs.benchmarks.scripts.common import (
     TokenClock,
     machine,

@@ -42,9 +42,7 @@ from langchain_core.documents import Document
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.calibration.comparison import shared_cache
-from cacheblend_rag.calibration.datasets import EvalCase, Passage, load_cases
-from cacheblend_rag.calibration.passages import ChatFrame, build_prompt
-from cacheblend_rag.calibration.prompts import Corpus
+from cacheblend_rag.calibration.prompts import ChatFrame, Corpus
 from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DTYPES, LEAST_RATIO
@@ -60,6 +58,8 @@ from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index
 from cacheblend_rag.retrieval.splitting import SplitSettings
+from docs.benchmarks.evaluation.datasets import EvalCase, Passage, load_cases
+from docs.benchmarks.evaluation.passages import build_prompt
 from docs.benchmarks.evaluation.runner import GreedyAnswers, rule_of
 from docs.benchmarks.scripts.common import pyplot_for, save_figure, script_parser, unboxed, write_json
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
-import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from cacheblend_rag.calibration.datasets import EvalCase
+from cacheblend_rag.calibration.prompts import ChatFrame
 from cacheblend_rag.config import check_choice, check_whole
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import STUFF, PromptFormat, render_turns
+from cacheblend_rag.prompt.chat import STUFF, PromptFormat
+from docs.benchmarks.evaluation.datasets import EvalCase
 
 ORDERS = ("retrieved", "random")
-_WORD = re.compile(r"\w+")
 STYLES = ("paper", "stuff")
 PAPER = {
     "qa": PromptFormat(
@@ -35,7 +31,6 @@ PAPER = {
     ),
 }
 """By task: a short answer is asked for where F1 is the measure."""
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class Ranker(Protocol):
@@ -43,36 +38,6 @@ class Ranker(Protocol):
 
     def rank(self, question: str, texts: Sequence[str]) -> list[int]:
         """Numbers of the texts, nearest to the question first."""
-
-
-class WordRanker:
-    """By the words a passage shares with the question, rare ones counting more; needs no model.
-
-    Parameters
-    ----------
-    texts : iterable of str
-        All passages, by which a word is rare or not.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts, self._in = 0, Counter[str]()
-        for text in texts:
-            self._texts += 1
-            self._in.update(set(_words(text)))
-
-    def rank(self, question: str, texts: Sequence[str]) -> list[int]:
-        """See `Ranker.rank`."""
-        wanted = set(_words(question))
-        scores = [sum(map(self.rarity, wanted & set(_words(text)))) for text in texts]
-        return sorted(range(len(texts)), key=lambda number: -scores[number])
-
-    def rarity(self, word: str) -> float:
-        """How much a word says: the logarithm of all passages over those that have it."""
-        return math.log((self._texts + 1) / (self._in[word] + 0.5))
-
-
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(text)]
 
 
 def choose(
@@ -113,31 +78,6 @@ def choose(
     if order == "random":
         random.Random(f"{seed}/{case.id}").shuffle(chosen)
     return replace(case, passages=tuple(case.passages[number] for number in chosen))
-
-
-class ChatFrame:
-    """Text of a chat template before and after the user's message.
-
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-
-    Raises
-    ------
-    ConfigError
-        If it has no chat template, or one that does not give the text back.
-    PromptError
-        If that template refuses a single question.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("chat", True, "leave it out; this tokenizer has no chat template")
-        said = [{"role": "user", "content": _MARK}]
-        text = render_turns(tokenizer, said)
-        if text.count(_MARK) != 1:
-            raise ConfigError("chat", True, "leave it out; this tokenizer's chat template does not repeat the text")
-        self.before, self.after = text.split(_MARK)
 
 
 def build_prompt(case: EvalCase, style: str = "paper", chat: ChatFrame | None = None) -> Prompt:
