@@ -52,7 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
-    "random": {"selection_options": {"seed": 5}},
 }
 
 
@@ -380,14 +379,14 @@ def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
 
 
 def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any) -> None:
-    with engine_of(model, selection="random", selection_options={"seed": 3}) as first:
+    with engine_of(model, selection="query", selection_options={"score_layers": [2]}) as first:
         for rule in ("hkvd", "none", SelectNone()):
             config = first.with_config(selection=rule).config
             assert (config.selection, config.selection_options) == (rule, {})
-        for kept in ({"recompute_ratio": 0.3}, {"selection": "random"}):
-            assert first.with_config(**kept).config.selection_options == {"seed": 3}
-        given = first.with_config(selection="query", selection_options={"score_layers": [1]})
-        assert given.config.selection_options == {"score_layers": (1,)}
+        for kept in ({"recompute_ratio": 0.3}, {"selection": "query"}):
+            assert first.with_config(**kept).config.selection_options == {"score_layers": (2,)}
+        given = first.with_config(selection="hkvd", selection_options={"check_layers": [2]})
+        assert given.config.selection_options == {"check_layers": (2,)}
 
 
 @pytest.mark.parametrize(
@@ -407,7 +406,6 @@ def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any)
         ({"selection": SelectNone(), "selection_options": {"seed": 1}}, "selection_options"),
         ({"selection": "query", "selection_options": {"score_layers": [2, 1]}}, "score_layers"),
         ({"selection": "query", "selection_options": {"score_layers": 2}}, "score_layers"),
-        ({"selection": "random", "selection_options": {"seed": -1}}, "seed"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:

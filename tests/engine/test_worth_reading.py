@@ -15,7 +15,7 @@ from tests.tolerance import assert_layers_close, assert_logits_close
 
 CHUNKS = [tiny.text(20, seed) for seed in range(4)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
-RULES = ("query", "boundary", "hkvd", "gradual", "random", "none")
+RULES = ("query", "boundary", "hkvd", "gradual", "none")
 
 
 def expected_of(engine: BlendEngine, prompt: Prompt) -> float:

@@ -161,7 +161,7 @@ def test_blended_prompt_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch, 
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
     model: Any = model_named(name) if name in MODELS else tiny.model(name)
     # Not by deviation: beyond a window rows deviate by rounding alone, so that which ones are kept would be chance.
-    with engine_of(model, selection="random", recompute_ratio=0.4) as engine:
+    with engine_of(model, selection="boundary", recompute_ratio=0.4) as engine:
         engine.warm(prompt.chunks, progress=False)
         directly = engine.fuse(prompt)
         assert blocks

@@ -93,7 +93,7 @@ def test_only_ordinary_parts_are_taken() -> None:
 def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(30, 2)], "What fell in the end?")
     model = tiny.model(family)
-    with engine_of(model, selection="random", recompute_ratio=0.4) as engine:  # whichever way rows deviate
+    with engine_of(model, selection="boundary", recompute_ratio=0.4) as engine:  # whichever way rows deviate
         engine.warm(prompt.chunks, progress=False)
         whole = engine.fuse(prompt)
         monkeypatch.setattr("cacheblend_rag.models.cpu.rowwise._ROWS", 7)

@@ -13,7 +13,6 @@ from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.fusor.selection.query import SelectQuery
-from cacheblend_rag.fusor.selection.random import SelectRandom
 
 __all__ = [
     "RULES",
@@ -25,7 +24,6 @@ __all__ = [
     "SelectHKVD",
     "SelectNone",
     "SelectQuery",
-    "SelectRandom",
     "SelectionRule",
     "StartView",
     "budget",
@@ -38,7 +36,6 @@ RULES: dict[str, type[SelectionRule]] = {
     "gradual": SelectGradual,
     "boundary": SelectBoundary,
     "query": SelectQuery,
-    "random": SelectRandom,
     "none": SelectNone,
     "all": SelectAll,
 }

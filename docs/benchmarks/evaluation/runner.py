@@ -44,6 +44,7 @@ from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from docs.benchmarks.evaluation.datasets import Cases, EvalCase, Passage, digest
 from docs.benchmarks.evaluation.journal import Journal
 from docs.benchmarks.evaluation.passages import ORDERS, STYLES, Ranker, build_prompt, choose
+from docs.benchmarks.evaluation.random_rule import SelectRandom
 
 
 @cache
@@ -74,7 +75,8 @@ def best_rouge_l(answer: str, golds: Sequence[str]) -> float:
     return max((float(scorer.score(gold, answer)["rougeL"].fmeasure) for gold in golds), default=0.0)
 
 
-BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
+_KINDS: dict[str, type[SelectionRule]] = {**RULES, "random": SelectRandom}
+BLENDED = tuple(name for name in _KINDS if name not in ("none", "all"))
 METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED)
 
 
@@ -188,11 +190,13 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
     head = options.pop("head", ())
     if head:
         options["recompute_ratios"] = (*head, ratio)
-    own = [option.name for option in fields(RULES[name])]  # type: ignore[arg-type]
+    own = [option.name for option in fields(_KINDS[name])]  # type: ignore[arg-type]
     for key in options:
         if key not in own:
             raise ConfigError("methods", method, f"use options of {name!r}: {', '.join(own)}")
     ratio = options.pop("recompute_ratio", ratio)
+    if name == "random":
+        return SelectRandom(ratio, **options)
     return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options))
 
 

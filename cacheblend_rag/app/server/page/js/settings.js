@@ -12,7 +12,6 @@ const RULES = {
   gradual: "Starts with more tokens and keeps fewer at each check layer.",
   query: "Recomputes the tokens that the question attends to most.",
   boundary: "Recomputes the first tokens of each passage.",
-  random: "Recomputes tokens at random: a yardstick.",
   none: "Recomputes nothing: full KV reuse.",
   all: "Recomputes everything: full KV recompute.",
 };

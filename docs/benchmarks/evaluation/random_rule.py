@@ -1,4 +1,4 @@
-"""Random: the control. A rule is useful only if it does better."""
+"""Random tokens: the control of experiments. A rule is useful only if it does better."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from cacheblend_rag.config import check_share
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
+from cacheblend_rag.fusor.selection import FixedRule, StartView, budget
 
 
 @dataclass(frozen=True)
