@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies
 from langchain_core.utils.json import parse_partial_json
 
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
@@ -134,34 +134,25 @@ def test_long_answers_are_split_in_little_time(text: str) -> None:
     assert time.process_time() - began < 4
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize("text", [one[0] for one in READ.values()], ids=READ)
-def test_pieces_of_calls_make_the_calls_of_the_whole_answer(text: str, size: int) -> None:
+_ODD = '{"name": "find", "arguments": {"what": "a\\n\\u00e9\\ud83c\\udf42\\\\", "of": {"b": [1.50, {"c": -2e3, "d": tr'
+_PARTS = (
+    *(TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";", "```\n"),
+    *("So.\n", f"\n{TAGGED}\n", f"\n<tool_call>{_ODD}ue}}]}}}}</tool_call>", f"\n<tool_call>{_ODD}", "[", "]", "\n"),
+    *("[TOOL_CALLS]", '{"name": "find", "arguments": {', "<function=find>", "<parameter=what>", '"'),
+)
+_TEXTS = strategies.lists(strategies.sampled_from(_PARTS), min_size=1, max_size=6).map("".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(_TEXTS | strategies.sampled_from([one[0] for one in READ.values()]), strategies.sampled_from((1, 2, 3, 7, 1000)))
+def test_pieces_make_the_calls_of_the_whole_answer_whatever_is_written(text: str, size: int) -> None:
     said, pieces, last, split = streamed(text, size)
     read = parse_calls(text, TOOLS)
     assert said == read.content
-    assert joined(pieces + last) == [(call.name, json.dumps(call.arguments)) for call in read.calls]
-    assert split.unread == []
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_pieces_make_the_calls_of_the_whole_answer_whatever_is_written(seed: int) -> None:
-    chance = random.Random(seed)
-    odd = (
-        '{"name": "find", "arguments": {"what": "a\\n\\u00e9\\ud83c\\udf42\\\\", "of": {"b": [1.50, {"c": -2e3, "d": tr'
-    )
-    parts = [TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";"]
-    parts += ["```\n", "So.\n", f"\n{TAGGED}\n", f"\n<tool_call>{odd}ue}}]}}}}</tool_call>", f"\n<tool_call>{odd}", "["]
-    parts += ["[TOOL_CALLS]", "]", '{"name": "find", "arguments": {', "<function=find>", "<parameter=what>", "\n", '"']
-    for _ in range(60):
-        text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 6)))
-        said, pieces, last, split = streamed(text, chance.choice((1, 2, 7)))
-        read = parse_calls(text, TOOLS)
-        assert said == read.content, text
-        told = joined(pieces + last)
-        assert len(told) == len(read.found), text
-        for number, (call, (name, arguments)) in enumerate(zip(read.found, told, strict=True)):
-            assert name == call.name
-            assert (number in split.unread) != isinstance(call, WrittenCall), text
-            if isinstance(call, WrittenCall):
-                assert arguments == json.dumps(call.arguments), text
+    told = joined(pieces + last)
+    assert len(told) == len(read.found)
+    for number, (call, (name, arguments)) in enumerate(zip(read.found, told, strict=True)):
+        assert name == call.name
+        assert (number in split.unread) != isinstance(call, WrittenCall)
+        if isinstance(call, WrittenCall):
+            assert arguments == json.dumps(call.arguments)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
@@ -24,6 +24,14 @@ from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 __all__ = ["main"]
+
+# Commands and flags of earlier versions, as the parser's errors quote them, and what to do instead.
+_REMOVED = {
+    "'adapt'": "calibrate alone finds how little recompute a model tolerates",
+    "'list'": "use cache stats",
+    "'verify'": "leave it out; a damaged record is computed again when it is read",
+    "--out": "leave it out; a run is not continued",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +71,11 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and what to use in place of what is gone."""
+        gone = next((word for word in re.findall(r"'\w+'|--\w+", message)[:1] if word in _REMOVED), None)
+        super().error(message if gone is None else gone.strip("'") + f" is gone; {_REMOVED[gone]}")
 
 
 def _parser() -> argparse.ArgumentParser:
