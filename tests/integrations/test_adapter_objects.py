@@ -83,7 +83,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name(kind: Any, engine: Ble
         kind(engine=engine, temprature=1.0)
     with pytest.raises(ConfigError, match="give it in model_kwargs"):
         kind.from_model_id(tmp_path, device_map="auto")
-    with pytest.raises(ConfigError, match="contxts=2 .*there is no such option"):
+    with pytest.raises(ConfigError, match=r"contxts=2 .*there is no such option"):
         kind.from_model_id(tmp_path, blend={"contxts": 2})
 
 
