@@ -284,6 +284,7 @@ REMOVED = {
     "try_blending": "leave it out; `cacheblend-rag calibrate` tries blending on your documents",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
+    "find_repeated": "leave it out; `serve` finds text that repeats, unless its --find-repeated is off",
     "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
@@ -680,19 +681,6 @@ class BlendConfig:
         rounding alone, on what was asked before. See docs/explanation/engine.md#the-last-prompts.
         """,
     )
-    find_repeated: bool | str = _engine_option(
-        "auto",
-        or_auto(FLAG),
-        """
-        Find text that several prompts of a tenant hold, wherever it stands, and reuse its KV. It is stored at its
-        second sight. Hashes alone are kept of other text, in memory. 'auto' finds it in `serve`, and nowhere else. Turn
-        it on where retrieved text comes within messages; turn it off where nothing of prompts may be stored but
-        documents. See docs/how-to/any-client.md.
-        """,
-        flag="find-repeated",
-        metavar="on|off",
-        identity="answer",
-    )
     size_limit: int | str = _engine_option(
         10 * 10**9,
         BYTES,
@@ -810,11 +798,6 @@ class BlendConfig:
     def text_separator(self) -> str:
         """Where a prompt that comes as one text is split; empty for nowhere."""
         return self.separator if self.split_at_separator else ""
-
-    @property
-    def finds_repeated(self) -> bool:
-        """Whether text that repeats is found."""
-        return self.find_repeated is True
 
     @property
     def store_bytes(self) -> int:

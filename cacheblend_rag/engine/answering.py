@@ -107,12 +107,15 @@ class Answering:
         held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self._begun(prompt, options, sink, held) as trace:
             dropped = self.turns.write_back.begin()
-            fit = pipeline.split(prompt, *answer_room(options, pipeline.segments.model.adapter.context_window))
+            fit = pipeline.split(
+                pipeline.with_found(prompt), *answer_room(options, pipeline.segments.model.adapter.context_window)
+            )
             with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
                 loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(loading, self.turns.pauses(cancelled))
             answer, blend = self._decode(blend, options, sink)
-            pipeline.segments.hear(answer.text, answer.thought)
+            if (finder := pipeline.segments.finder) is not None:
+                finder.hear(pipeline.config.salt, (answer.text, answer.thought))
             trace.answered(answer)
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
             keep_answered(pipeline, blend, later)
@@ -143,7 +146,7 @@ class Answering:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.alone():
             dropped = self.turns.write_back.begin()
-            blend = self.pipeline.blend(prompt)
+            blend = self.pipeline.blend(self.pipeline.with_found(prompt))
             if blend.cache is None:
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
             self._keep(dropped.left(blend.jobs))

@@ -14,11 +14,8 @@ from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import finder, sharer
 from cacheblend_rag.prompt.forms import form_sharer, written_forms
-from cacheblend_rag.prompt.quoted_chats import Said
-from cacheblend_rag.prompt.repeated import SHORTEST_SPAN, with_repeated
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import RecordInfo, Warnings
 
@@ -104,25 +101,6 @@ class Chunks:
         segments.model.look()
         found = (segments.chunk(text, prefix) for text in list_of_texts(chunks))
         self.prefetcher.submit(segment.key for segment in found if segment is not None)
-
-    def with_repeated(self, prompt: Prompt, said: Sequence[Said] | None = None) -> Prompt:
-        """The prompt with text in it that repeats as further chunks, if the options say so.
-
-        Parameters
-        ----------
-        prompt : Prompt
-            It counts as seen. Text of its own chunks, and its prefix, stay as they are.
-        said : sequence of Said, optional
-            The messages that it consists of; by default it is one text.
-        """
-        segments = self.pipeline.segments
-        if not segments.config.finds_repeated:
-            return prompt
-
-        def is_long(text: str) -> bool:
-            return len(segments.tokenizer.chunk(text).ids) >= SHORTEST_SPAN
-
-        return with_repeated(prompt, segments.repeated.of(segments.config.salt), said, is_long)
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
         """Erase the stored KV of chunks with its variants, and that of other chunks that was computed behind them.
@@ -237,8 +215,8 @@ class Chunks:
         def holds(held: Collection[str], prompt: Sequence[int]) -> bool:
             return not known.isdisjoint(held) or shares(prompt) or written(prompt)
 
-        forms = dict.fromkeys(form for text in texts for form in written_forms(text))
-        pipeline.segments.repeated.forget(salt, forms)
+        if (finder := pipeline.segments.finder) is not None:
+            finder.forget(salt, dict.fromkeys(form for text in texts for form in written_forms(text)))
         pipeline.prompts.drop(salt, holds)
         pipeline.checkpoints.drop(salt, holds)
         self.turns.write_back.drop(lambda key, job: job.info is not None and goes(key, job.info()))
@@ -287,8 +265,10 @@ class Chunks:
                     if goes(key, info):
                         keys.add(key)
                         said.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
-        if dependent:  # in these words it must be seen twice again, too, however a client has wrapped them
-            segments.repeated.forget(segments.config.salt, said)
+        if (
+            dependent and segments.finder is not None
+        ):  # in these words it must be seen twice again, too, however a client has wrapped them
+            segments.finder.forget(segments.config.salt, said)
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys

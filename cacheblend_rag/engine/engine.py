@@ -36,6 +36,7 @@ from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.loading import LoadedModel, load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt.finder import Finder
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations
@@ -257,6 +258,21 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """
         return self._changed(pipeline=self._parts.pipeline.of_tenant(salt))
 
+    def with_finder(self, finder: Finder | None) -> BlendEngine:
+        """An engine over the same model and store that lets a finder make chunks of text in its prompts.
+
+        Text so found is stored for its tenant alone, and erased with each text of which it holds a part. The server
+        finds text that repeats so (`cacheblend_rag.prompt.repeated.RepeatedTexts`).
+
+        Parameters
+        ----------
+        finder : Finder or None
+            None for none.
+        """
+        pipeline = self._parts.pipeline
+        segments = dataclasses.replace(pipeline.segments, finder=finder)
+        return self._changed(pipeline=dataclasses.replace(pipeline, segments=segments))
+
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
         """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.
 
@@ -473,5 +489,5 @@ def _prompt_of(prompt: Prompt | str, chunks: Chunks) -> Any:
         return prompt
     if isinstance(prompt, str):
         separator = chunks.pipeline.config.text_separator
-        return chunks.with_repeated(Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt))
+        return dataclasses.replace(Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt), turns=())
     raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")

@@ -310,6 +310,11 @@ class Pipeline:
         with self.look_up(self.split(prompt)) as lookup:
             return self.fuse(self.load(lookup, cancelled))
 
+    def with_found(self, prompt: Prompt) -> Prompt:
+        """The prompt with the chunks that the engine's finder makes of its text."""
+        finder = self.segments.finder
+        return prompt if finder is None else finder.find(prompt, self.config.salt, self.segments.tokenizer)
+
     def split(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> FittedPrompt:
         """The prompt as it is answered, with the ids of its segments; see `fitted`."""
         drops, window = self.config.overflow == "drop_chunks", self.segments.model.adapter.context_window

@@ -15,7 +15,7 @@ from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer, TokenizedChunk
 from cacheblend_rag.prompt.contexts import CONTEXTS, Contexts, context_tokens, contexts_beside
-from cacheblend_rag.prompt.repeated import RepeatedTexts
+from cacheblend_rag.prompt.finder import Finder
 from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
 
 _log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class Segments:
         The condition that chunks are computed behind; ``"auto"`` of the options is decided.
     latest : LatestContexts
         Shared by all views of an engine.
-    repeated : RepeatedTexts
-        Text that repeats in prompts; shared likewise.
+    finder : Finder or None
+        Finds further chunks in prompts; shared likewise.
     """
 
     model: ModelInUse
@@ -119,16 +119,7 @@ class Segments:
     config: BlendConfig
     condition: str
     latest: LatestContexts = field(default_factory=LatestContexts)
-    repeated: RepeatedTexts = field(default_factory=RepeatedTexts)
-
-    def hear(self, *answer: str) -> None:
-        """Take note of an answer and its thought, where text that repeats is looked for.
-
-        Nothing that they say first is found later.
-        """
-        if self.config.finds_repeated:
-            for text in answer:
-                self.repeated.of(self.config.salt).hear(text)
+    finder: Finder | None = None
 
     # Identity ------------------------------------------------------------------------------
 

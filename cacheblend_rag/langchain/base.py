@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 from langchain_core.callbacks.manager import BaseRunManager
@@ -114,7 +115,7 @@ class BlendFields(LLMBase):
         self._learn(documents)
         prompt = match_chunks(text, self._registry, self.engine.config.text_separator, documents=documents)
         note_found(text, prompt)
-        return self.engine.chunks.with_repeated(prompt)
+        return replace(prompt, turns=())
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -48,7 +48,6 @@ from cacheblend_rag.prompt.call_stream import AnswerSplitter
 from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
-from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
 from cacheblend_rag.report import BlendReport, Generation
 
@@ -338,7 +337,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)
-        return self.engine.chunks.with_repeated(prompt, said_in(text, turns_of(messages)))
+        return replace(prompt, turns=turns_of(messages))
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, Any, cast
 
@@ -49,7 +50,6 @@ from cacheblend_rag.llama_index.tracking import (
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
 from cacheblend_rag.prompt.registry import chunk_text
-from cacheblend_rag.prompt.repeated import said_in
 from cacheblend_rag.prompt.thoughts import begin_answer
 
 _dispatcher = get_dispatcher(__name__)
@@ -251,7 +251,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             self.known.add(rewritten_texts(documents))
         separator, again = self.engine.config.text_separator, split_again(known, documents)
         seen = see(text, known, separator, hint=hint, messages=messages, documents=documents, split_again=again)
-        return self.engine.chunks.with_repeated(seen, said_in(text, turns_of(messages)) if messages else None)
+        return replace(seen, turns=turns_of(messages))
 
     def _call(
         self,

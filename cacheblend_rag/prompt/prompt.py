@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +74,10 @@ class Prompt:
         Documents that were retrieved for the prompt. Only the report depends on them: it says what became of each.
     found : iterable of int
         Numbers of the chunks that were found because their text repeats. They are stored as such, and never left out.
+    turns : iterable of dict, optional
+        Messages that the prompt was rendered of, as chat templates take them; none if it is one text. Only a finder of
+        an engine reads them (`BlendEngine.with_finder`). Without them it leaves the prompt alone, as it cannot tell
+        whose words are whose.
 
     Raises
     ------
@@ -88,6 +92,7 @@ class Prompt:
     preamble: str
     documents: tuple[DocumentPlace, ...] = field(default=(), compare=False, repr=False)
     found: tuple[int, ...] = ()
+    turns: tuple[Mapping[str, Any], ...] | None = field(default=None, compare=False, repr=False)
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Prompt:
         preamble: str = "",
         documents: Iterable[DocumentPlace] = (),
         found: Iterable[int] = (),
+        turns: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         chunks = _texts("chunks", chunks)
         between = None if between is None else _texts("between", between)
@@ -114,6 +120,7 @@ class Prompt:
         object.__setattr__(self, "preamble", preamble)
         object.__setattr__(self, "documents", tuple(documents))
         object.__setattr__(self, "found", tuple(found))
+        object.__setattr__(self, "turns", None if turns is None else tuple(turns))
 
     @classmethod
     def parse(cls, text: str, separator: str) -> Prompt:

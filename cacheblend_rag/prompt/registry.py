@@ -271,7 +271,7 @@ class ChunkRegistry:
         if tokens >= _LONG and self._is_new("no known document"):
             _log.warning(
                 "a prompt of %s tokens held no known document, so its KV is not read from the store, nor stored; if "
-                "it has retrieved text, hand that on as documents, warm it, or set find_repeated=True, see "
+                "it has retrieved text, hand that on as documents or warm it, see "
                 "docs/how-to/troubleshooting.md#where-did-my-document-go",
                 f"{tokens:,}",
             )

@@ -26,6 +26,7 @@ from cacheblend_rag.prompt.prompt import Prompt
 from cacheblend_rag.prompt.quoted_chats import Said, last_lines, with_quoted_chats
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
 from cacheblend_rag.prompt.spans import Flags, Known, new_spans
+from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
 SHORTEST_SPAN = 64
 """Tokens of a span at least."""
@@ -49,25 +50,22 @@ _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
 
 
-def with_repeated(
-    prompt: Prompt, finder: RepeatedText, said: Sequence[Said] | None, is_long: Callable[[str], bool]
-) -> Prompt:
+def _with_repeated(prompt: Prompt, finder: RepeatedText, is_long: Callable[[str], bool]) -> Prompt:
     """The prompt with text that repeats as further chunks. What the model reads is the same.
 
     Parameters
     ----------
     prompt : Prompt
         As chunk matching made it. Its own chunks stay, and so does its prefix. One whose segments are joined by the
-        engine's separator is left alone.
+        engine's separator is left alone, and so is one of which nobody says what messages it consists of.
     finder : RepeatedText
-    said : sequence of Said or None
-        As for `RepeatedText.find`.
     is_long : callable
         Whether a span is long enough for a chunk.
     """
-    if prompt.chunks and prompt.between is None:
+    if prompt.turns is None or (prompt.chunks and prompt.between is None):
         return prompt
     written = prompt.written("")
+    said = said_in(written.text, prompt.turns) if prompt.turns else None
     text, own = written.text, [Match(*span) for span in written.chunks]
     repeated = [one for one in finder.find(text, said) if is_long(text[one.start : one.stop])]
     documents = {one.chunk for one in prompt.documents}
@@ -124,7 +122,10 @@ def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
 
 
 class RepeatedTexts:
-    """A finder for the prompts of each tenant; those who asked longest ago are forgotten first."""
+    """Finds text that repeats in the prompts of each tenant: a finder for `BlendEngine.with_finder`.
+
+    Of the tenants that asked longest ago it forgets all.
+    """
 
     def __init__(self) -> None:
         self._finders: OrderedDict[str, RepeatedText] = OrderedDict()
@@ -138,6 +139,15 @@ class RepeatedTexts:
             if len(self._finders) > _TENANTS:
                 self._finders.popitem(last=False)
             return finder
+
+    def find(self, prompt: Prompt, salt: str, tokenizer: PromptTokenizer) -> Prompt:
+        """The prompt with text that repeats as further chunks; it counts as seen."""
+        return _with_repeated(prompt, self.of(salt), lambda text: len(tokenizer.chunk(text).ids) >= SHORTEST_SPAN)
+
+    def hear(self, salt: str, answer: Iterable[str]) -> None:
+        """Take note of an answer and its thought: nothing that they say first is found later."""
+        for text in answer:
+            self.of(salt).hear(text)
 
     def forget(self, salt: str | None, texts: Collection[str]) -> None:
         """`RepeatedText.forget` for a tenant of which something is known; without a salt, for all of them."""

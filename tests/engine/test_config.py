@@ -22,7 +22,6 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "overflow": ("drop_chunks", "drop_chunks"),
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
-    "find_repeated": ("on", True),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
     "prompt_cache": ("2GB", 2 * 10**9),

@@ -21,6 +21,7 @@ from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.segments import FOUND
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import DiskStore
 from tests import tiny
@@ -46,6 +47,11 @@ def stuffed(texts: Sequence[str], number: int) -> str:
 def of_langchain(model: Any, text: str) -> BlendReport:
     model.invoke(text)
     return model.last_report
+
+
+def finding(**options: Any) -> BlendEngine:
+    """A tiny engine that finds text that repeats."""
+    return tiny_engine(**options).with_finder(RepeatedTexts())
 
 
 async def awaited(model: Any, text: str) -> None:
@@ -96,7 +102,7 @@ def found_keys(engine: BlendEngine) -> set[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_passages_that_move_hit_at_their_third_sight(way: str, reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     for number, texts in enumerate(PROMPTS):
         WAYS[way](engine, stuffed(texts, number))
     first, second, third = reports
@@ -125,7 +131,7 @@ def test_nothing_is_found_unless_it_is_asked_for(way: str, reports: list[BlendRe
 def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_with_more(
     reports: list[BlendReport],
 ) -> None:
-    engine = tiny_engine(find_repeated=True, min_tokens=150)
+    engine = finding(min_tokens=150)
     for number, texts in enumerate(([A, B, C], [D, A], [E, B, F], [B, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     assert [one.plain for one in reports] == [True, True, True, False]
@@ -133,14 +139,14 @@ def test_found_text_of_prompts_with_too_few_chunk_tokens_is_stored_for_those_wit
     assert [one.hit for one in reports[3].found] == [True, True]
     assert all(key in found_keys(engine) for key, _ in engine.store.infos("")), "nothing else is stored"
     for options in ({"write_back": "off"}, {"selection": "all"}):
-        engine = tiny_engine(find_repeated=True, min_tokens=150, **options)
+        engine = finding(min_tokens=150, **options)
         for number, texts in enumerate(([A, B, C], [D, A])):
             engine.generate(stuffed(texts, number), max_new_tokens=2)
         assert not found_keys(engine)
 
 
 def test_prompt_of_which_little_was_found_is_prefilled(reports: list[BlendReport]) -> None:
-    engine, others = tiny_engine(find_repeated=True, min_tokens=1), map(passage, range(7, 11))
+    engine, others = finding(min_tokens=1), map(passage, range(7, 11))
     for number, texts in enumerate(([A, B, C], [D, A, E], [F, *others, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     assert [one.plain for one in reports] == [True] * 3
@@ -160,7 +166,7 @@ LITTLE = "too little of it is stored to be worth reading"
 def test_each_found_text_says_whether_it_is_stored_and_why_it_was_not_read(
     way: str, reports: list[BlendReport]
 ) -> None:
-    engine, others = tiny_engine(find_repeated=True, min_tokens=1), [*map(passage, range(7, 11))]
+    engine, others = finding(min_tokens=1), [*map(passage, range(7, 11))]
     for number, texts in enumerate(([A, B, C], [D, A, E], [F, *others, A], [G, B, *others, A], [A, B])):
         WAYS[way](engine, stuffed(texts, number))
     assert states(reports[1]) == [("storing", NOT_YET)]
@@ -184,17 +190,17 @@ def test_found_texts_say_why_nothing_was_read_or_stored(reports: list[BlendRepor
         "held": ({"verify": "held"}, "not stored", "verify='held' lets full prefill answer"),
     }
     for options, state, reason in cases.values():
-        engine = tiny_engine(find_repeated=True, **options)
+        engine = finding(**options)
         for number, texts in enumerate(([A, B, C], [D, A])):
             engine.generate(stuffed(texts, number), max_new_tokens=2)
         assert states(reports[-1]) == [(state, reason)]
         assert bool(found_keys(engine)) == (state == "storing") == (reports[-1].tokens_to_store > 0)
-    engine = tiny_engine(find_repeated=True, min_tokens=150)
+    engine = finding(min_tokens=150)
     for number, texts in enumerate(([A, B, C], [D, A], [E, A])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     assert states(reports[-1]) == [("stored", few)]
     assert reports[-1].tokens_to_store == 0
-    with tiny_engine(find_repeated=True, store=DiskStore(tmp_path)) as engine:
+    with finding(store=DiskStore(tmp_path)) as engine:
         for number, texts in enumerate(([A, B, C], [D, A])):
             engine.generate(stuffed(texts, number), max_new_tokens=2)
         engine.flush()
@@ -203,7 +209,7 @@ def test_found_texts_say_why_nothing_was_read_or_stored(reports: list[BlendRepor
 
 
 def test_adapters_tell_the_states_of_found_texts_and_what_goes_into_the_store() -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     chat, llm = ChatCacheBlend(engine=engine, max_new_tokens=2), LlamaIndexLLM(engine=engine, max_new_tokens=2)
     chat.invoke(stuffed(PROMPTS[0], 0))
     second, third = chat.invoke(stuffed(PROMPTS[1], 1)), llm.complete(stuffed(PROMPTS[2], 2))
@@ -219,7 +225,7 @@ def test_adapters_tell_the_states_of_found_texts_and_what_goes_into_the_store() 
 
 
 def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() -> None:
-    engine = tiny_engine(find_repeated=True, recompute_ratio=1.0)
+    engine = finding(recompute_ratio=1.0)
     for number, texts in enumerate(PROMPTS):
         text = stuffed(texts, number)
         fused = engine.fuse(text)
@@ -232,14 +238,14 @@ def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() ->
 
 
 def test_answers_after_a_lost_record_are_those_of_a_run_where_it_was_never_stored() -> None:
-    engine, other = (tiny_engine(find_repeated=True) for _ in range(2))
+    engine, other = (finding() for _ in range(2))
     for number, texts in enumerate(PROMPTS[:2]):
         for one in (engine, other):
             one.generate(stuffed(texts, number), max_new_tokens=2)
     for one in (engine, other):
         for key in found_keys(one):
             one.store.delete(key)
-    other.chunks.pipeline.segments.repeated.forget("", [A, B])
+    other.chunks.pipeline.segments.finder.forget("", [A, B])
     last = stuffed(PROMPTS[2], 2)
     missed, plain = engine.fuse(last), other.fuse(last)
     assert (missed.report.hits, missed.report.misses) == (0, 2)
@@ -248,7 +254,7 @@ def test_answers_after_a_lost_record_are_those_of_a_run_where_it_was_never_store
 
 
 def test_tenants_share_nothing(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     mine, theirs = engine.with_config(salt="mine"), engine.with_config(salt="theirs")
     for number, texts in enumerate(PROMPTS):
         mine.generate(stuffed(texts, number), max_new_tokens=2)
@@ -267,7 +273,7 @@ def test_tenants_share_nothing(reports: list[BlendReport]) -> None:
 
 @pytest.mark.parametrize("text", [A, A[len(A) // 4 : -len(A) // 4], f"{D}\n\n{A}\n\n{E}"], ids=["all", "part", "more"])
 def test_erasing_a_text_erases_what_holds_it_and_what_is_part_of_it(text: str, reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     for number, texts in enumerate(PROMPTS):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
     ids = tuple(engine.tokenizer(" " + A, add_special_tokens=False)["input_ids"])
@@ -297,7 +303,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_erasing_a_text_erases_the_forms_in_which_messages_held_it(form: str, reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True, prompt_cache="auto")
+    engine = finding(prompt_cache="auto")
     written = FORMS[form](QUOTED)
     for number, texts in enumerate(([A, written, C], [D, E, written])):
         engine.generate(stuffed(texts, number), max_new_tokens=2)
@@ -316,7 +322,7 @@ def test_erasing_a_text_erases_the_forms_in_which_messages_held_it(form: str, re
 
 
 def test_waiting_records_of_an_erased_text_are_not_stored() -> None:
-    engine = tiny_engine(find_repeated=True, write_back="background")
+    engine = finding(write_back="background")
     engine.generate(stuffed(PROMPTS[0], 0), max_new_tokens=2)
     release = threading.Event()
     holding = threading.Thread(target=lambda: _hold(engine, release))
@@ -345,7 +351,7 @@ def bytes_of(ids: Sequence[int], width: int) -> bytes:
 
 def test_questions_asked_in_a_hundred_chats_are_nowhere_on_the_disk(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
-    engine = tiny_engine(find_repeated=True, store=store)
+    engine = finding(store=store)
     model = ChatCacheBlend(engine=engine, max_new_tokens=1)
     question = f"My secret is this.\n{passage(50, 9)}\n{passage(51, 9)}\nWhat do you say to that?"
     texts = [A, B, C, D, E, F, G]
@@ -380,7 +386,7 @@ def quoting(number: int, question: str, texts: Sequence[str]) -> list[Any]:
 
 
 def test_short_earlier_answers_break_no_passage_and_leave_no_prefix(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     model = ChatCacheBlend(engine=engine, max_new_tokens=2)
     for number, texts in enumerate(PROMPTS):
         model.invoke(quoting(number, f"Which one falls, number {number}?", texts))
@@ -393,7 +399,7 @@ def test_short_earlier_answers_break_no_passage_and_leave_no_prefix(reports: lis
 
 
 def test_long_earlier_answers_keep_their_prefix_and_passages_behind_it_are_found(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     model = ChatCacheBlend(engine=engine, max_new_tokens=2)
     for number, texts in enumerate(PROMPTS):
         first, *others = quoting(number, f"Which one falls, number {number}?", texts)
@@ -406,7 +412,7 @@ def test_questions_of_a_hundred_chats_with_short_answers_are_nowhere_on_the_disk
     tmp_path: Path,
 ) -> None:
     store = DiskStore(tmp_path)
-    engine = tiny_engine(find_repeated=True, store=store)
+    engine = finding(store=store)
     mine, theirs = (engine.with_config(salt=name) for name in ("mine", "theirs"))
     model, other = (ChatCacheBlend(engine=one, max_new_tokens=1) for one in (mine, theirs))
     question = f"My secret is this. {passage(50, 9)} {passage(51, 9)} What do you say to that?"
@@ -456,7 +462,7 @@ ANSWERS: dict[str, Callable[[BlendEngine, str, dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("way", ANSWERS)
 def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     answer, asked = passage(90, 8), "What is told of the harbour?"
     ids = engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
     ANSWERS[way](engine, asked, {"max_new_tokens": len(ids), "logits_processor": [Says(ids)]})
@@ -471,7 +477,7 @@ def test_answers_that_a_client_sends_again_as_text_are_not_found(way: str, repor
 @pytest.mark.parametrize("way", ["engine", "LangChain", "LlamaIndex", "LangChain chat"])
 def test_chats_that_a_client_has_written_out_hit_and_leave_no_question(way: str, reports: list[BlendReport]) -> None:
     """A program that knows the model's template, or another, and sends one text."""
-    engine, secret = tiny_engine(find_repeated=True), f"My secret is this.\n{passage(50, 9)}\nWhat do you say?"
+    engine, secret = finding(), f"My secret is this.\n{passage(50, 9)}\nWhat do you say?"
     for number, texts in enumerate(PROMPTS):
         asked = "\n\n".join([*texts, secret])
         WAYS[way](engine, f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
@@ -484,7 +490,7 @@ def test_chats_that_a_client_has_written_out_hit_and_leave_no_question(way: str,
 
 
 def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     model = ChatCacheBlend(engine=engine, max_new_tokens=2)
     tool = {"type": "function", "function": {"name": "find", "description": passage(60), "parameters": {}}}
     for number in range(3):
@@ -501,7 +507,7 @@ def test_tool_answers_of_agents_and_schemas_that_move_are_found(reports: list[Bl
 
 
 def test_known_texts_take_precedence_and_documents_keep_their_places(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True)
+    engine = finding()
     model = CacheBlendLLM(engine=engine, max_new_tokens=2)
     for number, texts in enumerate(PROMPTS[:2]):
         model.invoke(stuffed(texts, number))
@@ -517,7 +523,7 @@ def test_known_texts_take_precedence_and_documents_keep_their_places(reports: li
 
 
 def test_prompts_that_are_too_long_lose_retrieved_chunks_and_no_text_of_messages() -> None:
-    engine = tiny_engine(find_repeated=True, overflow="drop_chunks")
+    engine = finding(overflow="drop_chunks")
     window = engine.context_window
     assert window is not None
     many = [passage(200 + number) for number in range(window // 60)]
@@ -532,7 +538,7 @@ def test_prompts_that_are_too_long_lose_retrieved_chunks_and_no_text_of_messages
 
 
 def test_many_threads_find_and_store_without_harm(reports: list[BlendReport]) -> None:
-    engine = tiny_engine(find_repeated=True, write_back="background", max_concurrent=2)
+    engine = finding(write_back="background", max_concurrent=2)
     texts, errors = [A, B, C, D, E, F, G], list[BaseException]()
 
     def work(offset: int) -> None:

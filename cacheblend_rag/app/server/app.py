@@ -392,7 +392,7 @@ def serve(settings: ServerSettings) -> int:
         service = open_service(settings)
         app = create_app(settings, service)
     configure_logs(settings.access_log)
-    if service.engine.config.finds_repeated:
+    if settings.find_repeated:
         print(_REPEATED, file=sys.stderr)
     server = _AnnouncingServer(server_config(app, settings))
     try:

@@ -17,6 +17,7 @@ from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
 from cacheblend_rag.config import (
     BYTES,
     ENV_PREFIX,
+    FLAG,
     Kind,
     check_options,
     choice,
@@ -206,6 +207,13 @@ class ServerSettings:
     )
     access_log: str = option(
         "json", choice(ACCESS_LOGS), "A line a request: json, text or off.", flag="access-log", metavar="FORM"
+    )
+    find_repeated: bool = option(
+        True,
+        FLAG,
+        "Find text that several messages of a tenant hold, and reuse its KV; off where only documents may be stored.",
+        flag="find-repeated",
+        metavar="on|off",
     )
     data: Path | None = None
     limits: Limits = field(default_factory=Limits)

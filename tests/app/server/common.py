@@ -66,6 +66,7 @@ def settings_for(
     keys: dict[str, str] | None = None,
     concurrent: int | None = None,
     keys_file: Path | None = None,
+    find_repeated: bool = True,
     **more: Any,
 ) -> ServerSettings:
     """Settings of a server over the tiny model."""
@@ -80,7 +81,13 @@ def settings_for(
         config=config,
     )
     return ServerSettings(
-        rag=rag, port=0, api_keys=keys or {}, keys_file=keys_file, limits=limits or Limits(), concurrent=concurrent
+        rag=rag,
+        port=0,
+        api_keys=keys or {},
+        keys_file=keys_file,
+        limits=limits or Limits(),
+        concurrent=concurrent,
+        find_repeated=find_repeated,
     )
 
 

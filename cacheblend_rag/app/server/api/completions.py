@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_core.messages import AIMessage
@@ -234,7 +234,7 @@ class Completion(AnswerRequest):
         if self.documents:
             return Prompt(chunks=self.documents, suffix=text)
         prompt = match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
-        return self.engine.chunks.with_repeated(prompt)
+        return replace(prompt, turns=())
 
     def choices(self, slot: Slot) -> Iterator[Choice]:
         """See `AnswerRequest.choices`."""

@@ -29,6 +29,7 @@ from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
 from cacheblend_rag.store.base import KVStore, StoreStats
@@ -80,8 +81,9 @@ def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) ->
     made: dict[str, ServedModel] = {}
     for name, model in settings.models.items():
         engine = rag.also(model) if made else rag.engine
-        found = engine.config.find_repeated in ("auto", True)
-        engine = engine.with_config(max_concurrent=concurrent, find_repeated=found)
+        engine = engine.with_config(max_concurrent=concurrent)
+        if settings.find_repeated:
+            engine = engine.with_finder(RepeatedTexts())
         made[name] = ServedModel(name, engine, settings.limits, starter=model == config.DEFAULT_MODEL)
     return made
 

@@ -1,0 +1,31 @@
+"""Finders: they make chunks of text in a prompt that nobody has named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.tokenizer import PromptTokenizer
+
+
+class Finder(Protocol):
+    """Finds further chunks in each prompt that an engine answers; see `BlendEngine.with_finder`."""
+
+    def find(self, prompt: Prompt, salt: str, tokenizer: PromptTokenizer) -> Prompt:
+        """The same prompt for the model, perhaps with further chunks; their numbers are in ``found``.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        salt : str
+            Of the tenant: nothing that a finder knows of one may show in a prompt of another.
+        tokenizer : PromptTokenizer
+            The tenant's own.
+        """
+
+    def hear(self, salt: str, answer: Iterable[str]) -> None:
+        """Take note of an answer and its thought."""
+
+    def forget(self, salt: str | None, texts: Collection[str]) -> None:
+        """Forget some texts of a tenant, and all that stood beside them; without a salt, of all tenants."""
