@@ -35,8 +35,6 @@ SHORTEST_SPAN = 64
 _WINDOW = 320
 _NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
 _REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN, _ENDS = 1, 2, 4, 8, 16
-# The bits above count in how many other places a chat's own words stood since they were last said: at most so many.
-_ELSEWHERE, _OFTEN = 32, 7
 # Turns the hash of a message's end into a key of its own.
 _END = np.uint64(0xD1B54A32D192ED03)
 # So many pieces at most, less one, stand between a message's last window and its end.
@@ -169,8 +167,7 @@ class RepeatedText:
     - The end of what the user said last, which is the question, never counts.
     - Words that were first seen in an answer, or in a question before they were found, do not count anywhere: a client
       may send a chat again as text, to ask for its title. Neither does text that was seen before directly in front of
-      these words, or of what was a message's end, back to text that was found already. This ends once they have stood
-      in seven further messages, one behind the other, in which they were neither said nor part of what was said.
+      these words, or of what was a message's end, back to text that was found already.
 
     Parameters
     ----------
@@ -267,14 +264,11 @@ class RepeatedText:
         values = self._windows.young.values
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
-        again = ended | (flags & _OWN > 0)  # somebody's own words, unless they stood elsewhere often enough
-        own = ~before & (in_own & was_known | again & (flags < _OFTEN * _ELSEWHERE))
+        own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))  # somebody's own words
         open_to = ~answer & ~in_asked & (before | ~windows.beside(own, was_known & ~before))
         values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
 
         message = _sixteen(windows.messages(parts))[part]
-        said = in_own | ~counted
-        self._count_elsewhere(windows, slots, was_known & again & ~before, said, message)
         self._count(windows, slots, was_known, counted, open_to, message)
         flags = np.where(slots >= 0, values["flags"][slots], 0)
         otherwise = flags & _GOES_ON_OTHERWISE > 0
@@ -341,25 +335,6 @@ class RepeatedText:
         flags = _GOES_ON_OTHERWISE * differs["behind"] + _BEGINS_OTHERWISE * differs["before"]
         flags += _REPEATED * (differs["message"] & differs["place"] & open_to[seen])
         np.bitwise_or.at(known["flags"], rows, flags.astype(np.uint8))
-
-    def _count_elsewhere(
-        self, windows: _Windows, slots: Places, again: Flags, said: Flags, message: npt.NDArray[np.uint16]
-    ) -> None:
-        """Count the messages that hold a chat's own words and are no part of the chat, from when they were said last.
-
-        A passage that once stood where a question does is so found after a while. A question is said in each chat.
-        """
-        known, place = self._windows.young.values, windows.places()
-        known["flags"][slots[again & said]] &= _ELSEWHERE - 1
-        at = np.flatnonzero(again & ~said)
-        rows = slots[at]
-        differs = (known["message"][rows] != message[at]) & (known["place"][rows] != place[at])
-        at = at[differs & (known["flags"][rows] < _OFTEN * _ELSEWHERE)]
-        rows, first = np.unique(slots[at], return_index=True)
-        at = at[first]
-        known["flags"][rows] += _ELSEWHERE
-        # The next that counts must be another one.
-        known["message"][rows], known["place"][rows] = message[at], place[at]
 
     def _known_spans(self, windows: _Windows, repeated: Flags) -> list[Match]:
         """Spans of earlier prompts that stand in this one; they may overlap."""

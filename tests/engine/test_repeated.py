@@ -362,30 +362,6 @@ def test_passages_directly_before_a_cue_are_found_once_they_stood_elsewhere():
         assert all(a[-200:] not in span for span in found_in(finder, f"{b}\n\n{d}\n\n{question}"))
 
 
-def test_passages_that_stood_where_a_question_does_are_found_after_seven_messages_in_which_they_do_not():
-    a, *others = (one.replace("\n", " ") for one in passages()[:20])
-    finder, found = RepeatedText(), list[bool]()
-    finder.find(f"{others[0]}\n\n{a}")
-    for number in range(10):
-        spans = found_in(finder, tagged([others[number + 1], a], f"Is it number {number}?"))
-        found.append(any(a[100:400] in span for span in spans))
-    assert found == [False] * 7 + [True] * 3
-
-
-def test_words_of_a_chat_stay_its_own_while_they_are_said_now_and_then():
-    question, answer = passages()[9].replace("\n", " "), passages()[10]
-    finder, found = RepeatedText(), list[str]()
-    for number in range(60):  # six texts about the chat, then its next turn
-        if number % 7 == 0:
-            turns = [("user", question), ("assistant", answer), ("user", f"And what is number {number}?")]
-            found += found_in(finder, *chat(*turns[: 1 if number % 14 == 0 else 3]))
-            finder.hear(answer)
-        else:
-            told = f"They said {question}\nIt said {answer}"
-            found += found_in(finder, f"Task {number}:\n{told}\nWhat is its title?")
-    assert found == []
-
-
 def test_templates_own_words_are_no_part_of_a_passage():
     a, b, c, d, e, f = passages()[:6]
     finder = RepeatedText()
