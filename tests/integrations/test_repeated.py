@@ -508,7 +508,7 @@ def test_known_texts_take_precedence_and_documents_keep_their_places(reports: li
     for number, texts in enumerate(PROMPTS[:2]):
         model.invoke(stuffed(texts, number))
     model.warm([B])
-    seen = model.match_chunks(stuffed(PROMPTS[2], 2))
+    seen = engine.chunks.pipeline.with_found(model.match_chunks(stuffed(PROMPTS[2], 2)))
     assert seen.chunks[0] == B
     assert len(seen.chunks) == 2
     assert seen.found == (1,)
