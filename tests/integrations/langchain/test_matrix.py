@@ -168,12 +168,6 @@ def direct_with_text(model: Any) -> Any:
     return {"context": search, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
 
 
-def direct_ours(model: Any) -> Any:
-    """The same with our vector store, which needs no `track`."""
-    search = RunnableLambda(lambda given: join(store().max_marginal_relevance_search(given["input"], k=4)))
-    return {"context": search, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
-
-
 def agent_with_direct_prompt(model: Any) -> Any:
     """The prompt of LangChain's own RAG tutorial."""
     found = track(foreign_store())
@@ -310,7 +304,6 @@ CHAINS = [
     Chain(graph_with_text, {"input": QUESTION}),
     Chain(direct, {"input": QUESTION}),
     Chain(direct_with_text, {"input": QUESTION}),
-    Chain(direct_ours, {"input": QUESTION}),
     Chain(agent_with_direct_prompt, MESSAGES, (ChatCacheBlend,)),
     Chain(agent_with_text_tool, MESSAGES, (ChatCacheBlend,)),
     Chain(retrieval_qa, {"query": QUESTION}),
