@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from cacheblend_rag.engine.decode import DecodeOptions
 
 PAGE = Path(__file__).parents[1] / "reference" / "options.md"
 COMMANDS = PAGE.with_name("command-line.md")
-_HEAD = "| option | environment variable | default | values | meaning, and when to change it |\n|---|---|---|---|---|\n"
+_HEAD = "| option | default | values | meaning, and when to change it |\n|---|---|---|---|\n"
 _LINK = re.compile(r"docs/([\w/-]+)\.md(?:#([\w-]+))?")
 
 
 def row_of(option: Option) -> str:
     """The row of an option."""
     value = option.shown or _shown(option.default)
-    cells = (f"`{option.name}`", f"`{option.variable}`", value, option.kind.words, linked(option.about))
+    cells = (f"`{option.name}`", value, option.kind.words, linked(option.about))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -83,23 +84,39 @@ def _cell(action: argparse.Action) -> str:
     return f"`{f'{flag} {value}'.strip()}{' …' if action.nargs in ('+', '*') else ''}`".replace("|", "\\|")
 
 
+def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    left_out = (argparse._HelpAction, argparse._SubParsersAction)
+    return [one for one in parser._actions if not isinstance(one, left_out)]
+
+
+def _shared(parsers: Iterable[argparse.ArgumentParser]) -> dict[str, str]:
+    """Options that three commands or more take with one text, by their flags."""
+    rows = Counter((_cell(one), one.help or "") for parser in parsers for one in _arguments(parser))
+    return dict(row for row, count in rows.items() if count > 2 and row[0].startswith("`--"))
+
+
 def commands_page(text: str) -> str:
-    """The page of commands with the rows of options as they are now; those of other arguments stay."""
+    """The page of commands; the tables as they are now stand after a mark in each command's section."""
+    parsers = {name: parser for name, parser in _commands(_parser()) if name}
+    shared = _shared(parsers.values())
     parts = re.split(r"^(##+ .+\n)", text, flags=re.MULTILINE)
-    parsers, of_options = (
-        dict(_commands(_parser())),
-        {one.help_line for options in SECTIONS.values() for one in options},
-    )
     for at in range(1, len(parts), 2):
-        for action in parsers[parts[at].lstrip("# ").strip()]._actions:
-            if action.help in of_options:
-                row = f"| {_cell(action)} | {action.help} |\n"
-                known = re.compile(rf"^\| {re.escape(_cell(action))} \|.*\n", re.MULTILINE)
-                if known.search(parts[at + 1]):
-                    parts[at + 1] = known.sub(lambda _, row=row: row, parts[at + 1])
-                else:
-                    parts[at + 1] = parts[at + 1].rstrip("\n") + f"\n{row}\n"
-    return "".join(parts)
+        name, (before, mark, _) = parts[at].lstrip("# ").strip(), parts[at + 1].partition("<!-- options -->\n")
+        actions = _arguments(parsers[name]) if name in parsers else []
+        rows = {_cell(one): one.help or "" for one in actions if shared.get(_cell(one)) != one.help}
+        if name == "Options of several commands":
+            rows = shared
+        also = [f"`{one.option_strings[0]}`" for one in actions if _cell(one) not in rows]
+        if mark:
+            parts[at + 1] = f"{before}{mark}\n{_table(rows)}" + (f"Also: {', '.join(also)}.\n\n" if also else "")
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    if not rows:
+        return ""
+    lines = (f"| {cell} | {text.replace('|', chr(92) + '|').replace('%%', '%')} |\n" for cell, text in rows.items())
+    return "| option | meaning |\n|---|---|\n" + "".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -102,9 +102,7 @@ def test_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
     (one,) = options_of(More)
     assert (one.variable, one.help_line) == (f"{ENV_PREFIX}DEPTH", "how deep (default: 3)")
-    assert page.row_of(one).startswith(
-        "| `depth` | `CACHEBLEND_RAG_DEPTH` | `3` | a whole number from 1 to 9 | How deep."
-    )
+    assert page.row_of(one).startswith("| `depth` | `3` | a whole number from 1 to 9 | How deep.")
     monkeypatch.setenv(one.variable, "4")
     assert (More().depth, More(depth=5).depth) == (4, 5)
     monkeypatch.setenv(one.variable, "10")

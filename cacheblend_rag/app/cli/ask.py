@@ -33,7 +33,7 @@ _LINE = 100  # characters of an answer in a table
 def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     ask = commands.add_parser("ask", help="answer a question from a folder of documents")
-    ask.add_argument("question")
+    ask.add_argument("question", help="the question")
     add_rag_arguments(ask)
     add_arguments(ask, "top-k", "ratio", "max-new-tokens", "reasoning", "reasoning-tokens")
     ask.add_argument("--compare", action="store_true", help="answer by all four methods and show them side by side")

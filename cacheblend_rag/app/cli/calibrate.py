@@ -34,7 +34,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
     )
     parser.add_argument("--data", metavar="FILE", help="questions with passages, as JSON lines, instead of --docs")
     parser.add_argument("--chunks", type=int, default=chunks, metavar="N", help=f"chunks in a prompt ({chunks})")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn by chance (default 0)")
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:

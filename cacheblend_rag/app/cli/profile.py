@@ -11,7 +11,14 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command."""
     profile = commands.add_parser("profile", help="measure prefill and storage, so that the ratio can be chosen")
     add_arguments(profile, "model", "data-dir", "shared-store", "device", "dtype")
-    profile.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], metavar="TOKENS")
+    profile.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[256, 512, 1024, 2048],
+        metavar="TOKENS",
+        help="prompt lengths to time (default 256 512 1024 2048)",
+    )
     profile.add_argument(
         "--file-size", default="256MB", metavar="SIZE", help="of what is read from each store (default 256 MB)"
     )
