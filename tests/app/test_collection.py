@@ -78,16 +78,6 @@ def test_suggested_questions_are_few_and_varied() -> None:
     assert sum(len(one["files"]) > 1 for one in suggested) >= 2
 
 
-def test_suggested_questions_were_asked_and_full_prefill_answered_them() -> None:
-    root = Path(__file__).parents[2]
-    asked = json.loads((root / "docs" / "benchmarks" / "suggested.json").read_text(encoding="utf-8"))["questions"]
-    offered = [one for one in asked if one["suggested"]]
-    assert [one["question"] for one in offered] == [one["question"] for one in QUESTIONS if one["suggested"]]
-    assert all(one["full"]["right"] and one["first"]["found"] for one in offered)
-    page = (root / "docs" / "how-to" / "page.md").read_text(encoding="utf-8")
-    assert all(f"| {one['question']} | {one['first']['prompt_tokens']:,} |" in page for one in asked)
-
-
 def test_the_manual_is_the_documentation_and_comes_with_the_package() -> None:
     root = Path(__file__).parents[2]
     assert manual_path() == root / "docs"
