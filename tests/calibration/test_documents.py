@@ -48,7 +48,6 @@ def test_the_first_commands_run(
         assert program == "cacheblend-rag"
         assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu", "--max-new-tokens", "4"]) == 0
         assert "\n  blended " in capsys.readouterr().out
-    assert (tmp_path / "runs" / "first" / "results.jsonl").exists()
 
 
 def test_the_scripts_first_command_runs(
