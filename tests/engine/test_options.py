@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = {name: value for name, (_, value) in FROM_ENVIRONMENT.i
 KINDS: tuple[type, ...] = (FolderRAGOptions, ServerSettings, Limits, BlendConfig)
 EVERY = [(kind, one) for kind in KINDS for one in options_of(kind)]
 # Fields that hold other options, or secrets, which have no flag and are in no file.
-PARTS = {"config", "rag", "limits", "api_keys"}
+PARTS = {"config", "rag", "limits", "api_keys", "data"}
 # Says when an option of the engine is to be changed.
 WHEN = re.compile(
     r"\b(?:Set|Turn|Raise|Lower|Change|Choose|Use|Give|raise|lower|set) (?:[^.]|\.\d)*\b(?:where|in a program|to the)\b"
@@ -188,9 +188,8 @@ def test_files_of_options_in_the_documentation_are_read() -> None:
     assert read
 
 
-@pytest.mark.parametrize("name", ["database", "shared_store"])
-def test_secret_in_an_address_is_shown_by_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = [one for options in SECTIONS.values() for one in options if one.name == name]
+def test_secret_in_an_address_is_shown_by_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = [one for options in SECTIONS.values() for one in options if one.name == "shared_store"]
     monkeypatch.setenv(one.variable, "postgresql://me:hush@host/x")
     with pytest.raises(ConfigError) as caught:
         given_options(None, {})
