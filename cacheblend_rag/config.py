@@ -284,7 +284,6 @@ REMOVED = {
     "try_blending": "leave it out; `cacheblend-rag calibrate` tries blending on your documents",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
-    "find_repeated": "leave it out; `serve` finds text that repeats, unless its --find-repeated is off",
     "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",

@@ -337,7 +337,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)
-        return replace(prompt, turns=turns_of(messages))
+        return replace(prompt, turns=tuple(turns_of(messages)))
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""

@@ -251,7 +251,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             self.known.add(rewritten_texts(documents))
         separator, again = self.engine.config.text_separator, split_again(known, documents)
         seen = see(text, known, separator, hint=hint, messages=messages, documents=documents, split_again=again)
-        return replace(seen, turns=turns_of(messages))
+        return replace(seen, turns=tuple(turns_of(messages)))
 
     def _call(
         self,
