@@ -72,7 +72,7 @@ def test_both_apis_answer_and_stream(fleet: Fleet) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = read_events("".join(answer.iter_text()))
     assert events[-1] == ("", "[DONE]")
-    asked = fleet.client.post("/api/collections/archive/ask", json={"question": "Which passage?"})
+    asked = fleet.client.post("/api/ask", json={"question": "Which passage?"})
     assert [name for name, _ in read_events(asked.text)][-2:] == ["report", "done"]
     assert fleet.client.get("/").status_code == fleet.client.get("/readyz").status_code == 200
     refused = fleet.client.post("/v1/completions", json={"model": "model", "prompt": 5})
@@ -116,7 +116,7 @@ def test_changes_are_refused_by_name(fleet: Fleet) -> None:
     large = fleet.client.post("/v1/completions", content=b" " * 5_000_000)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
     for body in (b"", b"[" * 100_000, b"\xff", b'{"prompt": "\\ud800"}', b"5"):
-        for path in ("/v1/completions", "/api/collections/archive/ask"):
+        for path in ("/v1/completions", "/api/ask"):
             wrong = fleet.client.post(path, content=body, headers={"Content-Type": "application/json"})
             assert wrong.status_code in (400, 422), (path, body[:20], wrong.text)
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
+import secrets
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -24,10 +29,13 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.store import DiskStore
 from tests import tiny
+from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
 from tests.waiting import Clock, until
 
 BASE = "http://localhost"
+SHARED = ".shared"
+"""Name of a file in a folder of documents that several servers are made of."""
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"leaf": "red"}}\n</tool_call>'
 # Answers to a model that offers the tool ``look_up``, which are no calls of it.
 NO_CALLS = {
@@ -69,7 +77,10 @@ def settings_for(
     find_repeated: bool = True,
     **more: Any,
 ) -> ServerSettings:
-    """Settings of a server over the tiny model."""
+    """Settings of a server over the tiny model; documents that tests share are copied, for uploads lie among them."""
+    if (docs / SHARED).exists():
+        own = data.with_name(data.name + "-docs")
+        docs = own if own.exists() else shutil.copytree(docs, own, ignore=shutil.ignore_patterns(SHARED))
     config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
     rag = FolderRAGOptions(
         model=model,
@@ -89,6 +100,51 @@ def settings_for(
         concurrent=concurrent,
         find_repeated=find_repeated,
     )
+
+
+class Served:
+    """``cacheblend-rag serve`` as a user starts it."""
+
+    start_seconds = 180.0
+
+    def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
+        command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
+        arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
+        arguments += ["--data-dir", str(data), "--max-new-tokens", "4", *more]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
+        self._log = data.parent / f"log-{secrets.token_hex(4)}"
+        nothing = Path(os.devnull)
+        self.process = start_program([*command, *arguments], data.parent, nothing, self._log, environment)
+
+        def opened() -> re.Match[str] | None:
+            assert self.process.is_alive()
+            return re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)
+
+        try:
+            found = until(opened, self.start_seconds)
+        except AssertionError:
+            self._stop(signal.SIGTERM)
+            raise AssertionError(self.log) from None
+        assert found is not None
+        self.client = httpx.Client(base_url=found[1], timeout=60)
+
+    @property
+    def log(self) -> str:
+        """Its log."""
+        return self._log.read_text("utf-8") if self._log.exists() else ""
+
+    def end(self, how: signal.Signals) -> int:
+        """Send a signal; the exit status."""
+        self.client.close()
+        self._stop(how)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def _stop(self, how: signal.Signals) -> None:
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
+            os.kill(self.process.pid, how)
+        self.process.join(60)
 
 
 class Running:
@@ -180,13 +236,14 @@ def upload(client: Any, files: dict[str, bytes | str]) -> dict[str, dict[str, An
     sent = [("files", (name, data)) for name, data in files.items()]
     answer = client.post("/api/documents", files=sent)
     assert answer.status_code == 201, answer.text
-    found: dict[str, dict[str, Any]] = {}
+    names = [one["name"] for one in answer.json()["documents"]]
 
-    def read() -> bool:
-        found.update({one["name"]: one for one in client.get("/api/documents").json()["documents"]})
-        return all(found[one["name"]]["state"] in ("ready", "failed") for one in answer.json()["documents"])
+    def read() -> dict[str, dict[str, Any]] | None:
+        found = documents(client)
+        return found if all(found[name]["state"] in ("ready", "failed") for name in names) else None
 
-    until(read, 60)
+    found = until(read, 60)
+    assert found is not None
     return found
 
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
 from tests import tiny
-from tests.app.server.common import BASE, Running, running, settings_for, settle, write_documents
+from tests.app.server.common import BASE, SHARED, Running, running, settings_for, settle, write_documents
 from tests.integrations.langchain.models import TEMPLATE
 
 
@@ -52,8 +52,10 @@ def _with_template(folder: Path, **shape: int) -> Path:
 
 @pytest.fixture(scope="session")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of documents."""
-    return write_documents(tmp_path_factory.mktemp("served") / "docs")
+    """A folder of documents, of which each server gets a copy."""
+    folder = write_documents(tmp_path_factory.mktemp("served") / "docs")
+    (folder / SHARED).touch()
+    return folder
 
 
 @pytest.fixture(scope="module")

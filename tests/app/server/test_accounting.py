@@ -124,7 +124,7 @@ def asked(server: Running, kind: str, client: httpx.Client) -> tuple[str, dict[s
     if kind == "kept":
         id = client.post("/api/conversations", json={"collections": ["archive"]}).json()["id"]
         body |= {"conversation": id, "turn": id}
-    return "/api/collections/archive/ask", body
+    return "/api/ask", body
 
 
 @pytest.mark.parametrize(("kind", "stopped"), [("completion", False), ("ask", False), ("kept", True), ("kept", False)])
@@ -171,14 +171,14 @@ def test_answer_that_is_stopped_or_goes_on_unread_is_counted(
 
 def test_every_kind_of_request_has_its_line(server: Running, lines: Any) -> None:
     with client_of(server, KEYS["ada"]) as client:
-        client.post("/api/collections/archive/ask", json={"question": "Which leaf?"})
+        client.post("/api/ask", json={"question": "Which leaf?"})
         client.post("/v1/responses", json={"model": server.service.model_name, "input": "Which leaf?", "stream": True})
         client.post("/v1/embeddings", json={"model": server.service.embedder_name, "input": "one two"})
         client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
         client.request("PINEAPPLE", "/pineapple")
         client.get("/livez")
     asked, responded, embedded, refused, unknown, alive = lines(6)
-    assert (asked["path"], asked["tokens_out"] > 0) == ("/api/collections/{id}/ask", True)
+    assert (asked["path"], asked["tokens_out"] > 0) == ("/api/ask", True)
     assert (responded["path"], responded["status"]) == ("/v1/responses", 200)
     assert (responded["tokens_in"] > 0, responded["tokens_out"] > 0, responded["ttft"] > 0) == (True, True, True)
     assert (embedded["tokens_in"] > 0, embedded["ttft"]) == (True, None)
@@ -226,7 +226,7 @@ def test_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
         client_of(server, metrics_key[1]) as all_of_them,
     ):
         before = counts(all_of_them, "tokens_total")
-        report = ada.post("/api/collections/archive/ask", json={"question": "Which leaf?", "stream": False}).json()
+        report = ada.post("/api/ask", json={"question": "Which leaf?", "stream": False}).json()
         upload(ben, new_collection(ben), {"a.txt": passage(320)})
         settle(server.service)
         after = counts(all_of_them, "tokens_total")
@@ -276,7 +276,7 @@ def request_span(told: Told) -> ReadableSpan:
 def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     question = {"question": "Which pineapple?", "stream": False}
     with telling() as told, client_of(server, KEYS["ada"]) as client:
-        path, headers = "/api/collections/archive/ask", {"X-Request-ID": "mine-18"}
+        path, headers = "/api/ask", {"X-Request-ID": "mine-18"}
         report = client.post(path, json=question, headers=headers).json()["report"]
         attributes: dict[str, Any] = dict(request_span(told).attributes or {})
     assert (attributes["cacheblend_rag.request"], attributes["cacheblend_rag.tenant"]) == ("mine-18", "ada")
@@ -302,7 +302,7 @@ def test_answers_are_spans_below_the_span_of_their_request(server: Running, kind
             {"model": name, "messages": [{"role": "user", "content": "Which pineapple?"}], "max_tokens": 3},
             "chat",
         ),
-        "ask": ("/api/collections/archive/ask", {"question": "Which pineapple?", "stream": False}, "chat"),
+        "ask": ("/api/ask", {"question": "Which pineapple?", "stream": False}, "chat"),
     }[kind]
     with telling() as told, client_of(server, KEYS["ada"]) as client:
         headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}

@@ -24,9 +24,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "red", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "red"},
     "/api/collections": {"name": "red"},
-    "/api/collections/archive/search": {"query": "red"},
-    "/api/collections/archive/ask": {"question": "red", "max_tokens": 2},
-    "/api/collections/archive/compare": {"question": "red", "max_tokens": 2},
+    "/api/search": {"query": "red"},
+    "/api/ask": {"question": "red", "max_tokens": 2},
+    "/api/compare": {"question": "red", "max_tokens": 2},
 }
 # Seconds of this process that any body takes; it was half a minute before there was a limit.
 SOON = 2.5
@@ -101,7 +101,7 @@ def test_body_full_of_wrong_values_is_refused_soon_in_every_field(
 
 
 _TALK, _TEXT, _ITEMS, *_ = BODIES
-_ASK = "/api/collections/archive/ask"
+_ASK = "/api/ask"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (_ASK, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
     (_ASK, {"verify": 1}, "verify: use 'off', 'idle', 'always' or 'held', not 1"),

@@ -31,7 +31,7 @@ from tests.app.server.common import (
 )
 from tests.waiting import until
 
-ASK = "/api/collections/archive/ask"
+ASK = "/api/ask"
 QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
 
 
@@ -208,7 +208,7 @@ def test_metrics_count_an_answer(server: Running) -> None:
         client.post(ASK, json={**QUESTION, "max_tokens": 4})
         text = client.get("/metrics").text
     for line in (
-        r'cacheblend_rag_requests_total{path="/api/collections/{id}/ask",status="200"}',
+        r'cacheblend_rag_requests_total{path="/api/ask",status="200"}',
         'cacheblend_rag_ttft_part_seconds_count{part="fuse"}',
         "cacheblend_rag_ttft_seconds_count",
         'cacheblend_rag_chunks_total{found="hit"}',

@@ -262,7 +262,7 @@ def test_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytes
 
     process_logits(monkeypatch, slow)
     with client_of(careful, KEYS["ada"]) as client:
-        answer = client.post("/api/collections/archive/ask", json={"question": "Which?", "stream": False})
+        answer = client.post("/api/ask", json={"question": "Which?", "stream": False})
     assert answer.status_code == 200
 
 
@@ -345,7 +345,7 @@ def test_server_ends_on_a_signal_whatever_runs(model: Path, docs: Path, tmp_path
         assert found is not None
         port = int(found[1])
         body = b'{"question": "Which?"}'
-        head = "POST /api/collections/archive/ask HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = "POST /api/ask HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", port), 10) as one:
             one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: logged("^it is stuck$"))

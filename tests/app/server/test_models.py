@@ -119,8 +119,8 @@ def test_unserved_model_is_refused_with_a_list_of_those_served(client: openai.Op
             refused()
     body = {"question": QUESTION, "model": "gpt-9"}
     for answer in (
-        pages.post("/api/collections/archive/ask", json=body),
-        pages.post("/api/collections/archive/compare", json=body),
+        pages.post("/api/ask", json=body),
+        pages.post("/api/compare", json=body),
         pages.get("/api/collections/archive/estimate", params={"model": "gpt-9"}),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -139,7 +139,7 @@ def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.C
     assert size["deep"] == pytest.approx(1.5 * size["flat"], rel=0.15)  # records have whole pages
     assert pages.get("/api/collections/archive/estimate").json()["kv_bytes"] == size["flat"]
     body = {"question": QUESTION, "k": 1, "max_tokens": 2, "model": "deep"}
-    rows = read_events(pages.post("/api/collections/archive/compare", json=body).text)
+    rows = read_events(pages.post("/api/compare", json=body).text)
     assert rows[-1][0] == "done"
     assert {data["method"] for name, data in rows if name == "row"} == {"full", "prefix", "reuse", "blend"}
 

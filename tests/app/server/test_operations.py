@@ -109,7 +109,7 @@ def test_metrics_named_in_the_guide_exist(server: Running) -> None:
     target = yaml.safe_load(block("yaml"))["scrape_configs"][0]
     assert target["job_name"] == "cacheblend-rag"
     with client_of(server) as client:
-        client.post("/api/collections/archive/ask", json={"question": "Which leaf?"})
+        client.post("/api/ask", json={"question": "Which leaf?"})
         text = client.get("/metrics").text
     named = set(re.findall(r"`((?:cacheblend_rag|process)_\w+)`", PAGE))
     assert len(named) >= 14

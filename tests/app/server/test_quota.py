@@ -158,8 +158,8 @@ def test_every_way_to_the_model_is_counted(server: Running, ended: Callable[[int
             {"model": name, "input": message, "max_output_tokens": 2, "stream": True},
         ),
         "embeddings": ("/v1/embeddings", {"model": embedder, "input": ["Which leaf?"]}),
-        "ask": ("/api/collections/archive/ask", {"question": "Which?", "k": 1, "max_tokens": 2}),
-        "compare": ("/api/collections/archive/compare", {"question": "Which?", "k": 1, "max_tokens": 2}),
+        "ask": ("/api/ask", {"question": "Which?", "k": 1, "max_tokens": 2}),
+        "compare": ("/api/compare", {"question": "Which?", "k": 1, "max_tokens": 2}),
     }
     used, most = {}, 10 * SIZE
     with client_of(server, KEYS["ada"]) as client:
@@ -227,7 +227,7 @@ def test_refused_request_costs_no_quota_and_holds_no_slot(server: Running, ended
     with client_of(server, KEYS["ada"]) as client:
         for body in ({"max_tokens": 10_000}, {"prompt": "x" * 40_000}, {"temperature": 99}):
             assert complete(client, server, **body).status_code == 400
-        asked = client.post("/api/collections/archive/ask", json={"question": "Which?", "max_tokens": SIZE - 1})
+        asked = client.post("/api/ask", json={"question": "Which?", "max_tokens": SIZE - 1})
         assert asked.status_code == 400  # with its passages it is more than there ever is
         ended(4)
         assert left(server) == SIZE

@@ -14,7 +14,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 300},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300},
     "/v1/responses": {"input": PROMPT, "max_output_tokens": 300},
-    "/api/collections/archive/ask": {"question": PROMPT, "max_tokens": 300, "stream": False},
+    "/api/ask": {"question": PROMPT, "max_tokens": 300, "stream": False},
 }
 
 

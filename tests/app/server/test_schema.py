@@ -33,7 +33,7 @@ SENSIBLE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "", "messages": [{"role": "user", "content": "Who?"}]},
     "/v1/responses": {"model": "", "input": "Who?"},
     "/v1/embeddings": {"model": "", "input": ["one", "two"]},
-    "/api/collections/{id}/ask": {"question": "Who?"},
+    "/api/ask": {"question": "Who?"},
 }
 
 

@@ -171,6 +171,11 @@ class Service:
         """Name of the base folder."""
         return "Bundled articles" if self.bundled else shown_name(Path(self.settings.rag.docs).resolve().name)
 
+    @property
+    def model_name(self) -> str:
+        """Public name of the first model, which answers where a request names none."""
+        return next(iter(self.models))
+
     def model_of(self, name: str | None = None) -> ServedModel:
         """A model by its name; by default the first.
 
@@ -179,7 +184,7 @@ class Service:
         Problem
             404 if there is none of this name.
         """
-        name = next(iter(self.models)) if name is None else name
+        name = self.model_name if name is None else name
         check_model(name, list(self.models))
         return self.models[name]
 
