@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.collection import ARTICLES_PATH, MANUAL_FOLDERS, QUESTIONS_PATH, manual_path
+from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 
 ARTICLES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ARTICLES_PATH.iterdir())}
 QUESTIONS: list[dict[str, Any]] = [json.loads(line) for line in QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
@@ -76,13 +75,3 @@ def test_suggested_questions_are_few_and_varied() -> None:
     assert 8 <= len(suggested) <= 12
     assert len({one["files"][0] for one in suggested}) >= 6
     assert sum(len(one["files"]) > 1 for one in suggested) >= 2
-
-
-def test_the_manual_is_the_documentation_and_comes_with_the_package() -> None:
-    root = Path(__file__).parents[2]
-    assert manual_path() == root / "docs"
-    included = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    folders = included["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    inside = ARTICLES_PATH.parent.relative_to(root) / "manual"
-    assert folders == {f"docs/{kind}": str(inside / kind) for kind in MANUAL_FOLDERS}
-    assert all((root / folder).is_dir() for folder in folders)

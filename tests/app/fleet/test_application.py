@@ -14,7 +14,6 @@ import yaml
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.cli.configuration import GivenValue
 from cacheblend_rag.app.fleet import FleetArguments, app
-from cacheblend_rag.app.server.settings import KEYS_VARIABLE
 from cacheblend_rag.errors import ConfigError
 
 # Ray 2.60 declares its own models so.
@@ -52,7 +51,6 @@ def test_the_example_is_a_configuration_of_ray_serve(tmp_path: Path) -> None:
     assert replicas._deployment_config.autoscaling_config.max_replicas == 6
     router = replicas._deployment_config.request_router_config
     assert router.request_router_class.endswith("ChunkRouter")
-    assert found["ingress"].init_args[-1] is True  # collections can be changed
     given: dict[str, GivenValue] = replicas.init_args[0]
     assert given["dtype"].value == "bfloat16"
 
@@ -72,16 +70,6 @@ def test_fleet_refuses_bad_arguments_by_name(arguments: dict[str, Any], field: s
     with pytest.raises(ConfigError) as caught:
         app(FleetArguments.model_validate(arguments))
     assert caught.value.field == field
-
-
-def test_replicas_with_keys_need_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEYS_VARIABLE, "ada=" + "k" * 24)
-    arguments: dict[str, Any] = {"replicas": 2, "options": {"rag": {"dtype": "float32"}}}
-    with pytest.raises(ConfigError, match="salts") as caught:
-        app(FleetArguments.model_validate(arguments))
-    assert caught.value.field == "database"
-    arguments["options"]["server"] = {"database": "postgresql://127.0.0.1/x"}
-    app(FleetArguments.model_validate(arguments))
 
 
 @pytest.mark.parametrize("arguments", [["--replicas", "2"], ["--ray", "--replicas", "0"]])

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from docs.benchmarks.scripts.servers import PostgresServer, valkey_server
-from tests.app.server.common import new_collection, passage, read_events, write_documents
-from tests.app.server.test_crash import Served, whole_or_not_at_all
+from docs.benchmarks.scripts.servers import valkey_server
+from tests.app.server.common import Served, passage, read_events, write_documents
 from tests.tiny import text
 from tests.toy import ENVIRONMENT, MODEL_PATH
 from tests.waiting import until
@@ -170,39 +169,23 @@ def test_killed_replica_is_replaced_and_comes_back_with_its_kv(fleet: Fleet) -> 
     assert found["cacheblend"][0]["tiers"] == ["disk"] * len(documents)
 
 
-def test_replicas_over_a_database_lose_no_upload(tmp_path: Path) -> None:
-    """Files come while a replica is killed. What was answered is one document, and every replica finds it."""
-    with pytest.MonkeyPatch.context() as patch, valkey_server() as store, PostgresServer() as postgres:
-        for name, value in {**ENVIRONMENT, "PGUSER": "postgres"}.items():
-            patch.setenv(name, value)
-        more = ["--shared-store", f"valkey://127.0.0.1:{store.port}/0", "--access-log", "off"]
-        more += ["--database", f"postgresql://127.0.0.1:{postgres.port}/postgres"]
-        fleet = Fleet(write_documents(tmp_path / "docs"), tmp_path / "data", *more)
-        id = new_collection(fleet.client)
-        for number in range(12):
-            if number == 4:
-                os.kill(fleet.process_of("0"), signal.SIGKILL)
-            sent = [("files", (f"{number}.txt", passage(4000 + number)))]
+def test_upload_and_deletion_reach_every_replica(fleet: Fleet) -> None:
+    """They share the folder, and each looks at it."""
 
-            def answered(sent: Any = sent) -> bool:
-                answer = fleet.client.post(f"/api/collections/{id}/documents", files=sent)
-                assert answer.status_code in (202, 429, 503), answer.text
-                return answer.status_code == 202
+    def seen(name: str) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for _ in range(6):
+            answer = fleet.client.get("/api/documents")
+            states = {one["name"]: one["state"] for one in answer.json()["documents"]}
+            found[answer.headers["x-replica"]] = states.get(name) == "ready"
+        return found
 
-            until(answered, 60)
-        expected = {f"{number}.txt": 1 for number in range(12)}
-
-        def states() -> dict[str, str]:
-            answer = fleet.client.get(f"/api/collections/{id}/documents")
-            found = {one["name"]: one["state"] for one in answer.json()}
-            seen[answer.headers["x-replica"]] = found == dict.fromkeys(expected, "ready")
-            return found
-
-        seen: dict[str, bool] = {}
-        until(lambda: states() and seen == {"0": True, "1": True}, 120)
-        for _ in range(4):
-            assert whole_or_not_at_all(fleet.client, id) == expected
-        assert fleet.client.delete(f"/api/collections/{id}").status_code == 204
-        for _ in range(4):
-            assert fleet.client.get(f"/api/collections/{id}/documents").status_code == 404
-        assert fleet.end(signal.SIGTERM) == 0, fleet.log
+    sent = fleet.client.post("/api/documents", files=[("files", ("a.txt", passage(4000)))])
+    assert sent.status_code == 201, sent.text
+    until(lambda: seen("a.txt") == {"0": True, "1": True}, 60)
+    (id,) = [one["id"] for one in sent.json()["documents"]]
+    assert fleet.client.delete(f"/api/documents/{id}").status_code == 204
+    for _ in range(4):
+        answer = fleet.client.post("/api/search", json={"question": passage(4000)})
+        assert "a.txt" not in {one["document"] for one in answer.json()["passages"]}, "at once, on every replica"
+    until(lambda: not any(seen("a.txt").values()), 60)

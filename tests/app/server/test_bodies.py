@@ -23,8 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "red", "max_tokens": 2},
     "/v1/responses": {"input": "red", "max_output_tokens": 2},
     "/v1/embeddings": {"input": "red"},
-    "/api/collections": {"name": "red"},
-    "/api/search": {"query": "red"},
+    "/api/search": {"question": "red"},
     "/api/ask": {"question": "red", "max_tokens": 2},
     "/api/compare": {"question": "red", "max_tokens": 2},
 }
@@ -82,7 +81,7 @@ def fields_of(client: httpx.Client, path: str) -> list[str]:
     (found,) = [
         methods["post"]
         for template, methods in document["paths"].items()
-        if template == path.replace("archive", "{id}") and "post" in methods
+        if template == path and "post" in methods
     ]
     schema = found["requestBody"]["content"]["application/json"]["schema"]
     return list(document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[-1]]["properties"])
@@ -112,8 +111,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (_ASK, {"stream": 0}, "stream: use true or false, not 0"),
     (_ASK, {"show_prompt": "yes"}, 'show_prompt: use true or false, not "yes"'),
     (_ASK, {"max_tokens": True}, "max_tokens: use a number, not true"),
-    (_ASK, {"k": False}, "k: use a number, not false"),
-    (_ASK, {"ratio": 2}, "ratio: use less than or equal to 1, not 2"),
+    (_ASK, {"top_k": False}, "top_k: use a number, not false"),
+    (_ASK, {"recompute_ratio": 2}, "recompute_ratio: use less than or equal to 1, not 2"),
     (_TALK, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
     (_TALK, {"stream": 1}, "stream: use true or false, not 1"),
     (_TALK, {"temperature": True}, "temperature: use a number, not true"),

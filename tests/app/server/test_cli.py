@@ -234,7 +234,7 @@ def test_print_config_shows_a_file_that_gives_the_same_options(
 # Texts of every kind; each option is tried with those that it takes.
 VALUES = [
     *["0", "1", "-1", "0.5", "2.5", "1e-7", "on", "off", "auto", "none", "high", "5m", "-5m", "300ms", "7ns", "20GB"],
-    *["cuda:1", "localhost", "house/model-1", "s3://bucket/kv", "valkey://host:6379/0", "postgresql://host/name"],
+    *["cuda:1", "localhost", "house/model-1", "s3://bucket/kv", "valkey://host:6379/0"],
     *['{"seed": 1, "ratios": [0.5, Infinity], "a \\"b": {"c": []}}', 'a "b"\\\n\t\x7f\x1b é…', "~/one, b=two"],
 ]
 
@@ -319,7 +319,7 @@ def test_every_option_of_the_server_can_stand_in_a_file() -> None:
     assert named["engine"] == {*BlendConfig.names()} - {"max_concurrent"}
     assert named["rag"] == {one.name for one in dataclasses.fields(FolderRAGOptions)} - {"config"}
     of_server = {one.name for one in dataclasses.fields(ServerSettings)}
-    assert named["server"] == of_server - {"rag", "limits", "api_keys"}
+    assert named["server"] == of_server - {"rag", "limits", "api_keys", "data"}
     defaults = Limits()
     assert all(option.default == getattr(defaults, option.name) for option in SECTIONS["limits"])
 

@@ -22,7 +22,6 @@ from tests import tiny
 from tests.app.server.common import (
     Running,
     client_of,
-    new_collection,
     process_logits,
     read_events,
     running,
@@ -155,13 +154,12 @@ def test_answers_come_side_by_side(server: Running, slow: Slow) -> None:
 def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> None:
     """An answer that has found a passage may store its KV; what is deleted is not to come back."""
     with client_of(server) as client:
-        mine = new_collection(client)
-        upload(client, mine, {"leaf.txt": tiny.text(80, 5)})
-        with client.stream("POST", f"/api/collections/{mine}/ask", json=QUESTION) as answer:
+        id = upload(client, {"leaf.txt": tiny.text(80, 5)})["leaf.txt"]["id"]
+        with client.stream("POST", ASK, json=QUESTION) as answer:
             pieces = answer.iter_text()
             assert next(pieces).startswith("event: sources")
             gone: list[httpx.Response] = []
-            deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/collections/{mine}")))
+            deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/documents/{id}")))
             deleting.start()
             until(lambda: server.service.queue.waiting == 1)
             assert not gone

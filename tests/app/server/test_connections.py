@@ -20,7 +20,7 @@ from cacheblend_rag.app.server import app
 from cacheblend_rag.app.server.api.streams import EventStream, event
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import Running, client_of, new_collection, process_logits, running, settings_for
+from tests.app.server.common import Running, client_of, process_logits, running, settings_for
 from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
 from tests.waiting import Clock, until
@@ -107,19 +107,17 @@ def waits_for_body(server: Running) -> bool:
 
 
 def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None:
-    with client_of(careful, KEYS["ada"]) as client:
-        id = new_collection(client)
     head = (
-        f"POST /api/collections/{id}/search HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS['ada']}\r\n"
-        "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+        f"POST /api/search HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS['ada']}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 23\r\n\r\n"
     ).encode()
-    with connected(careful, head + b'{"query"') as one:
+    with connected(careful, head + b'{"question"') as one:
         until(lambda: waits_for_body(careful))
         careful.later(30)
         assert heard(one) == b""
     with connected(careful, head) as one:
         until(lambda: waits_for_body(careful))
-        for byte in b'{"query":  "a leaf"}':
+        for byte in b'{"question":  "a leaf"}':
             one.sendall(bytes([byte]))
             careful.later(29)  # all take longer than one may
         assert one.recv(12) == b"HTTP/1.1 200"
@@ -242,7 +240,7 @@ def test_tenant_has_so_many_requests_under_way(
         held.wait(60)
 
     with running(settings_for(model, docs, tmp_path, limits=Limits(at_once=2), keys=keys)) as server:
-        monkeypatch.setattr(type(server.service), "store_stats", hold)
+        monkeypatch.setattr(type(server.service), "folder_name", property(hold))
         request = "GET /api/state HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {}\r\n\r\n"
         with ExitStack() as open_ones:
             for address in ("127.0.0.1", "127.0.0.2"):
@@ -267,7 +265,7 @@ def test_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytes
 
 
 def test_without_a_key_no_body_is_read(careful: Running) -> None:
-    head = "POST /api/collections/x/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000000\r\n\r\n"
+    head = "POST /api/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000000\r\n\r\n"
     with connected(careful, head.encode()) as one:
         assert one.recv(12) == b"HTTP/1.1 401"
 
@@ -296,7 +294,7 @@ def test_ready_is_who_answers(careful: Running, monkeypatch: pytest.MonkeyPatch)
             assert client.get("/livez").status_code == 200
             release.set()
         with monkeypatch.context() as patch:
-            patch.setattr(service, "_stopping", True)
+            patch.setattr(service, "stopping", True)
             assert "stopping" in client.get("/readyz").json()["error"]["message"]
         assert client.get("/readyz").status_code == 200
 

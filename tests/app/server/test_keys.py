@@ -292,4 +292,4 @@ def test_key_that_is_taken_out_ends_what_is_under_way_with_it(
         settle(server.service)
     counted = server.service.metrics.text().decode()
     for kind in ("prompt", "generated"):  # of both answers, up to where they were broken off
-        assert float(re.findall(rf'tenant_tokens_total{{key="ben",kind="{kind}",.*}} (\S+)', counted)[0]) > 10
+        assert float(re.findall(rf'tenant_tokens_total{{key="ben",kind="{kind}",.*}} (\S+)', counted)[0]) > 3

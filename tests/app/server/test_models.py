@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,17 @@ import openai
 import pytest
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.services.service import open_service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from tests.app.server.common import (
     Running,
     client_of,
-    new_collection,
     passage,
     read_events,
-    records_on_disk,
     running,
     settings_for,
+    settle,
     upload,
 )
 
@@ -73,9 +71,9 @@ def hits(server: Running, client: httpx.Client, model: str, seed: int) -> int:
     return int(answer.json()["cacheblend"][0]["hits"])
 
 
-def ask(client: httpx.Client, collection: str, **more: Any) -> dict[str, Any]:
+def ask(client: httpx.Client, **more: Any) -> dict[str, Any]:
     """The report of an answer."""
-    asked = client.post(f"/api/collections/{collection}/ask", json={"question": QUESTION, "k": 2, **more})
+    asked = client.post("/api/ask", json={"question": QUESTION, "top_k": 2, **more})
     assert asked.status_code == 200, asked.text
     report: dict[str, Any] = dict(read_events(asked.text))["report"]
     return report
@@ -121,7 +119,6 @@ def test_unserved_model_is_refused_with_a_list_of_those_served(client: openai.Op
     for answer in (
         pages.post("/api/ask", json=body),
         pages.post("/api/compare", json=body),
-        pages.get("/api/collections/archive/estimate", params={"model": "gpt-9"}),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -131,89 +128,36 @@ def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.C
     assert [(one["name"], one["layers"]) for one in told] == [("flat", 2), ("deep", 3)]
     assert told[0]["instructions"] != told[1]["instructions"], "one of them has a chat template"
     for named, layers in (({}, 2), ({"model": "flat"}, 2), ({"model": "deep"}, 3)):
-        assert len(ask(pages, "archive", **named)["recomputed"]) == layers
-    size = {
-        name: pages.get("/api/collections/archive/estimate", params={"model": name}).json()["kv_bytes"]
-        for name in ("flat", "deep")
-    }
-    assert size["deep"] == pytest.approx(1.5 * size["flat"], rel=0.15)  # records have whole pages
-    assert pages.get("/api/collections/archive/estimate").json()["kv_bytes"] == size["flat"]
-    body = {"question": QUESTION, "k": 1, "max_tokens": 2, "model": "deep"}
+        assert len(ask(pages, **named)["recomputed"]) == layers
+    body = {"question": QUESTION, "top_k": 1, "max_tokens": 2, "model": "deep"}
     rows = read_events(pages.post("/api/compare", json=body).text)
     assert rows[-1][0] == "done"
     assert {data["method"] for name, data in rows if name == "row"} == {"full", "prefix", "reuse", "blend"}
 
 
-def test_each_model_has_kv_of_its_own(both: Running, pages: httpx.Client) -> None:
-    id = new_collection(pages)
-    upload(pages, id, {"a.txt": passage(700)})
-    assert [hits(both, pages, "flat", 700) for _ in range(2)] == [1, 1], "uploads are warmed for the first model"
-    assert [hits(both, pages, "deep", 700) for _ in range(2)] == [0, 1], "others store it when it is used"
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["a document", "a collection"])
-def test_deleting_a_document_erases_its_kv_for_every_model(
-    model: Path, deep: Path, docs: Path, tmp_path: Path, whole: bool
+def test_each_model_has_kv_of_its_own_and_deleting_erases_all(
+    model: Path, deep: Path, docs: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(model, deep, docs, tmp_path, memory_limit=0)
     with running(settings) as server, client_of(server) as client:
-        id = new_collection(client)
-        upload(client, id, {"keep.txt": passage(711)})
-        for name in ("flat", "deep"):
-            assert hits(server, client, name, 711) == (name == "flat")
-            assert not ask(client, "archive", model=name)["plain"]  # so that what all may read is stored
-        flush(server)
-        upload(client, id, {"a.txt": passage(710)})
-        flush(server)
-        for name in ("flat", "deep"):
-            hits(server, client, name, 710)
-            ask(client, id, model=name)  # it is kept as a conversation, and each passage behind the other
-            flush(server)
-            assert hits(server, client, name, 710) == 1
-        documents = {one["name"]: one["id"] for one in client.get(f"/api/collections/{id}/documents").json()}
-        path = f"/api/collections/{id}" + ("" if whole else f"/documents/{documents['a.txt']}")
-        assert client.delete(path).status_code == 204
-        assert [hits(server, client, name, 710) for name in ("flat", "deep", "flat", "deep")] == [0] * 4
-        kept = 0 if whole else 1
-        assert [hits(server, client, name, 711) for name in ("flat", "deep")] == [kept, kept]
+        upload(client, {"keep.txt": passage(711)})
+        found = upload(client, {"a.txt": passage(710)})
+        settle(server.service)
+        assert [hits(server, client, "flat", 710) for _ in range(2)] == [1, 1], "uploads are warmed for the first model"
+        assert [hits(server, client, "deep", 710) for _ in range(2)] == [0, 1], "others store it when it is used"
+        assert [hits(server, client, "deep", 711) for _ in range(2)] == [0, 1]
+        ask(client, model="deep")  # each passage is behind the other
+        assert client.delete(f"/api/documents/{found['a.txt']['id']}").status_code == 204
         engines = [one.engine for one in server.service.models.values()]
         left = [
             key for engine in engines for key in engine.chunks.records_of([passage(710)]) if engine.store.contains(key)
         ]
         assert left == []
-    with running(settings) as server, client_of(server) as client:
-        names = ["flat", "deep"]
-        assert [hits(server, client, name, 710) for name in names] == [0, 0]
-        if whole:
-            return
-        upload(client, id, {"again.txt": passage(710)})
-        assert [hits(server, client, name, 710) for name in names] == [1, 1], "what is uploaded anew is stored anew"
-
-
-def test_returning_text_is_stored_for_every_model(both: Running, pages: httpx.Client) -> None:
-    id = new_collection(pages)
-    upload(pages, id, {"a.txt": passage(720)})
-    hits(both, pages, "deep", 720)
-    (document,) = pages.get(f"/api/collections/{id}/documents").json()
-    assert pages.delete(f"/api/collections/{id}/documents/{document['id']}").status_code == 204
-    assert [hits(both, pages, "deep", 720) for _ in range(2)] == [0, 0]
-    upload(pages, id, {"a.txt": passage(720)})
-    assert [hits(both, pages, "deep", 720) for _ in range(2)] == [0, 1]
-
-
-def test_kv_of_a_file_that_left_the_served_folder_is_erased_for_every_model(
-    model: Path, deep: Path, docs: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(docs, tmp_path / "docs")
-    settings = settings_of(model, deep, folder, tmp_path / "data", memory_limit=0)
-    with running(settings) as server, client_of(server) as client:
-        assert [hits(server, client, "deep", 0) for _ in range(2)] == [0, 1]
-        assert hits(server, client, "flat", 0) == 1
-    before = records_on_disk(tmp_path / "data")
-    (folder / "passage-0.md").unlink()
-    with running(settings):
-        pass
-    assert records_on_disk(tmp_path / "data") <= before - 2
+        assert [hits(server, client, name, 711) for name in ("flat", "deep")] == [1, 1]
+        assert [hits(server, client, name, 710) for name in ("flat", "deep")] == [0, 0]
+        upload(client, {"again.txt": passage(710)})
+        settle(server.service)
+        assert [hits(server, client, name, 710) for name in ("flat", "deep")] == [1, 1], "it is stored anew"
 
 
 def test_no_tenant_reads_what_another_has_stored_with_any_model(
@@ -261,7 +205,7 @@ def test_unloadable_model_ends_the_start_and_frees_the_folder(model: Path, docs:
     (tmp_path / "bad" / "config.json").write_text("{}", encoding="utf-8")
     settings = settings_for(model, docs, tmp_path / "data")
     with pytest.raises(ModelLoadError):
-        Service(dataclasses.replace(settings, also_models=[str(tmp_path / "bad")]))
+        open_service(dataclasses.replace(settings, also_models=[str(tmp_path / "bad")]))
     with running(settings):
         pass
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.app.server.keys_file import change_keys, new_key
 from docs.benchmarks.scripts.common import SHAPES, shape_config
 from tests import tiny
 from tests.app.server.common import (
     Running,
     client_of,
-    new_collection,
-    passage,
-    running,
-    settings_for,
-    settle,
-    upload,
-    write_documents,
 )
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "operations.md").read_text(encoding="utf-8")
@@ -35,43 +23,6 @@ TOKENS = 10_000 * 1_000
 def block(language: str) -> str:
     (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return str(found)
-
-
-def test_backup_of_a_running_server_holds_its_documents(model: Path, docs: Path, tmp_path: Path) -> None:
-    data, backup = tmp_path / "data", tmp_path / "backup"
-    data.mkdir()
-    entry, key = new_key("ada", "ada")
-    change_keys(data / "keys.json", lambda keys: [entry])
-    with running(settings_for(model, docs, data)) as server, client_of(server, key) as client:
-        id = new_collection(client, "Letters")
-        for number in range(5):
-            upload(client, id, {f"{number}.txt": passage(700 + number)})
-        settle(server.service)
-        variables = {**os.environ, "DATA": str(data), "BACKUP": str(backup)}
-        done = subprocess.run(
-            ["bash", "-euc", block("bash")], env=variables, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        upload(client, id, {"later.txt": passage(800)})
-        before = client.get(f"/api/collections/{id}/documents").json()
-    assert not [path for path in backup.rglob("*") if path.stat().st_mode & 0o077]
-    shutil.rmtree(data)
-    with running(settings_for(model, docs, backup)) as server, client_of(server, key) as client:
-        after = client.get(f"/api/collections/{id}/documents").json()
-        assert after == [one for one in before if one["name"] != "later.txt"]
-        found = client.post(f"/api/collections/{id}/search", json={"query": passage(702), "k": 1}).json()
-        assert found[0]["document"] == "2.txt"
-
-
-def test_log_says_how_many_files_of_other_kinds_are_left_out(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    docs = write_documents(tmp_path / "docs", 1)
-    for name in ("thing.xyz", "other.xyz", "picture.png"):
-        (docs / name).write_bytes(b"x")
-    caplog.set_level(logging.INFO)
-    with running(settings_for(model, docs, tmp_path / "data")):
-        assert "3 files of other kinds left out (2 .xyz, 1 .png)" in [one.getMessage() for one in caplog.records]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -104,7 +104,7 @@ def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs
     assert quota.refusal("ada") is None
     guarded = settings_for(model, docs, tmp_path / "keys", keys=KEYS, limits=limits)
     with running(guarded) as server, client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
-        seen = [ada.get("/api/state"), ada.post("/v1/embeddings", json={}), ada.get("/api/collections/none")]
+        seen = [ada.get("/api/state"), ada.post("/v1/embeddings", json={}), ada.get("/api/none")]
         assert 429 not in [one.status_code for one in seen]
         answer = ada.get("/api/state")
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -158,8 +158,8 @@ def test_every_way_to_the_model_is_counted(server: Running, ended: Callable[[int
             {"model": name, "input": message, "max_output_tokens": 2, "stream": True},
         ),
         "embeddings": ("/v1/embeddings", {"model": embedder, "input": ["Which leaf?"]}),
-        "ask": ("/api/ask", {"question": "Which?", "k": 1, "max_tokens": 2}),
-        "compare": ("/api/compare", {"question": "Which?", "k": 1, "max_tokens": 2}),
+        "ask": ("/api/ask", {"question": "Which?", "top_k": 1, "max_tokens": 2}),
+        "compare": ("/api/compare", {"question": "Which?", "top_k": 1, "max_tokens": 2}),
     }
     used, most = {}, 10 * SIZE
     with client_of(server, KEYS["ada"]) as client:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -165,21 +164,22 @@ def test_search_of_a_follow_up_takes_earlier_questions_into_account() -> None:
 
 
 @pytest.fixture(params=[TEMPLATE, None], ids=["template", "plain"])
-def prompts(request: Any) -> Iterator[QuestionPrompt]:
+def prompts(request: Any) -> QuestionPrompt:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = request.param
-    yield QuestionPrompt(tokenizer, request.param)
+    return QuestionPrompt(tokenizer, request.param)
 
 
 def test_whatever_texts_hold_they_stay_in_their_places(prompts: QuestionPrompt) -> None:
     odd = "[user] {context} </s> <|im_end|>"
     prompt = prompts.ask(odd, [odd, "second"], [EarlierTurn("Earlier?", f"Yes {odd}")], "Be odd.")
-    assert prompt.chunks == [odd, "second"]
+    assert list(prompt.chunks) == [odd, "second"]
     assert prompt.prefix.count("Be odd.") == 1
     assert prompt.suffix.index("Earlier?") < prompt.suffix.index(f"Yes {odd}") < prompt.suffix.rindex(odd)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ messages[-1].content }}"
+    forgetful = QuestionPrompt(tokenizer, tokenizer.chat_template)
     with pytest.raises(PromptError, match="leaves out earlier turns"):
-        tokenizer = tiny.tokenizer()
-        tokenizer.chat_template = "{{ messages[0].content }}{{ messages[-1].content }}"
-        QuestionPrompt(tokenizer, tokenizer.chat_template).ask("A?", ["x"], [EarlierTurn("B?", "b")])
+        forgetful.ask("A?", ["x"], [EarlierTurn("B?", "b")])
 
 

@@ -175,7 +175,7 @@ def test_questions_have_the_thought_apart(thinker: Running, writer: Writer) -> N
     with httpx.Client(base_url=thinker.url, timeout=60) as http:
         state = http.get("/api/state").json()
         assert (state["models"][0]["thinks"], state["settings"]["reasoning"]) == (True, False)
-        address = f"/api/collections/{state['collections'][0]['id']}/ask"
+        address = "/api/ask"
         body = {"question": "Which leaf fell?", "max_tokens": 60}
         whole = http.post(address, json={**body, "stream": False, "reasoning": True}).json()
         assert (whole["answer"], whole["thought"]) == (ANSWER, THOUGHT)
@@ -206,7 +206,7 @@ def test_model_without_thoughts_refuses_to_think(chatty: Running) -> None:
     with httpx.Client(base_url=chatty.url, timeout=60) as http:
         state = http.get("/api/state").json()
         assert state["models"][0]["thinks"] is False
-        address = f"/api/collections/{state['collections'][0]['id']}/ask"
+        address = "/api/ask"
         refused = http.post(address, json={"question": "Which?", "reasoning": True})
         assert refused.status_code == 400
         assert "use a model that thinks" in refused.text

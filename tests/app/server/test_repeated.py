@@ -11,8 +11,8 @@ import pytest
 
 from cacheblend_rag.app.server import app
 from cacheblend_rag.engine.segments import FOUND
-from tests.app.server.common import Running, client_of, new_collection, running, settings_for, settle, upload
-from tests.integrations.test_repeated import PROMPTS, A, B, C, D, G, passage
+from tests.app.server.common import Running, client_of, running, settings_for, settle, upload
+from tests.integrations.test_repeated import PROMPTS, A, B, C, D, G
 
 KEYS = {"ada": "a-key-of-16-characters", "ben": "b-key-of-16-characters"}
 
@@ -114,37 +114,11 @@ def test_deleting_a_document_erases_what_was_found_of_it(chat_model: Path, docs:
             ask(client, in_tags(texts, f"Which one falls, is it number {number}?"))
         before = kept(server)
         assert len(before) == 2
-        collection = new_collection(client)
-        upload(client, collection, {"a.txt": A})
-        (document,) = client.get(f"/api/collections/{collection}/documents").json()
-        gone = client.delete(f"/api/collections/{collection}/documents/{document['id']}")
+        id = upload(client, {"a.txt": A})["a.txt"]["id"]
+        gone = client.delete(f"/api/documents/{id}")
         assert gone.is_success, gone.text
         assert len(kept(server)) < 2
         assert not any(one["hit"] for one in ask(client, in_tags([G, A, D], "Is it still there?")))
-
-
-def test_text_that_was_deleted_is_not_said_to_be_stored_before_it_is(
-    chat_model: Path, docs: Path, tmp_path: Path
-) -> None:
-    with running(settings_for(chat_model, docs, tmp_path)) as server, client_of(server) as client:
-        for number, texts in enumerate(PROMPTS[:2]):
-            ask(client, in_tags(texts, f"Which one falls, is it number {number}?"))
-        deleted = kept(server)
-        assert len(deleted) == 2
-        collection = new_collection(client)
-        upload(client, collection, {"a.txt": A})
-        assert client.delete(f"/api/collections/{collection}").status_code == 204
-        assert not kept(server)
-        for number, texts in enumerate([[passage(7), A, B], [passage(8), B, A], [passage(9), A, B]]):
-            found = ask(client, in_tags(texts, f"Which one stands, is it number {number}?"))
-            assert not kept(server)
-        assert {one["begins"] for one in found} == {A[:60], B[:60]}
-        assert {one["state"] for one in found} == {"not stored"}
-        assert all(one["reason"].startswith("it was deleted a short while ago") for one in found), found
-        server.service.tombstones.allow(deleted)
-        found = ask(client, in_tags([passage(10), A, B, G], "Which one falls again?"))
-        assert {one["state"] for one in found} == {"storing"}
-        assert kept(server) == deleted
 
 
 def test_nothing_is_found_where_it_is_turned_off_and_the_start_says_what_is_kept(

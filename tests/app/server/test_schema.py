@@ -49,7 +49,7 @@ def tried(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_no_request_makes_the_server_fail(mode: GenerationMode, tried: Running) -> None:
     api = schemathesis.openapi.from_url(f"{tried.url}/openapi.json")
     operations = [found.ok() for found in api.get_all_operations()]
-    assert len(operations) >= 17
+    assert len(operations) >= 15
     before = requests_counted(tried)
     for operation in operations:
         with contextlib.suppress(unittest.SkipTest, hypothesis.errors.Unsatisfiable):  # nothing to get wrong
@@ -95,7 +95,7 @@ def send(case: Any, service: Any) -> None:
         embeds = case.path.endswith("embeddings")
         case.body["model"] = service.embedder_name if embeds else service.model_name
     if "id" in (case.path_parameters or {}) and case.method.upper() != "DELETE":
-        case.path_parameters["id"] = "archive"
+        case.path_parameters["id"] = next(iter(service.base.documents())).id
     case.call_and_validate(checks=CHECKS)
 
 

@@ -14,7 +14,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from cacheblend_rag.engine.turns import Turns
-from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.app.server.common import Running, client_of, passage, running, settings_for, settle, upload
 
 KEYS = {"ada": "a" * 24, "ben": "b" * 24}
 QUESTION = "Which leaf fell?"
@@ -142,15 +142,14 @@ def test_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
     guarded: Running, held: threading.Event
 ) -> None:
     with client_of(guarded, KEYS["ada"]) as ada:
-        mine = new_collection(ada)
-        upload(ada, mine, {"one.txt": passage(331), "two.txt": passage(332)})
+        listed = upload(ada, {"one.txt": passage(331), "two.txt": passage(332)})
         settle(guarded.service)
-        asked = {"question": QUESTION, "stream": False, "verify": "idle", "rule": "none"}
-        answer = ada.post(f"/api/collections/{mine}/ask", json=asked).json()
+        mine = [listed[name]["id"] for name in ("one.txt", "two.txt")]
+        asked = {"question": QUESTION, "stream": False, "verify": "idle", "selection": "none", "documents": mine}
+        answer = ada.post("/api/ask", json=asked).json()
         waiting = answer["report"]["verification"]
         assert waiting["status"] == "waiting"
-        (one, *_) = ada.get(f"/api/collections/{mine}/documents").json()
-        assert ada.delete(f"/api/collections/{mine}/documents/{one['id']}").status_code == 204
+        assert ada.delete(f"/api/documents/{mine[0]}").status_code == 204
         found = ada.get(f"/api/answers/{waiting['id']}/verification").json()
         assert (found["status"], found["reason"]) == ("given up", "a chunk of its prompt was forgotten")
 
