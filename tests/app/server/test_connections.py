@@ -123,7 +123,7 @@ def test_stalled_body_is_cut_off_and_a_slow_one_is_not(careful: Running) -> None
         assert one.recv(12) == b"HTTP/1.1 200"
 
 
-FILE = b"GET /static/vendor/highlight.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+FILE = b"GET /static/vendor/markdown-it.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def test_slow_reader_gets_the_whole_answer(careful: Running) -> None:
             got += piece
             careful.later(2)  # all of it takes longer than a gap may be
     body = got.partition(b"\r\n\r\n")[2]
-    assert body == (Path(app.__file__).parent / "page/vendor/highlight.js").read_bytes()
+    assert body == (Path(app.__file__).parent / "page/vendor/markdown-it.js").read_bytes()
 
 
 def test_requests_sent_ahead_are_not_answered(careful: Running) -> None:

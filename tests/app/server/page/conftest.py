@@ -1,4 +1,4 @@
-"""A server over the toy in the place of starter models and articles, and Debian's Chromium to look at its page."""
+"""A server over a copy of the toy's documents, and Debian's Chromium to look at its page."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
-from tests.app.server.page.driving import state_of
 from tests.programs import start_program
 from tests.toy import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 
@@ -42,35 +40,19 @@ def chromium() -> Path:
     return CHROMIUM
 
 
-def _free_port() -> int:
+@pytest.fixture(scope="package")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server that runs while these tests do."""
+    folder = tmp_path_factory.mktemp("serve")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        assert process.is_alive(), log.read_text(encoding="utf-8")[-4000:]
-        try:
-            with urllib.request.urlopen(f"{address}healthz", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)  # between two looks whether it is up
-    pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
-
-
-@contextmanager
-def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
-    """Address of a server in a process of its own, with more options."""
-    port = port or _free_port()
+        port = probe.getsockname()[1]
     found, log = f"http://127.0.0.1:{port}/", folder / "log"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment["CACHEBLEND_RAG_VARIANTS"] = "0"  # no answer of one test is nearer since another was verified
-    arguments = ["--docs", str(DOCUMENTS_PATH), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]
-    arguments += ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu", *options]
-    command = ["-m", "tests.toy.cli", "serve", *arguments]
-    process = start_program(command, folder, Path(os.devnull), log, environment)
+    shutil.copytree(DOCUMENTS_PATH, folder / "docs")
+    options = ["--docs", str(folder / "docs"), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]
+    options += ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu"]
+    process = start_program(["-m", "tests.toy.cli", "serve", *options], folder, Path(os.devnull), log, environment)
     try:
         _wait_until_up(process, found, log)
         yield found
@@ -81,22 +63,16 @@ def serving(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
         process.join()
 
 
-@pytest.fixture(scope="package")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that runs while these tests do."""
-    with serving(tmp_path_factory.mktemp("serve")) as found:
-        yield found
-
-
-@pytest.fixture
-def address(served: str) -> Iterator[str]:
-    """The same; collections that a test has made go when it ends."""
-    yield served
-    for one in state_of(served)["collections"]:
-        if one["writable"]:
-            request = urllib.request.Request(f"{served}api/collections/{one['id']}", method="DELETE")
-            with urllib.request.urlopen(request, timeout=30):
-                pass
+def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert process.is_alive(), log.read_text(encoding="utf-8")[-4000:]
+        try:
+            with urllib.request.urlopen(f"{address}readyz", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)  # between two looks whether it is up
+    pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
 
 
 @pytest.fixture(scope="package")
@@ -123,8 +99,8 @@ def problems() -> list[str]:
 
 
 @pytest.fixture
-def context(browser: Browser, address: str, problems: list[str]) -> Iterator[BrowserContext]:
-    """A fresh visitor, who goes before the collections of a test do; the console must have stayed quiet."""
+def context(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
+    """A fresh visitor; the console must have stayed quiet."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, locale="en-GB")
     made.set_default_timeout(PATIENCE_MS)
     watch(made, problems)
@@ -137,23 +113,23 @@ def watch(context: BrowserContext, problems: list[str]) -> None:
     """Note errors and warnings of all pages of a context."""
 
     def note(page: Page) -> None:
-        page.on("console", lambda message: problems.append(message.text) if message.type in _BAD else None)
+        bad = ("error", "warning")
+        page.on("console", lambda message: problems.append(message.text) if message.type in bad else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
 
     context.on("page", note)
 
 
-_BAD = ("error", "warning")
-
-
 @pytest.fixture
 def page(context: BrowserContext, address: str) -> Page:
-    """The page, opened and ready."""
-    return open_page(context, address)
+    """The page, opened and ready, which asks questions and compares nothing."""
+    opened = open_page(context, address)
+    opened.locator("#compare-switch").uncheck(force=True)
+    return opened
 
 
 def open_page(context: BrowserContext, address: str) -> Page:
-    """Open the page and wait until it has its archive."""
+    """Open the page and wait until it knows the documents."""
     opened = context.new_page()
     opened.goto(address)
     opened.locator("body[data-ready]").wait_for()

@@ -1,36 +1,38 @@
-"""Steps on the page that many tests take."""
+"""Steps on the page that many tests take, and answers in the place of the server's."""
 
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Locator, Page, Route, expect
 
-from tests.toy import DOCUMENTS_PATH
 from tests.toy.bundle import BundledQuestion, read_questions
 
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
-
-
-def _script(name: str) -> str:
-    return f"(given) => {{ {PROBES}\n return {name}(given); }}"
+ASK, STATE, LIST, DOCUMENT = (re.compile(one) for one in ("/ask$", "/api/state$", "/documents$", "/documents/[^/]+$"))
+VERIFICATION = re.compile(r"/api/answers/[^/]+/verification\?wait=\d+$")
+CHECK = {"id": "a1", "status": "waiting", "position": 0, "before": "", "after": "", "reason": ""}
+REPORT: dict[str, Any] = {
+    "ttft_s": 0.1, "parts": {"fuse_s": 0.1}, "tokens": {"prefix": 1, "chunks": 8, "between": 1, "suffix": 1}, "hits": 1,
+    "misses": 1, "chunks": [{"hit": one, "device": None, "bytes": 9, "tokens": 4} for one in (True, False)],
+    "reused": 5, "recomputed": [1], "plain": False, "finish_reason": "stop", "turns": 0, "prompt": [],
+    "verification": {**CHECK, "status": "off"},
+}  # fmt: skip
+SOURCES = [
+    {"document_id": "d1", "document": "island.md", "chunk": 0, "score": 0.1, "page": None,
+     "text": "Surtsey is an island off Iceland. The eruption was first seen on 14 November 1963."},
+    {"document_id": "d2", "document": "peak.pdf", "chunk": 1, "score": 0.2, "page": 4,
+     "text": "Mount Everest is 8,849 metres high. Junko Tabei was the first woman on its summit."},
+]  # fmt: skip
 
 
 def probe(page: Page, name: str, given: Any = None) -> Any:
     """Call a function of probes.js within the page."""
-    return page.evaluate(_script(name), given)
-
-
-@dataclass(frozen=True)
-class File:
-    """A file to be uploaded."""
-
-    name: str
-    text: str
+    return page.evaluate(f"(given) => {{ {PROBES}\n return {name}(given); }}", given)
 
 
 def state_of(address: str) -> dict[str, Any]:
@@ -40,93 +42,73 @@ def state_of(address: str) -> dict[str, Any]:
     return found
 
 
+def pretend(page: Page, **changes: Any) -> None:
+    """Load the page anew with a state of the server that differs in this; what is a dict changes within."""
+
+    def answer(route: Route) -> None:
+        state = route.fetch().json()
+        for name, value in changes.items():
+            state[name] = {**state[name], **value} if isinstance(value, dict) else value
+        route.fulfill(json=state)
+
+    page.route(STATE, answer)
+    reload(page)
+
+
+def reload(page: Page) -> None:
+    """Load the page anew, and wait until it knows the documents."""
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+
+
 def easy_questions() -> list[BundledQuestion]:
-    """Questions that one passage of the toy's archive answers."""
+    """Questions that one passage of the toy's documents answers."""
     return [question for question in read_questions() if question.kind == "within"]
 
 
-def new_town() -> tuple[list[File], list[BundledQuestion]]:
-    """An archive that the model never saw: its files, and questions that one named passage answers."""
-    town = json.loads((DOCUMENTS_PATH.parent / "town.json").read_text(encoding="utf-8"))
-    return [File(**one) for one in town["files"]], [BundledQuestion(**one) for one in town["questions"]]
-
-
-def passage_text(name: str) -> str:
-    """The text of a document of the toy's archive."""
-    return (DOCUMENTS_PATH / name).read_text(encoding="utf-8").strip()
-
-
 def send(page: Page, question: str) -> Locator:
-    """Type a question and send it; its place in the conversation."""
-    turn = page.locator(".turn").last
-    before = turn.get_attribute("data-turn") if turn.count() else None
+    """Type a question and send it; its place in the chat."""
+    turns = page.locator(".turn")
+    before = turns.count()
     page.locator("#question").fill(question)
-    expect(page.locator("#send")).to_be_enabled()
     page.locator("#question").press("Enter")
-    if before is not None:
-        expect(turn).not_to_have_attribute("data-turn", before)  # the question before may have had the same words
-    expect(turn.locator(".question")).to_have_text(question)
-    return turn
-
-
-def done(turn: Locator) -> str:
-    """Wait until an answer has ended; its text."""
-    expect(turn).to_have_attribute("data-status", "done")
-    return str(turn.locator(".words").inner_text())
+    expect(turns).to_have_count(before + 1)
+    return turns.last
 
 
 def ask(page: Page, question: str) -> Locator:
-    """Send a question, and wait until its answer has ended; its place in the conversation."""
+    """Send a question, and wait until its answer has ended; its place in the chat."""
     turn = send(page, question)
     expect(turn).to_have_attribute("data-status", "done")
     return turn
 
 
-def compare_off(page: Page) -> None:
-    """Answers only, so that a test need not wait for four methods."""
-    page.locator("#compare-switch").uncheck(force=True)
+def told(text: str, check: dict[str, Any] | None = None, *, thought: str = "", **more: Any) -> list[tuple[str, object]]:
+    """Events of an answer; `more` stands in the report."""
+    report = {**REPORT, **more, "verification": {**CHECK, **(check or {"status": "off"})}}
+    size = len(text) // 12 + 1
+    tokens = [("token", {"text": text[at : at + size]}) for at in range(0, len(text), size)]
+    thoughts = [("thought", {"text": thought})] if thought else []
+    return [("sources", SOURCES), *thoughts, *tokens, ("report", report), ("done", {})]
 
 
-def drop(page: Page, files: list[File]) -> None:
-    """Drag files onto the page and let go."""
-    packed = [[file.name, file.text] for file in files]
-    transfer = page.evaluate_handle(_script("transferOf"), packed)
-    page.dispatch_event("body", "dragenter", {"dataTransfer": transfer})
-    expect(page.locator("#dropping")).to_be_visible()
-    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
-    expect(page.locator("#dropping")).to_be_hidden()
+def answer_with(page: Page, *events: tuple[str, object]) -> list[dict[str, Any]]:
+    """Answer the next question with these events; the list gets what it was asked with."""
+    asked: list[dict[str, Any]] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(status=200, content_type="text/event-stream", body="".join(map(line, events)))
+
+    page.route(ASK, answer, times=1)
+    return asked
 
 
-def upload_to_new_collection(page: Page, name: str, files: list[File]) -> None:
-    """Make a collection, drop files into it and wait until they can be asked about."""
-    page.get_by_role("button", name="Documents").click()
-    page.get_by_label("New collection").fill(name)
-    page.get_by_role("button", name="Create", exact=True).click()
-    expect(page.get_by_role("radio", name=name)).to_be_checked()
-    drop(page, files)
-    expect(page.locator("#jobs li.done")).to_have_count(1)
-    expect(page.locator("#files-list li.ready")).to_have_count(len(files))
-    page.keyboard.press("Escape")
-    expect(page.locator("#documents")).to_be_hidden()
-
-
-def delete_conversation(page: Page, name: str) -> None:
-    """Delete a conversation in the history, and say so when it is asked."""
-    page.get_by_role("button", name=f"Delete conversation: {name}").click()
-    page.get_by_role("group", name="Delete this conversation").get_by_role("button", name="Delete").click()
-
-
-def events(*told: tuple[str, object]) -> str:
-    """A stream's body."""
-    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)
-
-
-def stream(route: Route, *told: tuple[str, object]) -> None:
-    """Answer with a stream of events."""
-    route.fulfill(status=200, content_type="text/event-stream", body=events(*told))
+def line(event: tuple[str, object]) -> str:
+    """An event as it is sent."""
+    return f"event: {event[0]}\ndata: {json.dumps(event[1])}\n\n"
 
 
 def refuse(route: Route, status: int, code: str, message: str, **headers: str) -> None:
     """Answer as the server does when it refuses."""
-    body = json.dumps({"error": {"code": code, "message": message}})
-    route.fulfill(status=status, content_type="application/json", body=body, headers=headers)
+    route.fulfill(status=status, json={"error": {"code": code, "message": message}}, headers=headers)

@@ -1,167 +1,162 @@
-// The dialog of collections and their files.
+// The dialog of documents: add files, see what becomes of them, delete them, and choose which ones are asked.
 
-import { ApiError } from "./api.js";
-import { $, button, confirmInPlace, el, showRows } from "./dom.js";
-import { bytes, count } from "./format.js";
-import { keeping } from "./kept.js";
-import {
-  chooseCollection,
-  createCollection,
-  deleteCollection,
-  deleteDocument,
-  documentsOf,
-  estimateOf,
-  isWritable,
-  OWN,
-  refreshServer,
-} from "./server.js";
-import { changed, collection, on, state } from "./store.js";
-import { forgetDeleted } from "./forgetting.js";
-import { isTold, startUploads } from "./uploads.js";
+import { ApiError, call } from "./api.js";
+import { $, button, bytes, confirmInPlace, count, el, hint, say, showRows } from "./dom.js";
+import { changed, choose, forgetDocument, on, state } from "./store.js";
 
-function report(error) {
-  $("collections-error").textContent = error.message;
+const SHOWN = 200; // documents in the list; more are found by their names
+const AGAIN = 1000; // milliseconds until documents on their way are asked for again
+const COMING = { waiting: "Waiting to be read…", reading: "Being read…" };
+const rows = el("ul", { class: "files", tabindex: 0, "aria-label": "Documents" });
+let documents = null; // as the server lists them
+let timer = null;
+
+export async function refreshServer() {
+  state.server = await call("GET", "api/state");
+  changed("server");
+}
+
+/** What the next question is asked of, in a few words. */
+const described = () => {
+  if (state.documents) return state.documents.length === 1 ? `“${state.documents[0].name}”` : count(state.documents.length, "chosen document");
+  return state.server.documents === 1 ? "one document" : `all ${count(state.server.documents, "document")}`;
+};
+
+/** Ask for the list, and again while something in it is on its way. */
+async function look() {
+  clearTimeout(timer);
+  try {
+    const before = new Map((documents ?? []).map((one) => [one.id, one.state]));
+    ({ documents } = await call("GET", "api/documents"));
+    for (const { id, name, state: now } of documents) {
+      if (!(before.get(id) in COMING) || now in COMING) continue;
+      say(`${name}: ${now === "ready" ? "ready to be asked about" : "could not be read"}.`);
+      refreshServer();
+    }
+    if (documents.some((one) => one.state in COMING)) timer = setTimeout(look, AGAIN);
+    const there = state.documents?.filter(({ id }) => documents.some((one) => one.id === id));
+    if (there && there.length < state.documents.length) choose({ documents: there.length ? there : null });
+    show();
+  } catch (error) {
+    failed(error);
+  }
+}
+
+function failed(error) {
+  $("documents-error").textContent = error.message;
   if (!(error instanceof ApiError)) throw error;
 }
 
-function collectionView(one) {
-  const radio = el("input", { type: "radio", name: "collection", value: one.id, id: `collection-${one.id}` });
-  radio.addEventListener("change", () => chooseCollection(one.id));
-  const facts = `${count(one.documents, "document")}, ${count(one.chunks, "passage")}`;
-  const label = el("label", { for: radio.id }, el("span", { class: "name", text: one.name }), el("small", { text: facts }));
-  const remove = button("Delete", () => {
-    confirmInPlace(remove, `Delete “${one.name}” and its KV${keeping() ? ", and answers made from it" : ""}?`, (back) =>
-      deleteCollection(one.id)
-        .then(() => forgetDeleted([one.id]))
-        .then(() => {
-          changed("conversation");
-          $("collections").querySelector(":checked")?.focus(); // the button that had the focus is gone
-        })
-        .catch((error) => {
-          back();
-          report(error);
-        }),
-    );
-  }, { class: "quiet", "aria-label": `Delete collection ${one.name}` });
-  return el("div", { class: "choice" }, radio, label, isWritable(one) ? remove : el("span", { class: "badge", text: one.bundled ? "bundled" : "fixed" }));
+function tick({ id, name }, wanted) {
+  const others = (state.documents ?? []).filter((one) => one.id !== id);
+  const now = wanted ? [...others, { id, name }] : others;
+  choose({ documents: now.length ? now : null });
 }
 
-function showCollections() {
-  const { server } = state;
-  if (!server) return;
-  const rows = $("collections");
-  showRows(rows, server.collections, collectionView, (one) => [one, keeping()]);
-  for (const radio of rows.querySelectorAll("input")) radio.checked = radio.value === state.collection;
-  const select = $("collection");
-  select.replaceChildren(...server.collections.map((one) => el("option", { value: one.id, text: one.name })));
-  select.value = state.collection ?? "";
-  select.disabled = server.collections.length < 2;
-  const { disk } = server;
-  $("room").textContent = `Your documents take ${bytes(disk.bytes)} of ${bytes(disk.limit_bytes)}.`;
-  const here = collection();
-  const into = here && isWritable(here) ? here.name : OWN;
-  $("files").accept = server.limits.upload_suffixes.join(",");
-  $("drop-hint").textContent = `${KINDS}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
+function documentView({ id, name, bytes: size, passages, state: how, reason, own }) {
+  const ready = how === "ready";
+  const text = COMING[how] ?? (ready ? `${count(passages, "passage")} · ${bytes(size)}` : (reason ?? "It could not be read."));
+  const box = el("input", { type: "checkbox", data: { id }, disabled: !ready, on: { change: () => tick({ id, name }, box.checked) } });
+  const remove = button("Delete", () => confirmInPlace(remove, "Delete it, and its stored KV?", async (back) => {
+    try {
+      await call("DELETE", `api/documents/${encodeURIComponent(id)}`);
+      forgetDocument(id);
+      changed("chat");
+      await Promise.all([look(), refreshServer()]);
+      rows.focus();
+    } catch (error) {
+      back();
+      failed(error);
+    }
+  }), { class: "quiet", "aria-label": `Delete ${name}` });
+  const facts = el("small", { class: ready ? "took" : how in COMING ? "took busy" : "error", text });
+  return el("li", { class: how }, el("label", {}, box, el("span", { class: "name", text: name, title: name }), facts), own && remove);
 }
 
-function documentView(one, here) {
-  const facts = { ready: `${count(one.chunks, "passage")} · ${bytes(one.bytes)}`, indexing: "being indexed…" };
-  const text = one.state === "failed" ? (one.error ?? "could not be read") : facts[one.state];
-  const remove = button("Delete", () => {
-    confirmInPlace(remove, keeping() ? "Delete with its KV, and answers made from it?" : "Delete with its KV?", (back) =>
-      deleteDocument(here.id, one.id)
-        .then(() => forgetDeleted([one.id]))
-        .then(() => {
-          changed("documents", here.id);
-          $("files").focus();
-        })
-        .catch((error) => {
-          back();
-          report(error);
-        }),
-    );
-  }, { class: "quiet", "aria-label": `Delete ${one.name}` });
-  return el(
-    "li",
-    { class: one.state },
-    el("p", { class: "name", text: one.name, title: one.name }),
-    el("p", { class: `took${one.state === "failed" ? " error" : ""}`, text }),
-    isWritable(here) && remove,
-  );
+function show() {
+  if (!state.server) return;
+  const { folder, limits } = state.server;
+  $("open-chosen").textContent = `Asks ${described()}`;
+  $("open-chosen").hidden = !state.server.documents;
+  $("drop").hidden = !folder.writable;
+  $("files").accept = limits.suffixes.join(",");
+  $("drop-hint").textContent = `Into “${folder.name}”, up to ${bytes(limits.upload_bytes)} each`;
+  $("fixed").hidden = folder.writable;
+  if (!documents) return;
+  const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = documents.filter(({ name }) => words.every((word) => name.toLowerCase().includes(word)));
+  $("find").hidden = documents.length < 9;
+  showRows(rows, found.slice(0, SHOWN), documentView);
+  const chosen = new Set(state.documents?.map(({ id }) => id));
+  for (const box of rows.querySelectorAll("input")) box.checked = chosen.has(box.dataset.id);
+  if (!rows.isConnected) $("files-list").replaceChildren(rows);
+  $("more").textContent = found.length > SHOWN ? `${found.length - SHOWN} more; find them by name.` : documents.length && !found.length ? "No document has all of these words in its name." : "";
+  $("chosen").textContent = documents.length < 2 ? "" : state.documents ? `Only ${described()} will be asked.` : "All documents are asked. Tick some to ask only those.";
+  $("ask-all").hidden = !state.documents;
 }
 
-/** How large the KV of a collection is beside the store that keeps it. */
-function sizeOf({ passages, kv_bytes: size }) {
-  if (!passages) return "";
-  const { limit_bytes: limit } = state.server.store;
-  const kept = size > limit ? ", what was used last" : "";
-  return `KV of its passages takes about ${bytes(size)}. The store keeps ${bytes(limit)} in all${kept}.`;
+/** Why a file need not be sent; empty if it may be. */
+function refusal({ name, size }) {
+  const { upload_bytes: most, suffixes } = state.server.limits;
+  if (!suffixes.some((suffix) => name.toLowerCase().endsWith(suffix))) return `Files of this kind cannot be read. These can: ${suffixes.join(", ")}.`;
+  return size > most ? `It has ${bytes(size)}; at most ${bytes(most)} are taken.` : "";
 }
 
-const KINDS = "Text, Markdown, HTML, Word, Excel, PowerPoint, OpenDocument, EPUB, PDF, tables, JSON and code";
-
-const loading = () => el("p", { class: "hint busy", text: "Loading the list…" });
-
-let asked = 0; // only the answer to the latest request is shown
-
-async function showDocuments() {
-  const list = $("files-list");
-  const here = collection();
-  if (!here || !$("documents").open) return;
-  const mine = ++asked;
-  if (list.dataset.of !== here.id) list.replaceChildren(loading());
-  if (list.dataset.of !== here.id) $("kv-size").textContent = "";
-  list.dataset.of = here.id;
-  try {
-    const [found, size] = await Promise.all([documentsOf(here.id), estimateOf(here.id)]);
-    if (mine !== asked) return;
-    $("kv-size").textContent = sizeOf(size);
-    const untold = found.filter((one) => one.state !== "failed" || !isTold(here.id, one.name));
-    if (!untold.length) return list.replaceChildren(el("p", { class: "hint", text: "No files yet." }));
-    const rows = list.querySelector("ul") ?? el("ul", { class: "files", tabindex: 0, "aria-label": `Files of ${here.name}` });
-    showRows(rows, untold, (one) => documentView(one, here), (one) => [one, isWritable(here), keeping()]);
-    if (rows.parentNode !== list) list.replaceChildren(rows);
-  } catch (error) {
-    if (mine !== asked) return;
-    $("kv-size").textContent = "";
-    list.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }), button("Try again", showDocuments));
+/** Send files, each by itself: one that is refused keeps no other back. */
+async function sendFiles(files) {
+  const refused = [];
+  for (const [at, file] of files.entries()) {
+    Object.assign($("sending"), { hidden: false, textContent: `Sending ${file.name}, ${at + 1} of ${files.length}…` });
+    const form = new FormData();
+    form.append("files", file, file.name);
+    try {
+      const reason = refusal(file);
+      if (reason) throw new ApiError(reason);
+      await call("POST", "api/documents", form);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      refused.push(`${file.name}: ${error.message}`);
+    }
+    await look();
+    $("documents-error").textContent = refused.join("\n");
   }
+  $("sending").hidden = true;
 }
 
 function open() {
   if (!$("documents").open) $("documents").showModal();
-  $("collections-error").textContent = "";
-  if (!$("files-list").hasChildNodes()) $("files-list").append(loading());
-  refreshServer().catch((error) => {
-    showDocuments();
-    report(error);
-  });
+  $("documents-error").textContent = "";
+  look();
+  refreshServer().catch(failed);
 }
 
-async function create(event) {
-  event.preventDefault();
-  const name = $("create-name").value.trim();
-  if (!name) return;
-  $("collections-error").textContent = "";
-  try {
-    const made = await createCollection(name);
-    $("create-name").value = "";
-    await refreshServer();
-    chooseCollection(made.id);
-    $("files").focus();
-  } catch (error) {
-    report(error);
-  }
+function startDropping() {
+  let depth = 0; // enter and leave come for every element on the way
+  const mark = (by) => {
+    depth = by === null ? 0 : Math.max(0, depth + by);
+    document.body.classList.toggle("dragging", depth > 0 && Boolean(state.server?.folder.writable));
+  };
+  const listen = (name, action) => addEventListener(name, (event) => event.dataTransfer?.types.includes("Files") && action(event));
+  listen("dragenter", () => mark(1));
+  listen("dragleave", () => mark(-1));
+  listen("dragover", (event) => event.preventDefault());
+  listen("drop", (event) => {
+    event.preventDefault();
+    mark(null);
+    open();
+    if (state.server?.folder.writable) sendFiles([...event.dataTransfer.files]);
+  });
 }
 
 export function startDocuments() {
-  $("open-documents").addEventListener("click", open);
-  $("create").addEventListener("submit", create);
-  $("collection").addEventListener("change", (event) => chooseCollection(event.target.value));
-  on("server", () => {
-    showCollections();
-    showDocuments();
+  for (const id of ["open-documents", "open-chosen"]) $(id).addEventListener("click", open);
+  $("find").addEventListener("input", show);
+  $("ask-all").addEventListener("click", () => choose({ documents: null }));
+  $("files").addEventListener("change", (event) => {
+    sendFiles([...event.target.files]);
+    event.target.value = ""; // the same file can be chosen again
   });
-  on("documents", showDocuments);
-  startUploads(open);
+  startDropping();
+  on("server", show);
+  on("choices", show);
 }

@@ -1,64 +1,102 @@
-// Puts the parts together and loads what the server holds.
+// Puts the parts together: the composer, the theme, the key, and what the server holds.
 
-import { resume } from "./asking.js";
-import { startComposer } from "./composer.js";
+import { onKeyNeeded } from "./api.js";
+import { ask, isAsking, stop } from "./asking.js";
 import { startConversation } from "./conversation.js";
-import { startDocuments } from "./documents.js";
+import { refreshServer, startDocuments } from "./documents.js";
 import { $, button, el } from "./dom.js";
 import { startHistory } from "./history.js";
-import { keeping, listKept, loadKept } from "./kept.js";
-import { goOn, startKey } from "./key.js";
-import { lookAgain } from "./looking.js";
-import { startPanel } from "./panel.js";
-import { chooseModel, refreshServer } from "./server.js";
-import { startPrompts } from "./prompts.js";
+import { setView, startPanel } from "./panel.js";
 import { startSettings } from "./settings.js";
-import { changed, conversation, model, on, restore, state, turns, unreadAtFirst } from "./store.js";
-import { openShared, startSharing } from "./sharing.js";
-import { startSources } from "./sources.js";
-import { openTenants, startTenants } from "./tenants.js";
-import { startTheme } from "./theme.js";
-import { startVerifying } from "./verifying.js";
+import { changed, choose, forgetAll, KEY, model, on, restore, state, THEME } from "./store.js";
+import { follow } from "./verification.js";
 
-function showModel() {
+const LINES = 7; // of a question before it scrolls
+
+/** As the system has it until it is chosen here. */
+function startTheme() {
+  const root = document.documentElement;
+  $("theme").addEventListener("click", () => {
+    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = isDark ? "light" : "dark";
+    localStorage.setItem(THEME, root.dataset.theme);
+  });
+}
+
+/** Where the server wants an API key: ask for it, and begin anew with it, so that nothing of another's is left in the page. */
+function startKey() {
+  const dialog = $("key");
+  onKeyNeeded((refused) => {
+    sessionStorage.removeItem(KEY);
+    forgetAll();
+    $("key-error").textContent = refused ? "The server did not accept this key." : "";
+    for (const open of document.querySelectorAll("dialog[open]")) open.close();
+    dialog.showModal();
+    return new Promise(() => {});
+  });
+  dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it
+  dialog.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const key = $("key-value").value.trim();
+    if (!/^[\x21-\x7e]+$/.test(key)) return ($("key-error").textContent = "No key has such characters."); // no request could carry it
+    sessionStorage.setItem(KEY, key);
+    location.reload();
+  });
+}
+
+function startComposer() {
+  const box = $("question");
+  const grow = () => {
+    box.style.setProperty("height", "auto");
+    box.style.setProperty("height", `${Math.min(box.scrollHeight, parseFloat(getComputedStyle(box).lineHeight) * LINES)}px`);
+  };
+  const refresh = () => {
+    if (state.server) box.maxLength = state.server.limits.question_chars;
+    $("send").textContent = isAsking() ? "Stop" : "Ask";
+    $("send").disabled = !isAsking() && !state.server?.documents;
+    $("composer").classList.toggle("asking", isAsking());
+  };
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const question = box.value.trim();
+    if (isAsking()) return stop();
+    if (!question || $("send").disabled) return;
+    box.value = "";
+    grow();
+    ask(question);
+  });
+  box.addEventListener("input", grow);
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!isAsking()) $("composer").requestSubmit();
+  });
+  on("asking", refresh);
+  on("server", refresh);
+  refresh();
+}
+
+function showModels() {
   const { models, embedder } = state.server;
   const { name, layers } = model();
   $("model").textContent = models.length > 1 ? "" : `${name.split("/").at(-1)} · ${layers} layers`;
-  $("model").title = $("model-choice").title = `${name}, ${layers} layers; embedder ${embedder}`;
+  $("model").title = `${name}, ${layers} layers${embedder ? `; embedder ${embedder}` : ""}`;
   $("models").hidden = models.length < 2;
   $("model-choice").replaceChildren(...models.map((one) => el("option", { value: one.name, text: one.name })));
   $("model-choice").value = name;
 }
 
-function showLoading() {
-  if (!turns().length) $("turns").replaceChildren(el("p", { class: "hint busy loading", role: "status", text: "Opening the documents…" }));
-}
-
 async function load() {
-  showLoading();
   try {
     await refreshServer();
-    if (keeping()) await openKept();
-    changed("conversation", { latest: turns().at(-1) });
     document.body.dataset.ready = "true";
-    changed("from"); // now a question can be asked of it
-    goOn();
-    openShared();
-    resume(unreadAtFirst());
+    changed("chat", { latest: null });
+    follow();
   } catch (error) {
-    if (error.code === "metrics_only") return openTenants();
-    const box = el("div", { class: "empty", role: "alert" }, el("h2", { text: "The server does not answer" }));
-    box.append(el("p", { text: error.message }), button("Try again", load, { class: "main" }));
+    const box = el("div", { class: "empty", role: "alert" }, el("h2", { text: "The server does not answer" }), el("p", { text: error.message }));
+    box.append(button("Try again", load, { class: "main" }));
     $("turns").replaceChildren(box);
   }
-}
-
-/** Load the list of what the server keeps, and the conversation that was open. */
-async function openKept() {
-  await listKept();
-  const open = conversation();
-  if (open?.kept) await loadKept(open);
-  if (!turns().some(({ id }) => id === state.selected)) state.selected = turns().at(-1)?.id ?? null;
 }
 
 restore();
@@ -70,12 +108,15 @@ startSettings();
 startPanel();
 startDocuments();
 startHistory();
-startSources();
-startPrompts();
-startVerifying();
-startSharing();
-startTenants();
-on("server", showModel);
-$("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));
-document.addEventListener("visibilitychange", lookAgain);
+on("server", showModels);
+$("model-choice").addEventListener("change", (event) => choose({ model: event.target.value }));
+document.addEventListener("visibilitychange", () => document.hidden || !state.server || refreshServer().catch(() => {})); // what is done next says so
+document.addEventListener("show-panel", ({ detail }) => {
+  state.selected = detail;
+  setView("panel");
+  changed("selected");
+  $("panel").scrollTop = 0;
+  $("panel-title").focus();
+});
+on("asking", () => isAsking() && setView("talk"));
 load();

@@ -1,7 +1,7 @@
 // Markdown as elements: markdown-it reads it, and each of its tokens becomes an element. HTML stays text, and no picture is loaded.
 
 import MarkdownIt from "../vendor/markdown-it.js";
-import { button, copy, el } from "./dom.js";
+import { copyButton, el } from "./dom.js";
 
 const DEEPEST = 20; // quotes and lists within one another
 const reader = new MarkdownIt({ html: false, linkify: true, maxNesting: DEEPEST });
@@ -9,8 +9,6 @@ reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "notes.md" is a 
 reader.validateLink = (address) => /^(?:https?|mailto):/i.test(address);
 
 const TURNS = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/; // characters that turn text around
-
-const COPY = "Copy"; // what the button of a code block says
 
 const VIEWS = {
   text: ({ content }) => content,
@@ -37,20 +35,9 @@ function cellView(token, inside) {
 
 function codeView({ info, content }) {
   const language = info.trim().split(/\s+/)[0];
-  const code = el("code", { text: content.replace(/\n$/, ""), data: language && { language } });
+  const code = el("code", { text: content.replace(/\n$/, "") });
   const pre = el("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, code);
-  // Its label is drawn, so that it is neither selected nor copied as part of the answer.
-  const copied = button("", () => copy(code.textContent).then((done) => shortly(copied, done ? "Copied" : "Not copied")), {
-    class: "copy-code",
-    "aria-label": "Copy the code",
-    data: { label: COPY },
-  });
-  return el("div", { class: "code" }, pre, copied);
-}
-
-function shortly(node, label) {
-  node.dataset.label = label;
-  setTimeout(() => (node.dataset.label = COPY), 1500);
+  return el("div", { class: "code" }, pre, copyButton("Copy the code", () => code.textContent, "copy-code"));
 }
 
 /** A link that shows where it leads, unless its own text is that address. */
@@ -120,15 +107,4 @@ export function showMarkdown(node, text) {
   while (node.childNodes.length > same) node.lastChild.remove();
   node.append(...blocks.slice(same).flatMap(viewOfBlock));
   shown.set(node, blocks.map(({ source }) => source));
-}
-
-/** Colour the code of an answer that has ended; what does so is loaded when it is needed first. */
-export async function colourCode(node) {
-  const blocks = [...node.querySelectorAll("code[data-language]:not(:has(ins, del))")];
-  if (!blocks.length) return;
-  const { coloured } = await import("./colouring.js");
-  for (const code of blocks) {
-    const nodes = coloured(code.textContent, code.dataset.language);
-    if (nodes) code.replaceChildren(nodes);
-  }
 }

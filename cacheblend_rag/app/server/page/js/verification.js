@@ -1,9 +1,12 @@
-// How an answer was held against the full model: taken in, and told below its words.
+// How an answer was held against the full model: asked for until it is known, taken in, and told below its words.
 
+import { ApiError, call } from "./api.js";
 import { button, el } from "./dom.js";
+import { changed, chatOf, model, saveChat, state } from "./store.js";
 
+const WAIT = 20; // seconds that the server may take to answer; less where several answers wait
+const AGAIN = 4; // seconds until it is asked again if it could not say
 const SIGNS = { waiting: "…", verified: "✓", corrected: "≠", "given up": "–", lost: "–" };
-
 const SAME = "The same answer as without stored KV. Whether it is true was not checked.";
 
 /** What is to be said of it, by its status; nothing of an answer that is not checked. */
@@ -33,7 +36,53 @@ export function showVerification(node, turn, shown, turnOver) {
   const text = told(found, shown);
   if (node.dataset.text === text) return;
   Object.assign(node.dataset, { text, status: found.status ?? "" });
-  const over = found.status === "corrected" ? button(shown.first ? "Show the answer" : "Show the first text", turnOver, { class: "link" }) : null;
+  const over = found.status === "corrected" && button(shown.first ? "Show the answer" : "Show the first text", turnOver, { class: "link" });
   const sign = el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[found.status] });
   node.replaceChildren(...(text ? [sign, el("span", { text, title: found.status === "verified" ? SAME : null }), over].filter(Boolean) : []));
+}
+
+const isWaiting = (turn) => turn.verification?.status === "waiting";
+
+const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
+
+/** Ask once for a turn's verification. */
+async function askFor(turn, wait) {
+  const { verification } = turn;
+  try {
+    takeVerification(turn, await call("GET", `api/answers/${encodeURIComponent(verification.id)}/verification?wait=${wait}`));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    // The server keeps checks in memory alone, so one that was started again knows none.
+    turn.verification = error.status === 404 ? { ...verification, status: "lost" } : { ...verification, reason: error.message };
+  }
+}
+
+let following = false;
+
+/** Ask for all that wait, one after the other: a browser has few connections to a server. */
+export async function follow() {
+  if (following) return;
+  following = true;
+  try {
+    for (let waiting; (waiting = state.chats.flatMap((one) => one.turns).filter(isWaiting)).length; ) {
+      for (const turn of waiting) {
+        await askFor(turn, waiting.length > 1 ? 1 : WAIT);
+        changed("turn", turn);
+        if (!isWaiting(turn)) saveChat(chatOf(turn));
+        else await pause(turn.verification.reason ? AGAIN : 0.5); // a server that stops does not wait
+      }
+    }
+  } finally {
+    following = false;
+  }
+  changed("verified");
+}
+
+/** The latest answers of the chosen model, in a sentence; empty while none was checked. */
+export async function latestVerified() {
+  const which = state.server.models.length > 1 ? `?model=${encodeURIComponent(model().name)}` : "";
+  const { answers, same } = await call("GET", `api/verifications${which}`);
+  if (!answers) return "";
+  if (answers === 1) return `The last answer was ${same ? "the full model's word for word" : "corrected"}.`;
+  return `Of the last ${answers} answers, ${same} ${same === 1 ? "was" : "were"} the full model's word for word.`;
 }
