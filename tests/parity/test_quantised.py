@@ -17,7 +17,6 @@ from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.adapt import adapt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.models import loading
@@ -205,17 +204,6 @@ def test_the_command_line_takes_a_quantised_folder(
         ]
     )
     assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.parametrize("method", ["bitsandbytes 4 bits", "torchao int8, activations too"])
-def test_learning_a_context_without_gradients_is_refused(method: str, saved: Path) -> None:
-    with engine_of(saved, quantization_config=METHODS[method]()) as engine:
-        if engine.adapter.passes_gradients():
-            pytest.skip("this processor keeps the weights in a form that passes gradients")
-        with pytest.raises(ConfigError, match="pass no gradients"):
-            adapt(engine, [THREE_CHUNKS] * 8, progress=False)
-    with engine_of(saved, quantization_config=METHODS["torchao int8"]()) as engine:
-        assert engine.adapter.passes_gradients()
 
 
 # Checkpoints that others make ---------------------------------------------------------------------
