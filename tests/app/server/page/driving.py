@@ -45,13 +45,10 @@ def state_of(address: str) -> dict[str, Any]:
 def pretend(page: Page, **changes: Any) -> None:
     """Load the page anew with a state of the server that differs in this; what is a dict changes within."""
 
-    def answer(route: Route) -> None:
-        state = route.fetch().json()
-        for name, value in changes.items():
-            state[name] = {**state[name], **value} if isinstance(value, dict) else value
-        route.fulfill(json=state)
-
-    page.route(STATE, answer)
+    state = state_of(page.url)
+    for name, value in changes.items():
+        state[name] = {**state[name], **value} if isinstance(value, dict) else value
+    page.route(STATE, lambda route: route.fulfill(json=state))
     reload(page)
 
 

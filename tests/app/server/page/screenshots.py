@@ -10,15 +10,13 @@ from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.app.server.page.conftest import CHROMIUM, ROOT, open_page
-from tests.app.server.page.driving import ask, compare_off
+from tests.app.server.page.driving import ask
 
 WIDE: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}}
 PHONE: dict[str, Any] = {"viewport": {"width": 375, "height": 760}, "device_scale_factor": 2, "is_mobile": True}
 # Small models answer these rightly and shortly; the second follows the first.
 QUESTIONS = ["Who designed the SS Great Britain?", "When was the SS Great Britain launched?"]
 PATIENCE_MS = 300_000  # a comparison computes the whole prompt several times
-
-STORED_MS = 5_000  # a turn is stored behind its answer, and the next goes on from it
 
 
 def _save(shown: Page | Locator, path: Path) -> None:
@@ -30,11 +28,9 @@ def _save(shown: Page | Locator, path: Path) -> None:
 
 def _converse(page: Page) -> None:
     """A conversation whose latest answer is compared with the other methods."""
-    compare_off(page)
-    page.locator("#ratio").fill("15")  # as the server has it; turns that were kept at another are not gone on from
+    page.locator("#compare-switch").uncheck(force=True)
     for question in QUESTIONS:
         ask(page, question)
-        page.wait_for_timeout(STORED_MS)
     page.locator("#compare-switch").check(force=True)
     expect(page.locator(".turn").last.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
@@ -42,10 +38,10 @@ def _converse(page: Page) -> None:
 
 
 def _take_panel(page: Page, folder: Path) -> None:
-    """Settings, and what happened at the first question: it goes on from no other, so each passage is blended."""
+    """What happened at the first question."""
     page.locator(".turn .what").first.click()
     page.set_viewport_size({"width": 1280, "height": 1640})
-    page.locator("#settings").evaluate("(one) => one.scrollIntoView()")
+    page.locator("#prompt summary").click()
     _save(page.locator("#panel"), folder / "page-panel.png")
 
 

@@ -44,6 +44,7 @@ def test_axe_finds_nothing(page: Page) -> None:
 
 
 def test_keyboard_reaches_every_control_and_stays_within_dialogs(page: Page) -> None:
+    reload(page)  # so that nothing has the focus
     page.keyboard.press("Tab")
     assert probe(page, "focused")["name"] == "Skip to the question"
     page.keyboard.press("Enter")
