@@ -44,7 +44,6 @@ def state_of(address: str) -> dict[str, Any]:
 
 def pretend(page: Page, **changes: Any) -> None:
     """Load the page anew with a state of the server that differs in this; what is a dict changes within."""
-
     state = state_of(page.url)
     for name, value in changes.items():
         state[name] = {**state[name], **value} if isinstance(value, dict) else value
@@ -94,7 +93,7 @@ def answer_with(page: Page, *events: tuple[str, object]) -> list[dict[str, Any]]
     asked: list[dict[str, Any]] = []
 
     def answer(route: Route) -> None:
-        asked.append(route.request.post_data_json)
+        asked.append(route.request.post_data_json or {})
         route.fulfill(status=200, content_type="text/event-stream", body="".join(map(line, events)))
 
     page.route(ASK, answer, times=1)

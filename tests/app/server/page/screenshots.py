@@ -51,7 +51,7 @@ def take(browser: Browser, address: str, folder: Path) -> None:
     page = open_page(context, address)
     _converse(page)
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         _save(page, folder / f"page-{scheme}.png")
     page.emulate_media(color_scheme="light")
     page.locator(".cite, .source").first.click()

@@ -20,7 +20,7 @@ PAPER = "() => getComputedStyle(document.body.parentElement).backgroundColor"
 def check(page: Page) -> None:
     """Axe finds nothing, in light and dark."""
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         found = Axe().run(page, options={"resultTypes": ["violations"]})
         assert found.violations_count == 0, f"{scheme}: {found.generate_report()}"
 

@@ -131,11 +131,12 @@ def test_what_went_wrong_is_said_and_can_be_tried_again(page: Page, problems: li
 
 
 def test_ends_of_answers_are_remarked_on(page: Page) -> None:
-    for answer, more, said in (
+    ends: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("", {}, "The model gave an empty answer."),
         ("One one one", {"stopped_by": "repetition"}, "Ended: the answer only repeated itself."),
         ("One", {"finish_reason": "length"}, "Cut off after"),
-    ):
+    )
+    for answer, more, said in ends:
         answer_with(page, *told(answer, **more))
         expect(ask(page, "Which?").locator(".status")).to_contain_text(said)
 
@@ -320,7 +321,13 @@ def test_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
     answer = "The eruption was first seen in **1963**. It was seen in 1862. Bananas are yellow.\n\n"
     answer += "- Junko Tabei stood on the summit."
     answer_with(page, *told(answer))
-    passage = {"text": SOURCES[1]["text"], "document": "peak.pdf", "before": "Before. Mount", "after": None, "page": 4}
+    passage: dict[str, Any] = {
+        "text": SOURCES[1]["text"],
+        "document": "peak.pdf",
+        "before": "Before. Mount",
+        "after": None,
+        "page": 4,
+    }
     page.route(re.compile("/passages/"), lambda route: route.fulfill(json=passage))
     marks = ask(page, "When was it seen?").locator(".words .cite")
     assert [mark.get_attribute("data-number") for mark in marks.all()] == ["1", "2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import FilePayload, Locator, Page, Route, expect
 
 from tests.app.server.page.driving import (
     ASK,
@@ -96,9 +96,8 @@ def test_files_that_are_refused_keep_no_other_back(page: Page, problems: list[st
     sent: list[str] = []
     page.on("request", lambda request: sent.append(request.method) if request.method == "POST" else None)
     page.locator("#open-documents").click()
-    page.locator("#files").set_input_files(
-        [{"name": name, "mimeType": "text/plain", "buffer": text} for name, text in REFUSED.items()]
-    )
+    files: list[FilePayload] = [{"name": one, "mimeType": "text/plain", "buffer": REFUSED[one]} for one in REFUSED]
+    page.locator("#files").set_input_files(files)
     error = page.locator("#documents-error")
     expect(error).to_contain_text("picture.png: Files of this kind cannot be read. These can: ")
     expect(error).to_contain_text("long.md: It has 101 B; at most 100 B are taken.")
