@@ -250,17 +250,6 @@ def test_answer_under_way_does_not_put_back_what_was_forgotten(prompt: Prompt | 
         assert len(engine.prompts) == 1
 
 
-def test_blended_prompt_serves_nobody_once_its_ratio_was_found_too_low() -> None:
-    with remembering() as engine:
-        engine.warm(CHUNKS)
-        engine.generate(PROMPT, max_new_tokens=2)
-        assert engine.fuse(PROMPT).report.resumed_tokens > 60
-        engine._parts.pipeline.policy.minimum.raise_to(0.6)
-        again = engine.fuse(PROMPT).report
-        assert again.resumed_tokens < 60
-        assert again.recompute_ratio == 0.6
-
-
 def test_limit_drops_what_was_used_least_recently() -> None:
     texts = [tiny.text(60, seed) for seed in range(4)]
     with remembering() as engine:

@@ -351,7 +351,7 @@ def test_counts_say_how_many_were_used() -> None:
         for numbers in ((0, 1), (1, 0)):
             tally.note(engine.generate(prompt(*numbers), max_new_tokens=1, verify="off"))
         assert tally.stats().variants == 2
-        metrics = Metrics(lambda: 0, lambda: 0, lambda: None, lambda tenant: 0)
+        metrics = Metrics(lambda: 0, lambda: 0, lambda: None)
         metrics.answered(engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report)
         assert b"cacheblend_rag_variants_total 3.0" in metrics.text()
 
@@ -597,7 +597,8 @@ def test_adapter_that_is_switched_has_other_variants(monkeypatch: pytest.MonkeyP
 
 
 def test_conversation_that_goes_on_takes_variants_for_its_new_chunks() -> None:
-    with engine_with((0, 1, 2, 3)) as engine:
+    with engine_with((0, 1, 2, 3), prompt_cache="auto") as engine:
+        engine.chunks.drop_prompts()
         engine.generate(prompt(0, 1), max_new_tokens=1, verify="off")
         report = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report
         assert report.resumed_tokens > 0
