@@ -599,7 +599,7 @@ def test_adapter_that_is_switched_has_other_variants(monkeypatch: pytest.MonkeyP
 def test_conversation_that_goes_on_takes_variants_for_its_new_chunks() -> None:
     with engine_with((0, 1, 2, 3), prompt_cache="auto") as engine:
         engine.chunks.drop_prompts()
-        engine.generate(prompt(0, 1), max_new_tokens=1, verify="off")
+        engine.generate(prompt(0, 1), max_new_tokens=1, verify="always")
         report = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report
         assert report.resumed_tokens > 0
         assert report.variants == (2,)
