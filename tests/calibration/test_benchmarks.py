@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cacheblend_rag.calibration.comparison import blended, prefill_methods
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.models.starters import STARTERS
-from docs.benchmarks.scripts import concurrent, decode, figures, house, storage, ttft, whole_answer, yardstick
+from docs.benchmarks.scripts import concurrent, decode, figures, storage, ttft, whole_answer, yardstick
 from docs.benchmarks.scripts.common import SHAPES, random_model, shape_config
 from docs.benchmarks.scripts.decode import PLAIN
 from docs.benchmarks.scripts.gpu_parts import Findings, run_part, tiny_sizes
@@ -211,35 +210,3 @@ def test_figures_of_the_paper_are_made_by_one_command(
     assert curve["y"][-1] == pytest.approx(0, abs=1e-4)
     assert figures.main([*given, "--only", "3"]) == 2
     assert "use some of 2, 6, 7" in capsys.readouterr().err
-
-
-# The house ----------------------------------------------------------------------------------
-
-MODULE = '''"""A module."""
-
-# A comment.
-from typing import Any
-
-
-class Many:
-    """A class."""
-
-    size: Any = 1
-'''
-
-
-def test_lines_and_large_classes_are_counted(tmp_path: Path) -> None:
-    methods = "".join(f"    def m{number}(self): ...\n" for number in range(26))
-    for name, text in {"__init__": "", "store/base": MODULE + methods, "app/cli": "class Many:\n    pass\n"}.items():
-        path = tmp_path / "cacheblend_rag" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    found = house.count_checkout(tmp_path)
-    library = found["library"]
-    assert (library["code"], library["docstring"], library["comment"]) == (3 + 26, 2, 1)
-    assert (library["functions"], found["app"]["code"]) == (26, 2)
-    assert found["all"]["class_names_in_two_files"] == ["Many"]
-    (large,) = house.large_classes(house.read_sources(tmp_path))
-    assert asdict(large) == {"name": "store.base.Many", "methods": 26, "lines": 4 + 26}
-    with pytest.raises(SystemExit, match="name the root of a checkout"):
-        house.read_sources(tmp_path / "store")
