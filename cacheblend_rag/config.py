@@ -283,6 +283,9 @@ REMOVED = {
     "verify_bound": "leave it out; run `cacheblend-rag calibrate` where too many answers are corrected",
     "try_blending": "leave it out; `cacheblend-rag calibrate` tries blending on your documents",
     "int8_prefill": "leave it out; prompts are multiplied as the weights are",
+    "like": "call cacheblend_rag.models.families.register_family for a family that is not known",
+    "check_model": "leave it out; models are always checked at load",
+    "prompt_lookup": "leave it out; tokens are tried where that is faster",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
     "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
@@ -721,15 +724,6 @@ class BlendConfig:
         """,
         shown="empty",
     )
-    like: str = _engine_option(
-        "",
-        text("; a family's name"),
-        """
-        Family as which a model of an unknown family is treated. Set it where a model is answered plainly and its layers
-        are those of a family that is known. See docs/reference/model-families.md.
-        """,
-        shown="empty",
-    )
     max_concurrent: int = _engine_option(
         1,
         whole(1),
@@ -737,15 +731,6 @@ class BlendConfig:
         Most answers that are under way at once. With more than 1, a request is let in between two tokens of the others,
         as long as memory has room for its KV, and they take their steps together; rounding then differs with the other
         requests. Raise it where several people ask at the same time. See docs/explanation/engine.md#several-at-once.
-        """,
-    )
-    prompt_lookup: int = _engine_option(
-        6,
-        whole(),
-        """
-        Most tokens of an answer that are tried at once on a CPU, where prompt or answer seem to have them already.
-        Answers stay the same up to rounding. Raise it where answers quote long passages; set 0 where rounding must be
-        that of one token at a time. See docs/explanation/engine.md#several-tokens-at-once.
         """,
     )
     verify: str = _engine_option(
@@ -777,15 +762,6 @@ class BlendConfig:
         half as much memory again; other rows are multiplied by oneDNN on AMD's processors.
         True is for bfloat16, and refuses a model that cannot gain. Turn it off where memory is short. See
         docs/explanation/engine.md#weight-prepacking.
-        """,
-    )
-    check_model: bool = _engine_option(
-        True,
-        FLAG,
-        """
-        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that under a transformers
-        version that has moved the model is answered plainly, not wrongly. Turn it off where starts must be quick and
-        this model has passed with this version.
         """,
     )
 

@@ -114,7 +114,7 @@ def thinking_tokenizer(kind: str, style: str = "byte") -> Any:
 
 def thinking_engine(kind: str, store: Any = None, **config: Any) -> BlendEngine:
     """An engine over a tiny model of a family."""
-    options = {"min_tokens": 0, "write_back": "inline", "check_model": False} | config
+    options = {"min_tokens": 0, "write_back": "inline"} | config
     model = tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420)
     return BlendEngine(model, thinking_tokenizer(kind), config=BlendConfig(**options), store=store)
 

@@ -102,8 +102,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     Raises
     ------
     UnsupportedModelError
-        If transformers cannot answer with it, or it is not shaped like the family ``like``. Other models that are not
-        blended are answered plainly.
+        If transformers cannot answer with it, or it is not shaped like the family that it was registered as. Other
+        models that are not blended are answered plainly.
     ConfigError
         If an option does not fit the model, or model and tokenizer are none.
 
@@ -129,7 +129,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         check_model_and_tokenizer(model, tokenizer)
         check_for_ever(keep_alive)
         model, config = unwrap(model), check_config(config)
-        adapter = adapter_of(model, config.like or None, config.check_model)
+        adapter = adapter_of(model)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
         in_use = ModelInUse(adapter, config, adapter.identity(fingerprint), anew=True)
         # Engines over one model take turns.

@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, as_it_is, prepacked_products
-from cacheblend_rag.models.families import check_runs
+from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
 
@@ -91,28 +91,23 @@ class ModelInUse:
         return prepacked_products(model, parts, self._option, anew=anew)
 
 
-def adapter_of(model: Any, like: str | None, check_model: bool) -> PlainAdapter:
+def adapter_of(model: Any) -> PlainAdapter:
     """The model taken apart for the blended pass; if it is not blended, what its plain answers need.
 
     Parameters
     ----------
     model : transformers PreTrainedModel
-    like : str or None
-        Family as which it is treated. If it is not shaped so, it is refused.
-    check_model : bool
-        Whether the blended pass is compared with the model's own.
 
     Raises
     ------
     UnsupportedModelError
-        If transformers cannot go on from a prompt with it.
+        If transformers cannot go on from a prompt with it, or it is not shaped like the family it was registered as.
     """
     try:
-        adapter = ModelAdapter(model, like=like)
-        if check_model:
-            check_adapter(adapter)
+        adapter = ModelAdapter(model)
+        check_adapter(adapter)
     except UnsupportedModelError as error:
-        if like is not None:
+        if registered_as(model.config) is not None:
             raise
         check_runs(model.config)
         plain = PlainAdapter(model, error.reason)

@@ -16,6 +16,9 @@ import torch
 
 from cacheblend_rag.models.cache import take_back
 
+TRIED_AT_ONCE = 6
+"""Most tokens of an answer that are tried at once."""
+
 _LENGTHS = (3, 2)  # newest tokens that are looked for, the longest first
 
 

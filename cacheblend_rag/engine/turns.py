@@ -15,7 +15,7 @@ import torch
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, BlendConfig
 from cacheblend_rag.engine.decode import Step
 from cacheblend_rag.engine.pipeline import Blend, Pauses
-from cacheblend_rag.engine.prompt_lookup import PromptLookup
+from cacheblend_rag.engine.prompt_lookup import TRIED_AT_ONCE, PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, prepare
 from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
@@ -160,14 +160,13 @@ class Turns:
     @contextmanager
     def steps(self, blend: Blend) -> Iterator[Step]:
         """The function that takes each step of an answer."""
-        several_tokens = self.config.prompt_lookup and self.batched_decode.takes_several
-        if not (several_tokens and all_preallocated(blend.cache)):
+        if not (self.batched_decode.takes_several and all_preallocated(blend.cache)):
             yield self.step
             return
         lookup = PromptLookup(
             blend.input_ids,
             blend.cache,
-            most=self.config.prompt_lookup,
+            most=TRIED_AT_ONCE,
             window=self.segments.model.adapter.context_window or sys.maxsize,
             take=self.step,
             wanted=lambda: self.scheduler.alone,

@@ -94,22 +94,17 @@ class ModelAdapter(PlainAdapter):
         A causal language model of a known family, perhaps with LoRA adapters, or a known container of one. It is left
         as it is: layers attend in other ways as twins of the model's, and what stands for a ``forward`` acts only on
         the thread that wants it.
-    like : str, optional
-        Treat a model of an unknown family as one of this family. Whether that is right shows
-        only when it is compared with the model's own forward pass.
 
     Raises
     ------
     UnsupportedModelError
         If the family is not known, the model is spread over several devices, or its modules do
         not have the family's names.
-    ConfigError
-        If ``like`` is no known family.
     """
 
-    def __init__(self, model: Any, *, like: str | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model = unwrap(model)
-        self.family = family_of(model, like)
+        self.family = family_of(model)
         self.config = model.config.get_text_config()
         self._decoder = part_of(model, "get_decoder")()
         self._within_container = self.config is not model.config

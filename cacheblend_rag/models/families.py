@@ -182,28 +182,53 @@ CONTAINERS = (
 `FAMILIES`. Their logits are those of the output head, without the scaling that their text models have alone."""
 
 
-def family_of(model: Any, like: str | None = None) -> Family:
+_registered: dict[str, str] = {}  # families by the ``model_type`` that `register_family` was given
+
+
+def register_family(model_type: str, like: str) -> None:
+    """Blend models of an unknown family, or container of one, as those of a known family.
+
+    At load, blending is compared with the model's own forward pass over a dozen tokens. That does not see what shows
+    only in long prompts, such as a window. A model that is not shaped so is refused.
+
+    Parameters
+    ----------
+    model_type : str
+        ``config.model_type`` of the models.
+    like : str
+        The family whose layers theirs are shaped like, such as ``"llama"``.
+
+    Raises
+    ------
+    ConfigError
+        If ``like`` is not a known family.
+    """
+    if like not in FAMILIES:
+        raise ConfigError("like", like, f"use one of {', '.join(sorted(FAMILIES))}")
+    _registered[model_type] = like
+
+
+def registered_as(config: Any) -> str | None:
+    """The family that models with this config were registered as; None without one."""
+    return _registered.get(str(getattr(config, "model_type", None)))
+
+
+def family_of(model: Any) -> Family:
     """The family of a model, or of the text model within a container.
 
     Parameters
     ----------
     model : transformers PreTrainedModel
-    like : str, optional
-        Treat a model of an unknown family as one of this family.
 
     Raises
     ------
     UnsupportedModelError
         If the family is not known; the message says why and names the known ones.
-    ConfigError
-        If ``like`` is no known family.
     """
-    if like is not None and like not in FAMILIES:
-        raise ConfigError("like", like, f"use one of {', '.join(sorted(FAMILIES))}")
     config = getattr(model, "config", None)
-    if (reason := why_plain(config, like)) is not None:
+    if (reason := why_plain(config)) is not None:
         raise _unsupported_error(config or model, reason, f"supported families: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[like or str(model.config.get_text_config().model_type)]
+    return FAMILIES[registered_as(config) or str(model.config.get_text_config().model_type)]
 
 
 def check_runs(config: Any) -> None:
@@ -219,25 +244,29 @@ def check_runs(config: Any) -> None:
         raise _unsupported_error(config, reason, "use a causal language model, such as Qwen3 or Llama 3")
 
 
-def why_plain(config: Any, like: str | None = None) -> str | None:
+def why_plain(config: Any) -> str | None:
     """Why a model is not blended, as its config alone says; None if it is blended.
 
     Parameters
     ----------
     config : transformers PretrainedConfig
-    like : str, optional
-        As for `family_of`.
     """
     check_runs(config)
     if (reason := _why_not(config)) is not None:
         return reason
     text = None if config is None else config.get_text_config()
-    kind = str(getattr(text, "model_type", None))
+    kind, like = str(getattr(text, "model_type", None)), registered_as(config)
     if (like or kind) not in FAMILIES:
-        return 'no entry describes its family; if its layers are shaped like Llama\'s, try like="llama"'
+        return f"no entry describes its family; if its layers are shaped like Llama's, try {_remedy(config, 'llama')}"
     if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
-        return f'no test covers this container; if it leaves text to the text model within, try like="{kind}"'
+        try_it = _remedy(config, kind)
+        return f"no test covers this container; if it leaves text to the text model within, try {try_it}"
     return None
+
+
+def _remedy(config: Any, like: str) -> str:
+    kind = getattr(config, "model_type", None)
+    return f'register_family("{kind}", like="{like}") of cacheblend_rag.models.families'
 
 
 def _unsupported_error(config: Any, reason: str, remedy: str) -> UnsupportedModelError:

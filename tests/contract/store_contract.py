@@ -229,7 +229,7 @@ class StoreContract:
 
         monkeypatch.setattr(store, "claim", noted)
         monkeypatch.setattr(ModelAdapter, "segments_kv", held)
-        engines = [engine_of(store=store, check_model=False) for _ in range(3)]
+        engines = [engine_of(store=store) for _ in range(3)]
         start = threading.Barrier(3)
 
         def warm(engine: Any) -> Any:
@@ -247,7 +247,7 @@ class StoreContract:
             engine.close()
 
     def test_chunk_an_engine_forgets_is_a_miss(self, store: KVStore) -> None:
-        with engine_of(store=store, check_model=False) as engine:
+        with engine_of(store=store) as engine:
             engine.warm(CHUNKS)
             assert engine.forget(CHUNKS[:1]) == 1
             assert engine.with_config(write_back="off").fuse(PROMPT).report.chunk_tiers[0] == ""

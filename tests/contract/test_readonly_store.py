@@ -36,7 +36,7 @@ logging.getLogger("cacheblend_rag").addHandler(handler)
 
 def said_of(path, write_back, memory):
     warned.clear()
-    quick = {"min_tokens": 0, "check_model": False, "recompute_ratio": 0.2, "prompt_cache": 0}
+    quick = {"min_tokens": 0, "recompute_ratio": 0.2, "prompt_cache": 0}
     config = BlendConfig(write_back=write_back, memory_limit=memory, **quick)
     said, folder = {}, Path(path)
     with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
@@ -87,7 +87,7 @@ def kept() -> Iterator[dict[str, Kept]]:
     """Folders with two chunks' KV that nobody can write, outside of what only their owner may enter; each was used."""
     above = Path(tempfile.mkdtemp())
     above.chmod(0o755)
-    config = BlendConfig(min_tokens=0, check_model=False, recompute_ratio=0.2)
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.2)
     folders = {name: above / name for name in CASES}
     for folder in folders.values():
         with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:

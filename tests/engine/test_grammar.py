@@ -37,7 +37,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.5}
 
 @pytest.fixture(scope="module", params=[kind for kind in MAKERS if kind != "WordPiece"])
 def engine(request: pytest.FixtureRequest) -> BlendEngine:
-    config = BlendConfig(min_tokens=0, check_model=False, max_concurrent=4, write_back="off")
+    config = BlendConfig(min_tokens=0, max_concurrent=4, write_back="off")
     return BlendEngine(tiny.model(num_hidden_layers=2), tokenizer_of(request.param), config=config)
 
 
@@ -155,7 +155,7 @@ def test_objects_are_closed_wherever_they_stand() -> None:
 
 @pytest.mark.parametrize("name", ['say "oak"', "a:", "the\nstart: x", "%json {}"])
 def test_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
-    engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig(check_model=False))
+    engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig())
     grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
     assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
     assert write_grammar([Form({})]).count("\n") == 3
@@ -198,7 +198,7 @@ def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, speci
 
 def test_grammar_that_the_tokens_cannot_write_is_an_error() -> None:
     tokenizer = tokenizer_of("Unigram")
-    engine = BlendEngine(tiny.model(num_hidden_layers=2), tokenizer, config=BlendConfig(check_model=False))
+    engine = BlendEngine(tiny.model(num_hidden_layers=2), tokenizer, config=BlendConfig())
     with pytest.raises(ConfigError, match="satisfy the grammar"):
         engine.generate(prompt(0), grammar=Grammar(tokenizer, [Form({}, "\u00e4")]))
     with pytest.raises(ConfigError, match="fast tokenizer"):

@@ -31,7 +31,7 @@ from tests import gguf_files, tiny
 from tests.probes import CHUNKS, PROMPT, record_files
 from tests.waiting import until
 
-CONFIG = BlendConfig(min_tokens=0, check_model=False, write_back="inline", prepack_weights=False)
+CONFIG = BlendConfig(min_tokens=0, write_back="inline", prepack_weights=False)
 FOR_EVER = 10_000.0
 OTHER = Prompt("Read this:", [CHUNKS[1], CHUNKS[0]], "Who saw it?")
 
@@ -90,7 +90,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_and_records_are_those_of_a_model_that_stayed(kind: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "model", KINDS[kind]())
-    config = BlendConfig(min_tokens=0, check_model=False, write_back="inline")
+    config = BlendConfig(min_tokens=0, write_back="inline")
     twin = BlendEngine.from_pretrained(model, config=config, store=tmp_path / "one")
     engine = BlendEngine.from_pretrained(model, config=config, store=tmp_path / "two", keep_alive=FOR_EVER)
     with twin, engine:
@@ -304,7 +304,7 @@ def test_each_use_of_the_model_has_it_back(use: str, engine: BlendEngine) -> Non
 
 
 def test_store_in_the_background_has_the_model_back(folder: Path) -> None:
-    config = BlendConfig(min_tokens=0, check_model=False, write_back="background")
+    config = BlendConfig(min_tokens=0, write_back="background")
     with BlendEngine.from_pretrained(folder, config=config, keep_alive=FOR_EVER) as engine:
         engine.generate(PROMPT, max_new_tokens=1)
         engine.flush()
@@ -444,7 +444,7 @@ def test_nothing_is_left_in_the_cache(engine: BlendEngine, cache: Path) -> None:
 def test_program_ends_at_once_while_its_model_is_kept_or_away(folder: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from cacheblend_rag import BlendEngine, BlendConfig\n"
-        "made = [BlendEngine.from_pretrained(sys.argv[1], config=BlendConfig(check_model=False), keep_alive=s) "
+        "made = [BlendEngine.from_pretrained(sys.argv[1], config=BlendConfig(), keep_alive=s) "
         "for s in (0, 10000)]\n"
         "made[0].keep_alive.look(); print(made[0].keep_alive.away)"
     )
@@ -511,7 +511,7 @@ def test_memory_of_a_gpu_is_given_back(folder: Path) -> None:
 def test_prepacked_copies_go_and_come_with_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_prepacking, "_LEAST", 2**6)
     model = saved(tmp_path / "model", tiny.model().to(torch.bfloat16))
-    config = BlendConfig(min_tokens=0, check_model=False, write_back="inline", prepack_weights=True)
+    config = BlendConfig(min_tokens=0, write_back="inline", prepack_weights=True)
     try:
         engine = BlendEngine.from_pretrained(model, config=config, keep_alive=FOR_EVER)
     except ConfigError as error:

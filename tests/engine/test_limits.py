@@ -24,7 +24,7 @@ CHUNKS = [tiny.text(20, seed) for seed in range(1, 9)]
 
 
 def engine_of(window: int = WINDOW, **config: Any) -> BlendEngine:
-    options = {"min_tokens": 0, "write_back": "inline", "check_model": False, "recompute_ratio": 1.0} | config
+    options = {"min_tokens": 0, "write_back": "inline", "recompute_ratio": 1.0} | config
     made = tiny.model(num_hidden_layers=2, max_position_embeddings=window)
     return BlendEngine(made, tiny.tokenizer(), config=BlendConfig(**options))
 

@@ -20,6 +20,7 @@ from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.models import families
 from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
@@ -248,7 +249,7 @@ def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_c
     model = tiny.plain_model(family, vocab_size=420)
     tokenizer = thinking_tokenizer("qwen3")
     said = {"thought": "<think>\nan owl\n</think>\n\nA leaf.", "stop": "A leaf. It fell.", "eos": "A leaf."}[ends]
-    with engine_of(model, tokenizer, check_model=False) as engine:
+    with engine_of(model, tokenizer) as engine:
         options: dict[str, Any] = (
             {"reasoning": True} if ends == "thought" else {"stop": ["It"]} if ends == "stop" else {}
         )
@@ -312,7 +313,7 @@ def test_one_line_at_load_says_why_and_what_is_reused(caplog: pytest.LogCaptureF
     assert line.startswith("model jamba is answered plainly, each prompt computed in full: 2 of its 4 layers carry")
 
 
-def test_methods_that_need_a_blended_pass_are_refused_by_name() -> None:
+def test_methods_that_need_a_blended_pass_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(tiny.plain_model("lfm2")) as engine:
         with pytest.raises(UnsupportedModelError, match=r"'lfm2' model is answered plainly.* 3 of its 4 layers carry"):
             list(compare(engine, PROMPT, 4))
@@ -320,8 +321,10 @@ def test_methods_that_need_a_blended_pass_are_refused_by_name() -> None:
             engine.with_config(prepack_weights=True)
     with engine_of(tiny.plain_model("rwkv")) as engine, pytest.raises(PromptError, match="fuses no prompt"):
         engine.fuse(PROMPT)
+    monkeypatch.setattr(families, "_registered", {})
+    families.register_family("lfm2", like="llama")
     with pytest.raises(UnsupportedModelError, match="'lfm2' is not supported"):
-        engine_of(tiny.plain_model("lfm2"), like="llama")
+        engine_of(tiny.plain_model("lfm2"))
 
 
 def test_blended_pass_that_differs_is_not_used(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

@@ -74,7 +74,7 @@ def test_kept_kv_stays_while_others_go_on_from_it() -> None:
 def test_answers_with_tokens_tried_in_vain_are_kept_as_they_are() -> None:
     repeating = " ".join(["a b c d e f g h"] * 12)
     model = tiny.model()
-    with remembering(model, prompt_lookup=6) as engine:
+    with remembering(model) as engine:
         answer = engine.generate(repeating, max_new_tokens=12)
         (kept,) = engine.prompts._kept
         assert kept.token_ids == (

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.engine import turns
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated, preallocate, take_back
@@ -58,10 +59,13 @@ def recited(engine: BlendEngine) -> list[int]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_token_is_taken_from_the_logits_it_has_one_by_one(family: str, passes: list[int]) -> None:
+def test_every_token_is_taken_from_the_logits_it_has_one_by_one(
+    family: str, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, found = tiny.model(family), {}
     for most in (0, 6):
-        with engine_of(model, recompute_ratio=0.2, prompt_lookup=most) as engine:
+        monkeypatch.setattr(turns, "TRIED_AT_ONCE", most)
+        with engine_of(model, recompute_ratio=0.2) as engine:
             reciting = Reciting(recited(engine))
             passes.clear()
             answer = engine.generate(PROMPT, max_new_tokens=len(reciting.ids), logits_processor=[reciting])
@@ -80,11 +84,12 @@ def test_every_token_is_taken_from_the_logits_it_has_one_by_one(family: str, pas
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "temperature": 1.5, "seed": 3}, {"repetition_penalty": 1.5}])
-def test_answers_stay_the_same(how: dict[str, Any]) -> None:
+def test_answers_stay_the_same(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, drawn and with a penalty; the cache then has prompt and answer, and no more."""
     model, found = tiny.model(), []
     for most in (0, 1, 6):
-        with engine_of(model, recompute_ratio=0.2, prompt_lookup=most) as engine:
+        monkeypatch.setattr(turns, "TRIED_AT_ONCE", most)
+        with engine_of(model, recompute_ratio=0.2) as engine:
             answer = engine.generate(PROMPT, max_new_tokens=60, **how)
             engine.flush()
             again = Prompt(PROMPT.prefix, PROMPT.chunks, PROMPT.suffix + answer.text + " And then?")

@@ -77,11 +77,9 @@ def test_streams_and_batches_end_where_one_answer_does(engine: BlendEngine) -> N
     assert (one.text, one.report.stopped_by) == (whole.text, "repetition")
 
 
-@pytest.mark.parametrize("lookup", [0, 4])
-def test_checked_answers_are_ended_at_the_same_token(engine: BlendEngine, lookup: int) -> None:
+def test_checked_answers_are_ended_at_the_same_token(engine: BlendEngine) -> None:
     plain = engine.generate(PROMPT, **writes(engine))
-    with engine.with_config(prompt_lookup=lookup) as other:
-        checked = other.generate(PROMPT, verify="always", **writes(engine))
+    checked = engine.generate(PROMPT, verify="always", **writes(engine))
     assert (checked.token_ids, checked.report.stopped_by) == (plain.token_ids, "repetition")
     assert checked.verification.status == "verified"
 

@@ -62,11 +62,10 @@ def assert_corrected(found: Generation, draft: Generation, said: Verification | 
     assert found.token_ids[: said.kept_tokens] == draft.token_ids[: said.kept_tokens]
 
 
-@pytest.mark.parametrize("lookup", [0, 6])
 @pytest.mark.parametrize("concurrent", [1, 3])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int, lookup: int) -> None:
-    with reused(prompt_lookup=lookup, max_concurrent=concurrent) as engine:
+def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int) -> None:
+    with reused(max_concurrent=concurrent) as engine:
         expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
         found = engine.generate(PROMPT, verify="always", **options)
     assert draft.verification == Verification()

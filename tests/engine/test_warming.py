@@ -256,7 +256,7 @@ def test_too_large_batch_is_computed_one_by_one(
             raise torch.OutOfMemoryError("not enough memory")
 
     sizes = counted(monkeypatch, fail)
-    with engine_of(check_model=False) as engine:
+    with engine_of() as engine:
         texts = [tiny.text(40, seed) for seed in range(3)]
         report = engine.warm(texts)
         assert (report.computed, report.present, report.skipped) == (3, 0, 0)

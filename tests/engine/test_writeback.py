@@ -50,7 +50,7 @@ def test_write_back_modes(call: str, mode: str, stored: int) -> None:
 def test_misses_are_stored_though_requests_never_cease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
     stop, plain = threading.Event(), Prompt(suffix="What fell in the end?")
-    with engine_of(write_back="background", check_model=False) as engine, ThreadPoolExecutor(2) as pool:
+    with engine_of(write_back="background") as engine, ThreadPoolExecutor(2) as pool:
 
         def ask() -> None:
             while not stop.is_set():
@@ -195,7 +195,7 @@ def test_small_chunks_go_together_though_long_ones_stand_between_them(monkeypatc
         return compute(self, context, segments, *others)
 
     monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
-    with engine_of(write_back="inline", condition="sink", check_model=False) as engine:
+    with engine_of(write_back="inline", condition="sink") as engine:
         engine.fuse(Prompt("Read this:", chunks, "What fell in the end?"))
     assert sorted(passes) == [2, 3, 5]
 

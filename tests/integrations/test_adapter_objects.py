@@ -30,7 +30,7 @@ from tests.integrations.llama_index.common import make_index, make_llm, make_nod
 
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
 LANGCHAIN = [CacheBlendLLM, ChatCacheBlend]
-QUICK: Any = {"check_model": False, "min_tokens": 0, "write_back": "inline"}
+QUICK: Any = {"min_tokens": 0, "write_back": "inline"}
 
 
 @pytest.fixture(scope="module")

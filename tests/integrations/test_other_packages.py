@@ -20,7 +20,7 @@ from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.integrations.retrieval.conftest import static_model
 
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
-QUICK: Any = {"check_model": False, "min_tokens": 0, "write_back": "inline"}
+QUICK: Any = {"min_tokens": 0, "write_back": "inline"}
 # Arguments of other packages with a value, and a word of the remedy; without one it works.
 OTHERS: dict[str, tuple[Any, str]] = {
     **{"num_ctx": (4096, "drop_chunks"), "num_predict": (64, "use max_new_tokens"), "mirostat": (2, "min_p")},

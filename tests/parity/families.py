@@ -136,7 +136,7 @@ def treatment_rows() -> list[str]:
             found = treatment_of(CONFIG_MAPPING[kind]())
         else:
             model = tiny.plain_model(kind) if plain else tiny.model(kind)
-            found, adapter = treatment_of(model.config), adapter_of(model, None, check_model=True)
+            found, adapter = treatment_of(model.config), adapter_of(model)
             reused = "plain, beginnings reused" if adapter.goes_on == "slices" else "plain"
             if found != Treatment(reused if adapter.plain_reason else "blended", adapter.plain_reason):
                 raise ValueError(f"{kind}: {found} by its config, but {adapter.goes_on}: {adapter.plain_reason}")

@@ -14,6 +14,7 @@ from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import PromptError, UnsupportedModelError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.langchain.messages import turns_of
+from cacheblend_rag.models import families
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import KVGeometry, load_geometry, load_model
@@ -115,12 +116,14 @@ def test_images_and_blended_text_do_not_disturb_each_other(container: str, monke
     assert of_image(model) == seen
 
 
-def test_container_without_a_test_is_refused_and_can_be_tried() -> None:
+def test_container_without_a_test_is_refused_and_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llava")
     model.config.model_type = "llavalike"
     with pytest.raises(UnsupportedModelError, match=r"'llavalike' .* no test covers this container; .* like=\"llama\""):
         ModelAdapter(model)
-    with engine_of(model, like="llama") as engine:
+    monkeypatch.setattr(families, "_registered", {})
+    families.register_family("llavalike", like="llama")
+    with engine_of(model) as engine:
         assert_equals_plain(engine.fuse(THREE_CHUNKS), model)
 
 

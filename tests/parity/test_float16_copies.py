@@ -121,12 +121,12 @@ def test_tokens_are_those_of_plain_products(family: str, products: list[int]) ->
 
 def test_several_tokens_and_checks_are_computed_so_too(products: list[int]) -> None:
     model = model_of()
-    with engine_of(model, verify="always", prompt_lookup=4) as engine:
+    with engine_of(model, verify="always") as engine:
         engine.warm(CHUNKS)
         answer = engine.generate(PROMPT, max_new_tokens=12)
     assert answer.report.verification.done
     assert set(products) >= {1}
-    with engine_of(model, verify="always", prompt_lookup=4, prepack_weights=False) as engine:
+    with engine_of(model, verify="always", prepack_weights=False) as engine:
         engine.warm(CHUNKS)
         assert engine.generate(PROMPT, max_new_tokens=12).token_ids == answer.token_ids
 

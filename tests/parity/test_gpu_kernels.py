@@ -303,7 +303,7 @@ def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch
 def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
     """One alone and several of different lengths together, beyond the room that is kept behind rows."""
     model, tokenizer = _model(family), tiny.tokenizer()
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0, max_concurrent=3, prompt_lookup=0)
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0, max_concurrent=3)
     prompts = [Prompt("Read this:", [tiny.text(words, words)], "What fell?") for words in (9, 30, 14)]
     count = 12 if DEVICE == "cuda" else 3
     with BlendEngine(model, tokenizer, config=config, store=MemoryStore(device=DEVICE)) as engine:

@@ -154,7 +154,7 @@ def written(folder: Path, kind: str = "Q4_1") -> Path:
 
 
 def opened(file: Path, **options: Any) -> BlendEngine:
-    config = BlendConfig(prepack_weights=True, prompt_cache=0, prompt_lookup=0, **options)
+    config = BlendConfig(prepack_weights=True, prompt_cache=0, **options)
     return BlendEngine.from_pretrained(file, device="cpu", config=config)
 
 
@@ -311,7 +311,7 @@ def test_weights_changed_before_the_first_pass_have_codes_of_their_own(
 
 @needs_bfloat16
 def test_weights_changed_before_they_were_put_away_have_codes_of_their_own(tmp_path: Path, cache: Path) -> None:
-    config = BlendConfig(prepack_weights=True, prompt_cache=0, check_model=False)
+    config = BlendConfig(prepack_weights=True, prompt_cache=0)
     with BlendEngine.from_pretrained(written(tmp_path), device="cpu", config=config, keep_alive=10_000.0) as engine:
         engine.generate(PROMPT, max_new_tokens=2)
         alter(engine)

@@ -108,7 +108,7 @@ def test_packed_weights_know_what_was_merged(pack: bool) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     model = adapted(tiny.model(**wide).to(torch.bfloat16), targets=["q_proj", "v_proj", "down_proj"])
     try:
-        engine = engine_of(model, prepack_weights=pack, check_model=False)
+        engine = engine_of(model, prepack_weights=pack)
     except ValueError as error:
         pytest.skip(str(error))
     with engine:

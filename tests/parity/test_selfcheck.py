@@ -11,6 +11,7 @@ import torch
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fusor import self_check
 from cacheblend_rag.fusor.self_check import check_adapter
+from cacheblend_rag.models import families
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
@@ -47,10 +48,12 @@ def test_passes_for_every_rope_type(rope: str) -> None:
     check_adapter(ModelAdapter(tiny.model("llama", rope)))
 
 
-def test_passes_for_a_model_like_a_known_one() -> None:
+def test_passes_for_a_model_like_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     model.config.model_type = "llamalike"
-    check_adapter(ModelAdapter(model, like="llama"))
+    monkeypatch.setattr(families, "_registered", {})
+    families.register_family("llamalike", like="llama")
+    check_adapter(ModelAdapter(model))
 
 
 @pytest.mark.parametrize(
@@ -63,11 +66,13 @@ def test_passes_for_a_model_like_a_known_one() -> None:
         ("olmo2", "llama", "has no 'input_layernorm'"),
     ],
 )
-def test_refuses_models_of_another_shape(family: str, like: str, what: str) -> None:
+def test_refuses_models_of_another_shape(family: str, like: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model(family)
     model.config.model_type = "unheard_of"
+    monkeypatch.setattr(families, "_registered", {})
+    families.register_family("unheard_of", like=like)
     with pytest.raises(UnsupportedModelError, match=what):
-        check_adapter(ModelAdapter(model, like=like))
+        check_adapter(ModelAdapter(model))
 
 
 @pytest.mark.parametrize("change", ["scaled", "nan", "another signature"])

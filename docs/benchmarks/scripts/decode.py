@@ -302,7 +302,7 @@ def _run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     wide = options.dtype == "float32"
     prepack = "auto" if wide else True
-    config = BlendConfig(prepack_weights=prepack, prompt_lookup=0, prompt_cache=0, write_back="off")
+    config = BlendConfig(prepack_weights=prepack, prompt_cache=0, write_back="off")
     switch = _Switch(float16_copies.are_few if wide else int4_linear.are_few)
     with (
         BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,

@@ -395,7 +395,7 @@ def _transformers(case: Case) -> _Answer:
 def _engine(case: Case, **options: Any) -> _Answer:
     model, tokenizer = case.plain_model(), case.tokenizer()
     store = Path(case.folder, f"{case.chunks} chunks")
-    engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, prompt_cache=0, **options), store=store)
+    engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_cache=0, **options), store=store)
     prompt = case.prompt(tokenizer)
     engine.warm(prompt.chunks, progress=False)
 

@@ -18,8 +18,8 @@ from cacheblend_rag.store.tiered import TieredStore
 from tests import tiny
 
 CHUNKS = [f"Passage {number}. {tiny.text(30, number)}" for number in range(4)]
-CONFIG = BlendConfig(min_tokens=0, condition="sink", check_model=False)
-APART = BlendConfig(min_tokens=0, condition="context", separator=" # # ", check_model=False)
+CONFIG = BlendConfig(min_tokens=0, condition="sink")
+APART = BlendConfig(min_tokens=0, condition="context", separator=" # # ")
 Opened = Callable[..., BlendEngine]
 
 

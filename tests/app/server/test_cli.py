@@ -100,7 +100,7 @@ answer_seconds = 30
 queue = 7
 [engine]
 size_limit = "20GB"
-check_model = false
+split_at_separator = true
 selection_options = {check_layers = [1, 3]}
 recompute_ratio = 0.25
 """
@@ -120,7 +120,7 @@ def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypa
     assert (settings.port, settings.concurrent) == (9000, 2)
     limits, engine = settings.limits, settings.rag.config
     assert (limits.upload_bytes, limits.answer_seconds, limits.queue) == (5_000_000, 30.0, 7)
-    assert (engine.size_limit, engine.check_model, engine.recompute_ratio) == (20 * 10**9, False, 0.25)
+    assert (engine.size_limit, engine.split_at_separator, engine.recompute_ratio) == (20 * 10**9, True, 0.25)
     assert engine.selection_options == {"check_layers": (1, 3)}
     monkeypatch.setenv("CACHEBLEND_RAG_LIMITS_QUEUE", "8")
     monkeypatch.setenv("CACHEBLEND_RAG_PORT", "9001")
@@ -149,7 +149,7 @@ def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypa
         ("[limits]\nanswer_seconds = '3'", "answer_seconds='3' is not usable: use a number, without quotes"),
         ("[limits]\nupload_bytes = 'much'", "[limits] upload_bytes='much' is not usable: use a positive number"),
         ("[limits]\nupload_bytes = 1.5", "[limits] upload_bytes=1.5 is not usable"),
-        ("[engine]\ncheck_model = 'on'", "[engine] check_model='on' is not usable: use true or false"),
+        ("[engine]\nsplit_at_separator = 'on'", "[engine] split_at_separator='on' is not usable: use true or false"),
         (
             "[engine]\ncheck_layers = [3]",
             "check_layers=[3] is not usable: there is no such option any more; give it to",

@@ -54,7 +54,7 @@ def tiny_parts(tokens: str = "byte-level BPE") -> tuple[Any, Any]:
 
 def tiny_engine(tokens: str = "byte-level BPE", store: Any = None, **config: Any) -> BlendEngine:
     """An engine over the tiny model; without a store, with one of its own in memory."""
-    options = {"min_tokens": 0, "write_back": "inline", "check_model": False} | config
+    options = {"min_tokens": 0, "write_back": "inline"} | config
     return BlendEngine(*tiny_parts(tokens), config=BlendConfig(**options), store=store)
 
 
