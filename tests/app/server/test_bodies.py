@@ -79,9 +79,7 @@ def fields_of(client: httpx.Client, path: str) -> list[str]:
     """All fields of the bodies of a path, by the OpenAPI document."""
     document = client.get("/openapi.json").json()
     (found,) = [
-        methods["post"]
-        for template, methods in document["paths"].items()
-        if template == path and "post" in methods
+        methods["post"] for template, methods in document["paths"].items() if template == path and "post" in methods
     ]
     schema = found["requestBody"]["content"]["application/json"]["schema"]
     return list(document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[-1]]["properties"])

@@ -181,5 +181,3 @@ def test_whatever_texts_hold_they_stay_in_their_places(prompts: QuestionPrompt) 
     forgetful = QuestionPrompt(tokenizer, tokenizer.chat_template)
     with pytest.raises(PromptError, match="leaves out earlier turns"):
         forgetful.ask("A?", ["x"], [EarlierTurn("B?", "b")])
-
-
