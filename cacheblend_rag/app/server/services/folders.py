@@ -282,7 +282,7 @@ class Folder:
         """Erase what answers stored that were under way when their texts went, unless a file has them again."""
         while self._erased and self._erased[0][0] < self._clock():
             texts = self._erased[0][1]
-            here = self._index.store.holding(texts)
+            here = set(self.texts())
             self._forget([text for text in texts if text not in here])
             self._erased.popleft()
 
