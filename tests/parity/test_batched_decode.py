@@ -21,6 +21,7 @@ from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
 from tests.probes import answers_of, engine_of
 from tests.tolerance import assert_layers_close, assert_logits_close
@@ -125,18 +126,13 @@ def check_together(model: Any, together: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "rope"),
-    [
-        case
-        for family in tiny.ARCHITECTURES
-        for case in rope_cases(family)
-        if case.values[1] not in ("dynamic", "longrope")
-    ],
+    [case for family in tiny.DIFFERENT for case in rope_cases(family) if case.values[1] not in ("dynamic", "longrope")],
 )
 def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
     check_together(tiny.model(family, rope), family not in (*EAGER_ONLY, *OF_LATENTS))
 
 
-@pytest.mark.parametrize("family", sorted(WINDOWS))
+@pytest.mark.parametrize("family", others_slow(sorted(WINDOWS), set(WINDOWS) & set(tiny.DIFFERENT)))
 def test_beyond_windows_too(family: str) -> None:
     check_together(tiny.model(family, **WINDOWS[family]), True)
 
@@ -267,7 +263,7 @@ def test_answer_goes_on_between_two_layers_of_another_prompt(
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(family, {}) for family in tiny.ARCHITECTURES] + sorted(WINDOWS.items()),
+    [(family, {}) for family in tiny.DIFFERENT] + sorted(one for one in WINDOWS.items() if one[0] in tiny.DIFFERENT),
 )
 def test_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)

@@ -173,7 +173,10 @@ def test_windows_shorter_than_the_prompt(family: str, attention: str) -> None:
     check_exact_behind_prefix(model)
 
 
-@pytest.mark.parametrize("family", [*sorted(WINDOWS), *BY_LAYER_TYPE])
+_WITH_WINDOWS = [*sorted(WINDOWS), *BY_LAYER_TYPE]
+
+
+@pytest.mark.parametrize("family", others_slow(_WITH_WINDOWS, set(_WITH_WINDOWS) & set(tiny.DIFFERENT)))
 def test_decoding_past_the_window(family: str) -> None:
     with engine_of(tiny.model(family)) as engine:
         tokens = len(engine.fuse(ONE_CHUNK).input_ids)
@@ -181,7 +184,7 @@ def test_decoding_past_the_window(family: str) -> None:
     check_exact(tiny.model(family, **changes), ONE_CHUNK, tokens=20)
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_projections_are_those_of_the_layers(family: str) -> None:
     model = tiny.model(family, "yarn" if "yarn" in tiny.rope_types(family) else "default")
     adapter = ModelAdapter(model)
