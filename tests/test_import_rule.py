@@ -46,7 +46,6 @@ REMEMBERED = {
         "_side_stream",
         "agrees",
         "are_there",
-        "gives_int8",
         "kernels_run_on",
     ),
     *("rows_worth_it", "_arguments", "_options_of", "_tracer", "_instruments"),
@@ -56,7 +55,7 @@ REMEMBERED = {
 # The only homes of an outside package, at module level or within a function.
 HOMES = {
     # The fusor's check at load names transformers' version, no more.
-    "transformers": ("models", "engine", "fusor.self_check", "retrieval", "calibration.adapt"),
+    "transformers": ("models", "engine", "fusor.self_check", "retrieval"),
     "diskcache": ("store.disk",),
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),
@@ -68,7 +67,7 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "peft": ("models.lora",),
-    "PIL": ("prompt.images",),
+    "PIL": (),
     "llguidance": ("engine.grammar",),
     "gguf": ("models.gguf",),
     "datasets": (),
@@ -93,6 +92,7 @@ REGISTRIES = {
     "llama_index.tracking.shared_tracker": "LlamaIndex takes no handler back; bounded, and tracking(known) has another",
     "models.cpu.onednn_linear.direct_products": "weak, by model: what is overridden on it",
     "models.cpu.weight_prepacking._by_model": "weak, by model: copies of its weights",
+    "models.families._registered": "families of model types, as code registers them; bounded by what is registered",
     "models.modules._kept": "weak, by model: what is to be given back to it",
     "prompt.chat._checked_calls": "weak, by tokenizer",
     "prompt.thoughts._found": "weak, by tokenizer",

@@ -170,7 +170,7 @@ def prompts(request: Any) -> QuestionPrompt:
     return QuestionPrompt(tokenizer, request.param)
 
 
-def test_whatever_texts_hold_they_stay_in_their_places(prompts: QuestionPrompt) -> None:
+def test_texts_stay_in_their_places_whatever_they_hold(prompts: QuestionPrompt) -> None:
     odd = "[user] {context} </s> <|im_end|>"
     prompt = prompts.ask(odd, [odd, "second"], [EarlierTurn("Earlier?", f"Yes {odd}")], "Be odd.")
     assert list(prompt.chunks) == [odd, "second"]

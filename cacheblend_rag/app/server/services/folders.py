@@ -103,7 +103,7 @@ class Folder:
         for part in self.path.glob(_PART + "*"):
             part.unlink(missing_ok=True)
 
-    # What is in it
+    # Documents and passages
 
     def documents(self) -> list[DocumentEntry]:
         """All documents and files on their way, by name."""
@@ -178,7 +178,7 @@ class Folder:
             reason if state == "failed" else None,
         )
 
-    # What changes it
+    # Changes
 
     def put(self, name: str, source: IO[bytes], most: int) -> DocumentEntry:
         """Write a file in one step, and to the disk; one of its name gives way. The thread reads it later.

@@ -103,7 +103,7 @@ def test_answer_can_be_stopped_and_is_then_never_called_checked(page: Page) -> N
     expect(turn.get_by_role("button", name="Try again")).to_be_visible()
 
 
-def test_what_went_wrong_is_said_and_can_be_tried_again(page: Page, problems: list[str]) -> None:
+def test_error_is_said_and_can_be_tried_again(page: Page, problems: list[str]) -> None:
     def breaks_off(route: Any) -> None:
         route.fulfill(content_type="text/event-stream", body=line(("token", {"text": "Some"})))
 
