@@ -214,7 +214,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize(("form", "searches"), zip(QUESTIONS, [False, True, False, True], strict=True))
+@pytest.mark.parametrize(("form", "searches"), list(zip(QUESTIONS, [False, True, False, True], strict=True)))
 def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are(form: str, searches: bool) -> None:
     """As Open WebUI does it: it asks for a search before a chat, and for a title, tags and more questions behind it."""
     question, draw, finder, found = QUESTIONS[form](), random.Random(1), RepeatedText(), list[str]()
