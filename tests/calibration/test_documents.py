@@ -58,7 +58,8 @@ def test_the_scripts_first_command_runs(
     assert [*program, data, file] == ["python", "-m", "docs.benchmarks.evaluation", "--data", "questions.jsonl"]
     monkeypatch.chdir(tmp_path)
     first_cases(6, tmp_path / "questions.jsonl")
-    assert command.main([*shlex.split(line)[3:], "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
+    short = ["--limit", "2", "--chunks", "2", "--max-new-tokens", "4"]
+    assert command.main([*shlex.split(line)[3:], *short, "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
     assert "| hkvd 0.15 " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
     assert names >= {"results.jsonl", "table.md", "summary.json", "quality-ttft.svg", "quality-kind.svg"}
