@@ -40,22 +40,6 @@ def test_sizes_are_what_the_estimate_says(shape: str, tmp_path: Path, capsys: py
         assert gigabytes == pytest.approx(TOKENS * float(a_token[codec]) * 1e3 / 1e9, rel=0.01)
 
 
-def test_minutes_are_what_was_measured_a_token() -> None:
-    rows = re.findall(r"\| ([\d.]+) (ms|µs) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 3
-    measured = (Path(__file__).parents[3] / "docs" / "benchmarks" / "warm.md").read_text(encoding="utf-8")
-    in_bfloat16 = measured.partition("## With prompts in eight bits")[0]
-    (behind_two,) = re.findall(r"warm behind two contexts, disk \| ([\d.]+) ms", in_bfloat16)
-    for value, unit, sink, default in rows:
-        assert f"{value} {unit}" in measured
-        minutes = TOKENS * float(value) * {"ms": 1e-3, "µs": 1e-6}[unit] / 60
-        assert float(sink.replace(",", "")) == pytest.approx(minutes, rel=0.02)
-        if value == "2.27":  # the default was measured beside it
-            assert float(default.replace(",", "")) == pytest.approx(TOKENS * float(behind_two) * 1e-3 / 60, rel=0.02)
-        else:
-            assert 2.0 * minutes < float(default.replace(",", "")) < 2.2 * minutes
-
-
 def test_metrics_named_in_the_guide_exist(server: Running) -> None:
     target = yaml.safe_load(block("yaml"))["scrape_configs"][0]
     assert target["job_name"] == "cacheblend-rag"
