@@ -1,4 +1,4 @@
-"""Arguments that users of other packages give: those that hold here, and what to use in place of the others."""
+"""Arguments that users of other packages give, taken as they hold here."""
 
 from __future__ import annotations
 
@@ -10,57 +10,9 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.config import check_config, check_mapping, check_names
 from cacheblend_rag.engine.decode import MORE_OPTIONS, DecodeFields
+from cacheblend_rag.engine.other_arguments import OTHERS
 from cacheblend_rag.errors import ConfigError
 
-_NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
-_IN_KWARGS = "give it in model_kwargs"
-# Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
-# other. The first ones are of answers, and the server says the same of fields of a request.
-_OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
-    "num_beams": ((1,), "answers are decoded without beams"),
-    "num_ctx": (
-        (),
-        'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks it does not hold',
-    ),
-    "num_predict": ((), "use max_new_tokens"),
-    "max_length": ((), "use max_new_tokens; tokens of the prompt do not count"),
-    "repeat_penalty": ((), "use repetition_penalty"),
-    "mirostat": ((0,), "sample with temperature, top_p, top_k or min_p"),
-    "format": (("",), 'give response_format={"type": "json_object"} or a schema, or use with_structured_output'),
-    "think": ((), "use reasoning: True, False, 'low', 'medium' or 'high'"),
-    "keep_alive": ((), "give it where the model is made: it holds for all calls"),
-    "options": ((), "give each of the options by itself"),
-    "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
-    "return_full_text": ((False,), "an answer never repeats its prompt"),
-}
-_OTHERS = _OF_ANSWERS | {
-    "parallel_tool_calls": ((True,), "take the first of an answer's calls where one is to be made"),
-    "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
-    "stream": ((True, False), "use stream or invoke"),
-    "streaming": ((True, False), "use stream or invoke"),
-    "stream_usage": ((True,), "usage is part of every answer"),
-    "task": (("text-generation",), "a model answers with text; leave it out"),
-    "repo_id": ((), "use model_id"),
-    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
-    "tokenizer": ((), "use from_model for a model with its tokenizer"),
-    "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
-    "base_url": ((), _NO_SERVER),
-    "torch_dtype": ((), "use dtype"),
-    "device_map": ((), _IN_KWARGS),
-    "trust_remote_code": ((False,), _IN_KWARGS),
-    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
-}
-# Remedies of requests that have other words.
-_LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"
-_OF_REQUESTS = {
-    **dict.fromkeys(("num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"), _LENGTH),
-    **dict.fromkeys(
-        ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
-    ),
-    "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
-    "keep_alive": "give it to the server, as serve --keep-alive: it holds for all requests",
-}
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs", "additional_kwargs")
 # Options of transformers' generation that are no fields here, whose None says nothing.
@@ -97,14 +49,14 @@ def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "")
                 twice, more[name] = name if name in more else None, value
             if twice is not None:
                 raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
-            if name not in _OTHERS:
+            if name not in OTHERS:
                 check_names([(name, value)], (*known, *MORE_OPTIONS))
             if name not in MORE_OPTIONS:
                 settled[name] = value
     if more:
         settled["additional_kwargs"] = more
     for name in [name for name in settled if name not in known]:
-        fits, remedy = _OTHERS.get(name, ((), ""))
+        fits, remedy = OTHERS.get(name, ((), ""))
         if name == "model" and model_name:
             fits, remedy = (model_name,), f"this model is what it was loaded as, {model_name!r}"
         if name.startswith("ls_"):  # LangChain's notes for tracing
@@ -151,8 +103,3 @@ def named_model(given: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get("tokenizer_name") == name:
         del fields["tokenizer_name"]
     return {**fields, "model_id": name}
-
-
-def request_remedy(name: str) -> str:
-    """The field of a request to use in place of one that only other servers have, in words; empty if there is none."""
-    return _OF_REQUESTS.get(name) or _OF_ANSWERS.get(name, ((), ""))[1]

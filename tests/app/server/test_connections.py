@@ -232,15 +232,16 @@ def test_network_of_an_ipv6_address_counts_as_one(one: str, other: str, same: bo
 def test_tenant_has_so_many_requests_under_way(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all addresses together, and followed events too."""
+    """Those of all addresses together."""
     keys, began, held = {**KEYS, "ben": "ben-0123456789abcdef"}, threading.Semaphore(0), threading.Event()
 
-    def hold(*given: Any) -> Any:
+    def hold(*given: Any) -> tuple[int, int]:
         began.release()
         held.wait(60)
+        return 0, 0
 
     with running(settings_for(model, docs, tmp_path, limits=Limits(at_once=2), keys=keys)) as server:
-        monkeypatch.setattr(type(server.service), "folder_name", property(hold))
+        monkeypatch.setattr("cacheblend_rag.app.server.services.folders.Folder.counts", hold)
         request = "GET /api/state HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {}\r\n\r\n"
         with ExitStack() as open_ones:
             for address in ("127.0.0.1", "127.0.0.2"):

@@ -1,0 +1,58 @@
+"""Arguments of other packages: those that hold here, and what to use in place of the others."""
+
+from __future__ import annotations
+
+_NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
+_IN_KWARGS = "give it in model_kwargs"
+# Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
+# other. The first ones are of answers, and the server says the same of fields of a request.
+_OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_beams": ((1,), "answers are decoded without beams"),
+    "num_ctx": (
+        (),
+        'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks it does not hold',
+    ),
+    "num_predict": ((), "use max_new_tokens"),
+    "max_length": ((), "use max_new_tokens; tokens of the prompt do not count"),
+    "repeat_penalty": ((), "use repetition_penalty"),
+    "mirostat": ((0,), "sample with temperature, top_p, top_k or min_p"),
+    "format": (("",), 'give response_format={"type": "json_object"} or a schema, or use with_structured_output'),
+    "think": ((), "use reasoning: True, False, 'low', 'medium' or 'high'"),
+    "keep_alive": ((), "give it where the model is made: it holds for all calls"),
+    "options": ((), "give each of the options by itself"),
+    "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
+    "return_full_text": ((False,), "an answer never repeats its prompt"),
+}
+OTHERS = _OF_ANSWERS | {
+    "parallel_tool_calls": ((True,), "take the first of an answer's calls where one is to be made"),
+    "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
+    "stream": ((True, False), "use stream or invoke"),
+    "streaming": ((True, False), "use stream or invoke"),
+    "stream_usage": ((True,), "usage is part of every answer"),
+    "task": (("text-generation",), "a model answers with text; leave it out"),
+    "repo_id": ((), "use model_id"),
+    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
+    "tokenizer": ((), "use from_model for a model with its tokenizer"),
+    "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
+    "base_url": ((), _NO_SERVER),
+    "torch_dtype": ((), "use dtype"),
+    "device_map": ((), _IN_KWARGS),
+    "trust_remote_code": ((False,), _IN_KWARGS),
+    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
+}
+# Remedies of requests that have other words.
+_LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"
+_OF_REQUESTS = {
+    **dict.fromkeys(("num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"), _LENGTH),
+    **dict.fromkeys(
+        ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
+    ),
+    "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
+    "keep_alive": "give it to the server, as serve --keep-alive: it holds for all requests",
+}
+
+
+def request_remedy(name: str) -> str:
+    """The field of a request to use in place of one that only other servers have, in words; empty if there is none."""
+    return _OF_REQUESTS.get(name) or _OF_ANSWERS.get(name, ((), ""))[1]
