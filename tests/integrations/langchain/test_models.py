@@ -287,7 +287,7 @@ def test_pipeline_is_taken_over_with_its_settings() -> None:
     model, tokenizer = tiny_parts()
     settings: Any = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
-    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))
+    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0))
     assert llm.engine.model is made.model
     assert llm.invoke("<s>What fell?") == made("What fell?")[0]["generated_text"]
     plain = pipeline("text-generation", model, tokenizer=tokenizer)

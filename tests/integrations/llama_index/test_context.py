@@ -223,7 +223,7 @@ def test_recent_nodes_are_bounded_and_forgotten() -> None:
 async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
     store = Hooked()
     model, tokenizer = tiny_parts()
-    config = BlendConfig(min_tokens=0, write_back="inline", check_model=False)
+    config = BlendConfig(min_tokens=0, write_back="inline")
     engine = BlendEngine(model, tokenizer, config=config, store=store)
     llm = CacheBlendLLM.from_engine(
         engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force)]
