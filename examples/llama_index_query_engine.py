@@ -9,10 +9,11 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
 
 documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("*.md"))]
-store = FaissVectorStore(faiss.IndexFlatL2(384))  # numbers in a vector of this embedding
+embedding = SentenceTransformerEmbedding("minilm")
+store = FaissVectorStore(faiss.IndexFlatL2(len(embedding.get_text_embedding("any text"))))
 index = VectorStoreIndex.from_documents(
     documents,
-    embed_model=SentenceTransformerEmbedding("minilm"),
+    embed_model=embedding,
     storage_context=StorageContext.from_defaults(vector_store=store),
 )
 llm = CacheBlendLLM.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=24)

@@ -89,11 +89,11 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.Ca
     config.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     assert main(["cache", "estimate", "--model", str(tmp_path)]) == 0  # also where memory is too small for the model
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(["cache", "estimate", "--model", str(tmp_path), "--dtype", "bfloat16"]) == 0
     seen = capsys.readouterr().out
     assert re.search(r"^raw +131\.1 kB a token, +67\.1 MB per 512 tokens$", seen, re.MULTILINE)
-    assert len(seen.splitlines()) == 4
+    assert len(seen.splitlines()) == 3
     assert main(["cache", "estimate", "--model", str(tmp_path), "--codec", "int8", "--docs", str(docs)]) == 0
     seen = capsys.readouterr().out
     assert re.search(r"^3 chunks, \d+ tokens$", seen, re.MULTILINE)

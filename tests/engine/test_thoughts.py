@@ -23,7 +23,7 @@ from cacheblend_rag.prompt.thoughts import (
     thinks,
 )
 from tests import tiny
-from tests.probes import CHUNKS, Hooked
+from tests.probes import CHUNKS
 from tests.thinking import KINDS, Writer, thinking_engine, thinking_tokenizer
 
 THOUGHT = "Leaves fell. I must count them: one, two.\nSo two."
@@ -249,26 +249,6 @@ def test_verification_compares_ids_and_shows_answers() -> None:
     free = engine.generate(prompt, max_new_tokens=6, reasoning=True, reasoning_tokens=8)
     full = engine.generate(prompt, max_new_tokens=6, reasoning=True, reasoning_tokens=8, verify="held")
     assert free.token_ids == full.token_ids
-
-
-@pytest.mark.parametrize("thought", ["", THOUGHT])
-def test_thoughts_are_not_kept_for_later_turns(thought: str) -> None:
-    store = Hooked()
-    engine = thinking_engine("qwen3", store=store)
-    said = written("qwen3", thought) if thought else ANSWER
-    prompt = Prompt("Read this:", CHUNKS, asked(engine))
-    first = engine.generate(
-        prompt, max_new_tokens=60, logits_processor=[Writer(engine.tokenizer, said)], reasoning=True
-    )
-    engine.flush()
-    kept = max(store.stored_ids(), key=len)
-    ids = first.report.input_ids
-    assert kept[: len(ids)] == ids
-    assert (len(kept) > len(ids)) is not bool(thought)
-    again = engine.generate(
-        Prompt("Read this:", CHUNKS, f"{prompt.suffix}{ANSWER}\n[user] And then?\n[assistant] "), max_new_tokens=3
-    )
-    assert again.report.resumed_tokens >= len(ids) - 1
 
 
 def test_bad_values_name_their_remedy() -> None:

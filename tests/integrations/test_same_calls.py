@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.services.service import Service
+from cacheblend_rag.app.server.services.service import open_service
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.store import DiskStore
@@ -117,17 +117,17 @@ def test_server_makes_the_same_store_calls_as_the_engine(tmp_path: Path, asked: 
 
     documents = write_documents(tmp_path / "docs")
     settings = settings_for(tmp_path / "model", documents, tmp_path / "data", prompt_cache=0)
-    with TestClient(create_app(settings, Service(settings, counting)), base_url=BASE) as client:
+    with TestClient(create_app(settings, open_service(settings, counting)), base_url=BASE) as client:
         settle(client.app.state.service)  # type: ignore[attr-defined]
         (store,) = stores
-        question = {"question": "What fell?", "k": 3, "stream": False}
+        question = {"question": "What fell?", "top_k": 3, "stream": False}
         texts = [path.read_text(encoding="utf-8") for path in sorted(documents.glob("*.md"))[:3]]
         completion = {"model": client.get("/v1/models").json()["data"][0]["id"], "max_tokens": 4}
         completion |= {"prompt": "What fell?", "documents": texts}
         chat = {name: value for name, value in completion.items() if name != "prompt"}
         chat["messages"] = [{"role": "user", "content": "What fell?"}]
         for path, body in (
-            ("/api/collections/archive/ask", question),
+            ("/api/ask", question),
             ("/v1/completions", completion),
             ("/v1/chat/completions", chat),
         ):

@@ -416,8 +416,7 @@ def warmed(
     **config
         Options of `BlendConfig`.
     """
-    # Random weights repeat themselves, so there would be more to look up than in any real answer.
-    options = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_lookup": 0, "prompt_cache": 0, **config})
+    options = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_cache": 0, **config})
     with BlendEngine(model, tokenizer, config=options, store=store, fingerprint=fingerprint) as engine:
         warming = engine.warm(prompt.chunks, progress=False)
         engine.fuse(prompt)  # stores the prefix

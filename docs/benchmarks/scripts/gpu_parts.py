@@ -144,7 +144,7 @@ def _model(family: str, device: torch.device, dtype: torch.dtype = torch.float32
 @contextmanager
 def _opened(model: Any, prompt: Prompt, store: KVStore | str | None = None, **options: Any) -> Iterator[BlendEngine]:
     """An engine that has stored a prompt's chunks and prefix."""
-    config = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_lookup": 0, "prompt_cache": 0, **options})
+    config = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_cache": 0, **options})
     store = MemoryStore(device=model.device) if store is None else store
     with BlendEngine(model, tiny.tokenizer(), config=config, store=store) as engine:
         engine.warm(prompt.chunks, progress=False)
