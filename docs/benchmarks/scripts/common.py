@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag.app.cli.arguments import add_arguments
 from cacheblend_rag.calibration.timing import QUESTION, SYSTEM, timing_prompt
 from cacheblend_rag.config import BlendConfig, check_choice, check_whole
-from cacheblend_rag.engine import pipeline
+from cacheblend_rag.engine import pipeline, turns
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.prompt import Prompt
@@ -417,7 +417,9 @@ def warmed(
         Options of `BlendConfig`.
     """
     options = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "prompt_cache": 0, **config})
-    with BlendEngine(model, tokenizer, config=options, store=store, fingerprint=fingerprint) as engine:
+    engine = BlendEngine(model, tokenizer, config=options, store=store, fingerprint=fingerprint)
+    # Random weights repeat themselves, so there would be more to look up than in any real answer.
+    with mock.patch.object(turns, "TRIED_AT_ONCE", 0), engine:
         warming = engine.warm(prompt.chunks, progress=False)
         engine.fuse(prompt)  # stores the prefix
         yield engine, warming
