@@ -285,7 +285,7 @@ def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
     model = SimpleNamespace(config=CONFIG_MAPPING[model_type]())
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         ModelAdapter(model)
-    assert "families" not in caught.value.reason
+    assert "supported families" not in caught.value.reason
     message = str(caught.value)
     assert repr(model_type) in message
     remedy = "use a causal language model" if "encoder" in reason else "supported families: apertus, arcee, bitnet"
