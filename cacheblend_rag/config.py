@@ -343,10 +343,8 @@ BYTES = Kind(
 )
 
 
-# Units of Go's durations, in seconds; both signs for micro are in use.
-_DURATIONS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = rf"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)({'|'.join(_DURATIONS)})"
-_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?")
+_DURATIONS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
+_PART = r"([0-9]+(?:\.[0-9]+)?)([smh])"
 
 
 def read_keep_alive(name: str, value: Any) -> float | None:
@@ -355,8 +353,8 @@ def read_keep_alive(name: str, value: Any) -> float | None:
     Parameters
     ----------
     value : float, str or None
-        Seconds, also as text (``"90"``), or a duration as Go writes it: ``"300ms"``, ``"1.5h"``, ``"2h45m"``. Less than
-        0 is for ever.
+        Seconds, also as text (``"90"``), or a duration such as ``"30m"``, ``"1.5h"`` or ``"2h45m"``. Less than 0 is for
+        ever.
 
     Raises
     ------
@@ -365,14 +363,13 @@ def read_keep_alive(name: str, value: Any) -> float | None:
     """
     seconds = value
     if isinstance(value, str):
-        size = value.removeprefix("-") if value.startswith("-") else value.removeprefix("+")
-        if _SECONDS.fullmatch(size):
-            seconds = float(size)
-        elif re.fullmatch(f"({_PART})+", size):
-            seconds = sum(float(count) * _DURATIONS[unit] for count, unit in re.findall(_PART, size))
+        if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", value):
+            seconds = float(value)
+        elif re.fullmatch(f"-?({_PART})+", value):
+            seconds = sum(float(count) * _DURATIONS[unit] for count, unit in re.findall(_PART, value))
+            seconds = -seconds if value.startswith("-") else seconds
         else:
             raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
-        seconds = -seconds if value.startswith("-") else seconds
     elif value is not None and (not _is_number(value) or value != value):  # NaN is not itself
         raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
     return float(seconds) if seconds is not None and 0 <= seconds <= sys.float_info.max else None

@@ -112,7 +112,6 @@ class FolderRAG:
             store=self._store or options.store_locations,
             device=options.device,
             dtype=options.dtype,
-            keep_alive=options.keep_alive,
         )
         chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
         model = ChatCacheBlend if chats else CacheBlendLLM
@@ -158,7 +157,6 @@ class FolderRAG:
                 store=first.store,
                 device=options.device,
                 dtype=options.dtype,
-                keep_alive=options.keep_alive,
                 beside=first,
             )
         except ConfigError as error:

@@ -7,20 +7,19 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack, cast
 
 import torch
 
-from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer, read_keep_alive
+from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.keep_alive import KeepAlive, check_for_ever, check_keep_alive
 from cacheblend_rag.engine.model_in_use import ModelInUse, adapter_of
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
@@ -57,8 +56,6 @@ class EngineParts:
         Names of its answers in traces.
     owns_store : bool
         Whether the store is closed with the engine.
-    keep_alive : KeepAlive
-        Gives the memory of the weights back; by default never.
     reopen : callable, optional
         Makes the same engine again, of a config.
     base : BlendEngine, optional
@@ -72,7 +69,6 @@ class EngineParts:
     prefetcher: Prefetcher
     names: SpanNames
     owns_store: bool
-    keep_alive: KeepAlive = field(default_factory=KeepAlive)
     reopen: Callable[..., BlendEngine] | None = None
     base: BlendEngine | None = None
 
@@ -96,8 +92,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         Identity of the model's own weights, adapters aside, if it is known; by default they are read through.
     beside : BlendEngine, optional
         One over another model on the same device: requests of both take turns. Else each may take longer.
-    keep_alive : float or str, optional
-        For ever alone, as for -1: others may hold the model, so it stays in memory. `from_pretrained` takes a time.
 
     Raises
     ------
@@ -124,10 +118,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         store: KVStore | StoreLocations | None = None,
         fingerprint: str | None = None,
         beside: BlendEngine | None = None,
-        keep_alive: float | str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
-        check_for_ever(keep_alive)
         model, config = unwrap(model), check_config(config)
         adapter = adapter_of(model)
         opened = open_store(store, config, beside_gpu=adapter.device.type == "cuda")
@@ -160,8 +152,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
-        self.turns, self.keep_alive = parts.turns, parts.keep_alive
-        """They let requests have the model in turn, and give its memory back: ``keep_alive.away`` says whether."""
+        self.turns = parts.turns
+        """They let requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
         """The stored KV of chunks."""
         self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
@@ -175,7 +167,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         store: KVStore | StoreLocations | None = None,
         device: str | int | torch.device | None = "auto",
         dtype: str | torch.dtype | None = "auto",
-        keep_alive: float | str | None = None,
         beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
@@ -192,9 +183,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         dtype : str or torch.dtype
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        keep_alive : float or str, optional
-            Seconds, or text such as ``"5m"``: once nobody has used the model for so long, the memory of its weights is
-            given back, and a file in the user's cache holds them. By default, and for -1, it never is.
         **model_kwargs
             Passed on to ``from_pretrained``.
 
@@ -207,14 +195,13 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ConfigError
             If an argument cannot be used.
         """
-        config, seconds = check_config(config), read_keep_alive("keep_alive", keep_alive)
+        config = check_config(config)
         arguments = {"device": device, "dtype": dtype, **model_kwargs}
         loaded = load_model(model, **arguments)
-        check_keep_alive(seconds, loaded.model)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
-        again = partial(cls.from_pretrained, os.fspath(model), keep_alive=keep_alive, **arguments)
-        made._consist_of(_parts_of_loaded(made._parts, loaded, seconds, store, again))
+        again = partial(cls.from_pretrained, os.fspath(model), **arguments)
+        made._consist_of(_parts_of_loaded(made._parts, loaded, store, again))
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -453,7 +440,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         write_back = self.turns.write_back
         if self._parts.base is not None or write_back.closed:
             return
-        for part in (self.keep_alive, self._parts.prefetcher, self.verifications, self.prompts):
+        for part in (self._parts.prefetcher, self.verifications, self.prompts):
             part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
@@ -469,15 +456,10 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
 
 def _parts_of_loaded(
-    made: EngineParts, loaded: LoadedModel, keep_alive: float | None, store: Any, again: Callable[..., BlendEngine]
+    made: EngineParts, loaded: LoadedModel, store: Any, again: Callable[..., BlendEngine]
 ) -> EngineParts:
     """The parts of an engine over a model that it has loaded itself: they know its name, and how to load it again."""
-    adapter = made.pipeline.segments.model.adapter
-    parts = dataclasses.replace(
-        made,
-        names=SpanNames(loaded.name),
-        keep_alive=KeepAlive(keep_alive, adapter.model, adapter.device, made.turns),
-    )
+    parts = dataclasses.replace(made, names=SpanNames(loaded.name))
     if not parts.owns_store:
         return parts
     locations = absolute_locations(store) if are_locations(store) else None

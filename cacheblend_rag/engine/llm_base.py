@@ -23,7 +23,6 @@ from cacheblend_rag.config import (
     check_mapping,
     check_names,
     check_whole,
-    read_keep_alive,
 )
 from cacheblend_rag.engine.answer_form import answer_form
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
@@ -77,8 +76,6 @@ class LLMBase(DecodeFields):
     threads : int, optional
         Threads of the CPU that PyTorch computes with, as Ollama's ``num_thread``. They are the process's: the model
         that was made last decides for all. By default as PyTorch has it.
-    keep_alive : float or str, optional
-        As for `BlendEngine.from_pretrained`: with ``"5m"``, weights that rest for so long take no memory.
     model_kwargs : dict
         Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
         ``device`` and ``dtype`` may be among them.
@@ -127,7 +124,6 @@ class LLMBase(DecodeFields):
     device: str = "auto"
     dtype: str = "auto"
     threads: Annotated[int | None, BeforeValidator(_threads)] = None
-    keep_alive: Annotated[float | None, BeforeValidator(partial(read_keep_alive, "keep_alive"))] = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     blend: dict[str, Any] = Field(default_factory=dict, repr=False)
     model_name: str = ""
@@ -167,7 +163,7 @@ class LLMBase(DecodeFields):
         for name, value in {**fields.get("blend", {}), **options}.items():
             if _plain(value) != used[name]:
                 raise ConfigError(name, value, f"give it to the engine: engine.with_config({name}={value!r})")
-        return _with_keep_alive(fields, engine)
+        return fields
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, switch on tracking, and name the model."""
@@ -230,7 +226,6 @@ class LLMBase(DecodeFields):
             store=self.store,
             device=self.device,
             dtype=self.dtype,
-            keep_alive=self.keep_alive,
             **self.model_kwargs,
         )
 
@@ -283,7 +278,7 @@ class LLMBase(DecodeFields):
         if options:
             config = dataclasses.replace(check_config(config), **options)
         given: dict[str, Any] = {"config": config, "store": store}
-        return cls(engine=BlendEngine(model, tokenizer, **given, keep_alive=fields.get("keep_alive")), **own)
+        return cls(engine=BlendEngine(model, tokenizer, **given), **own)
 
     # Documents -------------------------------------------------------------------------------
 
@@ -521,17 +516,6 @@ def _engine_for(
             engine.close()
         raise
     return engine
-
-
-def _with_keep_alive(fields: Mapping[str, Any], engine: BlendEngine) -> dict[str, Any]:
-    """The fields with how long the engine's model stays in memory."""
-    own = engine.keep_alive.seconds
-    if (given := fields.get("keep_alive")) is not None and read_keep_alive("keep_alive", given) != own:
-        remedy = (
-            f"the engine has {own}; give it to BlendEngine.from_pretrained, or to from_model_id for an id or a path"
-        )
-        raise ConfigError("keep_alive", given, remedy)
-    return {**fields, "keep_alive": own}
 
 
 # Fields of loading that `model_kwargs` may hold, too.

@@ -19,7 +19,7 @@ _OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "mirostat": ((0,), "sample with temperature, top_p, top_k or min_p"),
     "format": (("",), 'give response_format={"type": "json_object"} or a schema, or use with_structured_output'),
     "think": ((), "use reasoning: True, False, 'low', 'medium' or 'high'"),
-    "keep_alive": ((), "give it where the model is made: it holds for all calls"),
+    "keep_alive": ((-1,), "a model of your own process stays in memory; a server's takes `serve --keep-alive`"),
     "options": ((), "give each of the options by itself"),
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "return_full_text": ((False,), "an answer never repeats its prompt"),

@@ -391,21 +391,12 @@ def prepare(scheduler: Scheduler) -> None:
         preparation()
 
 
-def idle_seconds(scheduler: Scheduler) -> float:
-    """Seconds for which nobody has had the model or waited for it; 0 while anybody does."""
-    with scheduler._condition:
-        return scheduler._clock() - scheduler._freed if _is_free(scheduler) else 0.0
-
-
 @contextmanager
 def held_if_idle(scheduler: Scheduler, seconds: float) -> Iterator[bool]:
-    """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held.
-
-    It counts as idle meanwhile.
-    """
+    """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held."""
     with scheduler._condition:
-        held = _is_free(scheduler) and idle_seconds(scheduler) >= seconds
-        freed = scheduler._freed
+        used = scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background
+        held = not used and scheduler._clock() - scheduler._freed >= seconds
         if held:
             scheduler._hold(ModelTime(lambda: 0))
             scheduler._begun += 1
@@ -415,16 +406,6 @@ def held_if_idle(scheduler: Scheduler, seconds: float) -> Iterator[bool]:
         if held:
             with scheduler._condition:
                 scheduler._leave()
-                scheduler._freed = freed
-
-
-def is_wanted(scheduler: Scheduler) -> bool:
-    """Whether anybody waits for what the holder has, or the process is about to end."""
-    return bool(scheduler._queue or scheduler._background or scheduler._ending)
-
-
-def _is_free(scheduler: Scheduler) -> bool:
-    return not (scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background)
 
 
 def all_schedulers() -> list[Scheduler]:

@@ -27,7 +27,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     **{"max_length": (64, "use max_new_tokens"), "repeat_penalty": (1.1, "use repetition_penalty")},
     **{
         "format": ("json", "response_format"),
-        "keep_alive": ("5m", "from_pretrained"),
+        "keep_alive": ("5m", "serve --keep-alive"),
         "think": (True, "use reasoning"),
     },
     **{"options": ({"temperature": 0.5}, "by itself"), "base_url": ("http://localhost:11434", "init_chat_model")},
@@ -129,37 +129,6 @@ def test_tags_of_ollama_are_answered_with_the_names_to_use(kind: Any, tag: str) 
     with pytest.raises(ModelLoadError, match=r"Ollama's library is no name here: name the model's id .*GGUF"):
         kind(model=tag)
     assert tag_remedy("meta-llama/Llama-3.2-3B") == tag_remedy(r"C:\models") == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_model_that_is_loaded_by_its_name_takes_keep_alive(kind: Any, saved: Path, engine: BlendEngine) -> None:
-    assert kind.from_engine(engine, keep_alive=-1).keep_alive is None
-    made = kind.from_model_id(str(saved), keep_alive="5m", **QUICK)
-    try:
-        assert made.keep_alive == made.engine.keep_alive.seconds == 300.0
-        assert kind.from_engine(made.engine).keep_alive == 300.0
-        assert kind.from_engine(made.engine, keep_alive=300).keep_alive == 300.0
-        with pytest.raises(ConfigError, match=r"^keep_alive=60 .*the engine has 300.0; give it to BlendEngine"):
-            kind.from_engine(made.engine, keep_alive=60)
-        call = made.invoke if kind is not LlamaIndexLLM else made.complete
-        with pytest.raises(ConfigError, match=r"^keep_alive='1h' .*where the model is made"):
-            call("What fell?", keep_alive="1h")
-        with pytest.raises(ConfigError, match=r"^think=True .*use reasoning: True"):
-            call("What fell?", think=True)
-    finally:
-        made.engine.close()
-    with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
-        kind.from_model_id(str(saved), keep_alive="soon", **QUICK)
-
-
-@pytest.mark.parametrize("make", [BlendEngine, *(kind.from_model for kind in KINDS)])
-def test_model_that_is_given_as_an_object_stays_in_memory(make: Any) -> None:
-    model, tokenizer = tiny_parts()
-    with pytest.raises(ConfigError, match=r"^keep_alive='5m' .*leave it out; a model given as an object stays in mem"):
-        make(model, tokenizer, keep_alive="5m")
-    with pytest.raises(ConfigError, match=r"^keep_alive='soon' .*\"5m\""):
-        make(model, tokenizer, keep_alive="soon")
-    assert make(model, tokenizer, keep_alive=-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -310,20 +310,6 @@ def test_weights_changed_before_the_first_pass_have_codes_of_their_own(
 
 
 @needs_bfloat16
-def test_weights_changed_before_they_were_put_away_have_codes_of_their_own(tmp_path: Path, cache: Path) -> None:
-    config = BlendConfig(prepack_weights=True, prompt_cache=0)
-    with BlendEngine.from_pretrained(written(tmp_path), device="cpu", config=config, keep_alive=10_000.0) as engine:
-        engine.generate(PROMPT, max_new_tokens=2)
-        alter(engine)
-        engine.generate(PROMPT, max_new_tokens=2)
-        engine.keep_alive.seconds = 0.0
-        engine.keep_alive.look()
-        assert engine.keep_alive.away
-        engine.generate(PROMPT, max_new_tokens=2)
-        assert farthest(engine) < 0.02
-
-
-@needs_bfloat16
 def test_codes_beside_a_model_leave_its_fingerprint_known(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.services.folders import DocumentEntry, Folder, SearchHit, Watcher, shown_name
+from cacheblend_rag.app.server.services.keep_alive import KeepAlive
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
@@ -79,12 +80,15 @@ def open_service(
 def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) -> dict[str, ServedModel]:
     """All models by their names; the first is loaded already."""
     made: dict[str, ServedModel] = {}
+    seconds = config.read_keep_alive("--keep-alive", settings.rag.keep_alive)
     for name, model in settings.models.items():
         engine = rag.also(model) if made else rag.engine
         engine = engine.with_config(max_concurrent=concurrent)
         if settings.find_repeated:
             engine = engine.with_finder(RepeatedTexts())
-        made[name] = ServedModel(name, engine, settings.limits, starter=model == config.DEFAULT_MODEL)
+        rests = None if seconds is None else KeepAlive(engine, seconds, config.default_data_path())
+        starter = model == config.DEFAULT_MODEL
+        made[name] = ServedModel(name, engine, settings.limits, starter, rests)
     return made
 
 
@@ -264,6 +268,9 @@ class Service:
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""
         self.stopping = True
+        for model in self.models.values():
+            if model.keep_alive is not None:
+                model.keep_alive.close()
         self.watcher.stop()
         self._reader.stop()
 
