@@ -223,13 +223,13 @@ class StoreContract:
             return claim(*given, **more)
 
         def held(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
-            until(lambda: len(claimed) == 3)  # all have seen that it is missing
+            until(lambda: len(claimed) == 3, 120)  # all have seen that it is missing
             computed.extend(map(tuple, segments))
             return compute(self, context, segments, *others)
 
+        engines = [engine_of(store=store) for _ in range(3)]  # each computes KV when it checks its model
         monkeypatch.setattr(store, "claim", noted)
         monkeypatch.setattr(ModelAdapter, "segments_kv", held)
-        engines = [engine_of(store=store) for _ in range(3)]
         start = threading.Barrier(3)
 
         def warm(engine: Any) -> Any:
