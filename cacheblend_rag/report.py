@@ -93,47 +93,6 @@ class DocumentUse:
         return asdict(self)
 
 
-FoundState = Literal["read", "stored", "storing", "not stored"]
-"""See `FoundText`."""
-
-
-@dataclass(frozen=True)
-class FoundText:
-    """A chunk of a prompt that was found because its text repeats.
-
-    Parameters
-    ----------
-    start, tokens : int
-        Position of its first token in the prompt, and how many can be reused.
-    tier : str
-        The tier that its KV was read from; empty if it was not read.
-    state : str
-        ``"read"``: its KV was read from the store, or stood in a kept prompt. ``"stored"``: it is stored, and was not
-        read. ``"storing"``: it was not stored yet, and is put into the store when nothing else waits. ``"not stored"``:
-        it is not, and nothing of this answer stores it.
-    reason : str
-        Why it was not read; empty if it was.
-    begins : str
-        Its first words, up to 60 characters.
-    """
-
-    start: int
-    tokens: int
-    tier: str = ""
-    state: FoundState = "not stored"
-    reason: str = ""
-    begins: str = ""
-
-    @property
-    def hit(self) -> bool:
-        """Whether its KV was read from the store."""
-        return self.state == "read"
-
-    def asdict(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {**asdict(self), "hit": self.hit}
-
-
 @dataclass(frozen=True)
 class Verification:
     """How an answer was held against full prefill.
@@ -242,8 +201,8 @@ class BlendReport:
         Else empty.
     documents : tuple of DocumentUse
         The use of each document that was retrieved for the prompt; empty where that is not known.
-    found : tuple of FoundText
-        The chunks that were found because their text repeats. They are among the others, too.
+    found : tuple of bool
+        Of each chunk that was found because its text repeats, whether its KV was read. The others count it, too.
     verification : Verification
         How the answer was held against full prefill.
     """
@@ -275,7 +234,7 @@ class BlendReport:
     finish_reason: str = ""
     stopped_by: str = ""
     documents: tuple[DocumentUse, ...] = ()
-    found: tuple[FoundText, ...] = ()
+    found: tuple[bool, ...] = ()
     verification: Verification = field(default_factory=Verification)
 
     @property

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from cacheblend_rag.engine.decode import DecodedAnswer
-from cacheblend_rag.engine.found_texts import found_texts
 from cacheblend_rag.engine.pipeline import Blend, Pipeline
 from cacheblend_rag.prompt import DocumentPlace
 from cacheblend_rag.report import BlendReport, DocumentUse, Verification
@@ -80,7 +79,7 @@ def report_of(
         finish_reason="" if decoded is None else decoded.finish_reason,
         stopped_by="" if decoded is None else decoded.stopped_by,
         documents=_uses(lookup.fit.prompt.documents, tiers),
-        found=found_texts(pipeline, blend, tiers),
+        found=tuple(bool(tier) for tier, chunk in zip(tiers, whole.located, strict=True) if chunk.found),
         tokens_to_store=0 if pipeline.store.traits.read_only else sum(job.stored_tokens for job in blend.jobs.values()),
         verification=verification or Verification(),
     )

@@ -15,7 +15,7 @@ from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt.contexts import finder, sharer
-from cacheblend_rag.prompt.forms import form_sharer, written_forms
+from cacheblend_rag.prompt.forms import form_sharer
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import RecordInfo, Warnings
 
@@ -216,7 +216,7 @@ class Chunks:
             return not known.isdisjoint(held) or shares(prompt) or written(prompt)
 
         if (finder := pipeline.segments.finder) is not None:
-            finder.forget(salt, dict.fromkeys(form for text in texts for form in written_forms(text)))
+            finder.forget(salt)
         pipeline.prompts.drop(salt, holds)
         pipeline.checkpoints.drop(salt, holds)
         self.turns.write_back.drop(lambda key, job: job.info is not None and goes(key, job.info()))
@@ -258,17 +258,9 @@ class Chunks:
         ids = self._ids(texts, forms)
         goes = _goes_with(segments, ids, _written_in(segments, texts))
         # Text that was found holds them itself.
-        begins, said = (*([""] if dependent else []), FOUND), set[str]()
-        for begin in begins if ids else ():  # one that cannot be looked for hides no other
+        if ids:
             with _note_errors(failed):
-                for key, info in store.infos(begin):
-                    if goes(key, info):
-                        keys.add(key)
-                        said.update([segments.tokenizer.text_of(info.token_ids)] * key.startswith(FOUND))
-        if (
-            dependent and segments.finder is not None
-        ):  # in these words it must be seen twice again, too, however a client has wrapped them
-            segments.finder.forget(segments.config.salt, said)
+                keys.update(key for key, info in store.infos("" if dependent else FOUND) if goes(key, info))
         # No text of theirs stays in memory either.
         segments.tokenizer.forget()
         return keys

@@ -23,28 +23,16 @@ def keep_answered(pipeline: Pipeline, blend: Blend, answer_ids: Sequence[int]) -
 
 
 def store_unread(pipeline: Pipeline, lookup: Lookup) -> Mapping[str, Job]:
-    """Jobs that store the chunks of a prompt for which no record was looked for.
+    """Jobs that store the chunks of a prompt that went on from one in memory, so that no record was looked for.
 
-    It went on from one in memory: other prompts have these chunks in another order, and nothing to go on from. Or it
-    has too few chunk tokens: then text in it that repeats is stored, as it may stand beside more of it next time.
+    Other prompts have these chunks in another order, and nothing to go on from.
     """
     config, fit, split = pipeline.config, lookup.fit, lookup.fit.split
-    if not lookup.plain or lookup.unread is not None or config.write_back == "off":
-        return {}
     few = has_few_chunks(split, config.min_tokens)
-    if lookup.kept is None if not few else not _is_stored(pipeline, lookup):
+    if not lookup.plain or lookup.unread is not None or config.write_back == "off" or lookup.kept is None or few:
         return {}
     chunks = chunks_of(pipeline.segments, fit, split)
-    if few:
-        chunks = tuple(one for one, chunk in zip(chunks, split.located, strict=True) if chunk.found)
     return pipeline.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=chunks, records={}))
-
-
-def _is_stored(pipeline: Pipeline, lookup: Lookup) -> bool:
-    """Whether text that repeats is stored of a prompt with too few chunk tokens."""
-    split = lookup.fit.split
-    found = any(chunk.found for chunk in split.located)
-    return pipeline.policy.rule.reads_store and found and pipeline.segments.model.adapter.reusable(len(split.input_ids))
 
 
 def keep_variants(pipeline: Pipeline, lookup: Lookup, cache: Any) -> Mapping[str, Job]:

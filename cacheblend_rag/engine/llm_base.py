@@ -493,15 +493,9 @@ class LLMBase(DecodeFields):
             "plain": report.plain,
             "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),
-            **_finds(report),
+            "documents": [dict[str, Any](one.asdict()) for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
-
-
-def _finds(report: BlendReport) -> dict[str, list[dict[str, Any]]]:
-    """The use of documents, and of text that repeats, as plain values."""
-    documents = [dict[str, Any](one.asdict()) for one in report.documents]
-    return {"documents": documents, "found": [one.asdict() for one in report.found]}
 
 
 def _engine_for(

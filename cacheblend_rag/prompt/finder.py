@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from cacheblend_rag.prompt.prompt import Prompt
@@ -27,5 +27,5 @@ class Finder(Protocol):
     def hear(self, salt: str, answer: Iterable[str]) -> None:
         """Take note of an answer and its thought."""
 
-    def forget(self, salt: str | None, texts: Collection[str]) -> None:
-        """Forget some texts of a tenant, and all that stood beside them; without a salt, of all tenants."""
+    def forget(self, salt: str | None) -> None:
+        """Forget all that was seen of a tenant, or of all tenants: some of its text is erased."""

@@ -1,31 +1,24 @@
 """Text that repeats: stretches of a prompt that other messages held, too, wherever they stand. Only hashes are kept.
 
-A text is cut in pieces (`cacheblend_rag.prompt.pieces`). From each piece on, the shortest stretch of whole pieces that
-is long enough for a chunk is a *window*. A window is repeated once two messages have held it behind two different
-beginnings. A stretch of repeated windows is a span, and ends where a window was seen to go on in two ways.
+A text is cut in pieces: lines, sentences and what templates write in quotes or tags. From each piece on, the shortest
+stretch of whole pieces that is long enough for a chunk is a *window*. A window is repeated once two messages have held
+it behind two different beginnings. A stretch of repeated windows is a span, and ends where a window was seen to go on
+in two ways.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cacheblend_rag.prompt.forgotten import Forgotten
-from cacheblend_rag.prompt.hash_table import HashTable
 from cacheblend_rag.prompt.matching import rebuild
-from cacheblend_rag.prompt.pieces import HashedText, Hasher, Hashes, Pieces, Places, mixed
 from cacheblend_rag.prompt.prompt import Prompt
-from cacheblend_rag.prompt.quoted_chats import Said, last_lines, with_quoted_chats
 from cacheblend_rag.prompt.registry import DisjointMatches, Match
-from cacheblend_rag.prompt.spans import Flags, Known, new_spans
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
 SHORTEST_SPAN = 64
@@ -33,62 +26,81 @@ SHORTEST_SPAN = 64
 
 # Bytes that nearly always have as many tokens.
 _WINDOW = 320
-_NAMED = re.compile(r"\s*[^\W\d_][^\W_]*(?: [^\W_]+){0,3}\s?[:：]")
-_REPEATED, _GOES_ON_OTHERWISE, _BEGINS_OTHERWISE, _OWN, _ENDS = 1, 2, 4, 8, 16
-# Turns the hash of a message's end into a key of its own.
-_END = np.uint64(0xD1B54A32D192ED03)
-# So many pieces at most, less one, stand between a message's last window and its end.
-_TO_END = 6
-# Those of a message's first and last few pieces.
-_HEAD, _TAIL = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
+# Windows that are remembered of a tenant at least, and twice as many at most; in a prompt with more nothing is found.
+_LIMIT = 50_000
+_TENANTS = 64
 # Spans that may begin with the same window.
 _SAME_START = 4
-_TENANTS = 128
 _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
+# The message of words that are somebody's own: no other message has it.
+_OWN = 0
+
+# A message in which a turn of a conversation is written as text, as clients do to ask for a title or for a search.
+_CHAT = re.compile(
+    r"""(?=[\n<\[UA])(?:
+    \n[ \t>]*(?i:user|human|you|assistant|ai|bot)[ \t]*[:：]                    # a name at the beginning of a line
+    |(?<![^\s>])(?:USER|ASSISTANT):                                             # or within one
+    |<[^<>\s]{1,30}>\s?(?i:user|human|assistant|model)\b|<[|｜](?i:user|assistant|chatbot)
+    |\[/?INST\]|\n\#{1,4}[ \t]*(?i:instruction|response|user|human|assistant|ai)\b
+    |\n[ \t>]*A[ \t]*[:：]\s*\Z                                                 # "Q: … A:", an answer to come
+    )""",
+    re.VERBOSE,
+)
+# A last line such as "Answer:" is a cue, and no longer.
+_CUE = 40
+
+# Text that is no part of a piece. The characters that it may begin with are named once, which makes the search fast.
+_MARKS = r"(?:(?:[-*+>\#|]+|\d{1,4}[.)])[^\S\n]+)*"
+_OPENING = re.compile(r"\s*" + _MARKS)
+_BORDER = re.compile(
+    rf"""(?=[\n.!?…。！？<\[\\",:{{(])(?:
+    \n\s*{_MARKS}                                      # a line's end, and marks that open the next line
+    |[.!?…]["')\]”»]*\s+{_MARKS}|[。！？]+\s*          # a sentence's end
+    |<[^<>\n]{{1,200}}>                                # a tag
+    |\[[^\[\]\n]{{1,60}}\]:?                           # a number or a title in brackets
+    |(?<!\\)\\++[nrt"]                                 # a line's end, or a quote of JSON in JSON
+    |"\s*+[,:}}\]]|[,:\[{{(]\s*+\\*+"                    # quotes of JSON and of tags
+    |:\s                                               # behind a title
+    )
+    """,
+    re.VERBOSE,
+)
+# A piece that is longer, in characters, is cut before words whose letters add up so: one of so many, on average.
+_LONGEST = 400
+_WORD = re.compile(r"\S+")
+_WORDS = 16
+# A piece of so many characters that does not end a sentence may be a template's: it is not left at the end of a span.
+_SLIGHT = 24
+_CLOSE = frozenset(".!?…。！？\"'”)")
+# Where a template's next passage begins: a tag or a title in brackets beside a line's end, a fence, a ruler, an object.
+_LINE, _TAG = r"(?:\n|\\n)", r"<[^<>\n]*>"
+_MARK = re.compile(
+    rf"(?:{_LINE}|>)\s*{_TAG}|{_TAG}\s*{_LINE}|{_LINE}\s*\[[^\[\]\n]*\]|```|\"\}}|{_LINE}[-=*_~]{{3,}}{_LINE}"
+)
+# A mark stands within so many characters in front of a piece.
+_BETWEEN = 1000
 
 
-def _with_repeated(prompt: Prompt, finder: RepeatedText, is_long: Callable[[str], bool]) -> Prompt:
-    """The prompt with text that repeats as further chunks. What the model reads is the same.
+@dataclass(frozen=True)
+class Said:
+    """A part of a prompt that comes from one message.
 
     Parameters
     ----------
-    prompt : Prompt
-        As chunk matching made it. Its own chunks stay, and so does its prefix. One whose segments are joined by the
-        engine's separator is left alone, and so is one of which nobody says what messages it consists of.
-    finder : RepeatedText
-    is_long : callable
-        Whether a span is long enough for a chunk.
+    start, stop : int
+        Its characters.
+    role : str
+        ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, ``"template"`` for what the chat template writes before
+        the first message, or ``""`` for a prompt that is one text.
+    call : str
+        Id of the call that a tool's message answers: with another id it is another message.
     """
-    if prompt.turns is None or (prompt.chunks and prompt.between is None):
-        return prompt
-    written = prompt.written("")
-    said = said_in(written.text, prompt.turns) if prompt.turns else None
-    text, own = written.text, [Match(*span) for span in written.chunks]
-    repeated = [one for one in finder.find(text, said) if is_long(text[one.start : one.stop])]
-    documents = {one.chunk for one in prompt.documents}
-    large = [number in documents or is_long(text[one.start : one.stop]) for number, one in enumerate(own)]
-    # Earlier answers of a few words have no prefix of their own, and break no passage in which they stand by chance.
-    behind = written.prefix_stop if any(large) else 0
-    repeated = [one for one in repeated if one.start >= behind]
-    kept = [one for one, is_large in zip(own, large, strict=True) if is_large or not _within(one, repeated)]
-    taken = DisjointMatches(kept)
-    taken.offer(repeated)
-    if len(taken.matches) == len(kept):
-        return prompt
-    numbers = [taken.matches.index(one) for one in kept]
-    places = [
-        one if one.chunk is None else replace(one, chunk=taken.matches.index(own[one.chunk]))
-        for one in prompt.documents
-    ]
-    # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
-    questions_from = len(prompt.prefix) if any(large) else 0
-    found = tuple(number for number in range(len(taken.matches)) if number not in numbers)
-    return replace(rebuild(text, taken.matches, questions_from=questions_from, documents=places), found=found)
 
-
-def _within(match: Match, others: Iterable[Match]) -> bool:
-    return any(one.start <= match.start and match.stop <= one.stop for one in others)
+    start: int
+    stop: int
+    role: str = ""
+    call: str = ""
 
 
 def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
@@ -114,8 +126,8 @@ def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
         if at < 0:
             return []
         call = str(turn.get("tool_call_id") or "") if turn["role"] == "tool" else ""
-        parts.append(Said(at, at + len(content), turn["role"], call))
         behind = at + len(content)
+        parts.append(Said(at, behind, turn["role"], call))
     return [Said(0, parts[0].start, "template"), *parts] if parts else []
 
 
@@ -139,367 +151,342 @@ class RepeatedTexts:
             return finder
 
     def find(self, prompt: Prompt, salt: str, tokenizer: PromptTokenizer) -> Prompt:
-        """The prompt with text that repeats as further chunks; it counts as seen."""
-        return _with_repeated(prompt, self.of(salt), lambda text: len(tokenizer.chunk(text).ids) >= SHORTEST_SPAN)
+        """The prompt with text that repeats as further chunks; it counts as seen.
+
+        The prompt's own chunks stay, and so does its prefix. A prompt is left alone if its segments are joined by the
+        engine's separator, or if nobody says of which messages it consists.
+        """
+        if prompt.turns is None or (prompt.chunks and prompt.between is None):
+            return prompt
+
+        def is_long(one: Match) -> bool:
+            return len(tokenizer.chunk(text[one.start : one.stop]).ids) >= SHORTEST_SPAN
+
+        written = prompt.written("")
+        text, own = written.text, [Match(*span) for span in written.chunks]
+        said = said_in(text, prompt.turns) if prompt.turns else [Said(0, len(text))]
+        found = [one for one in self.of(salt).find(text, said) if is_long(one)]
+        # Earlier answers of a few words have no prefix of their own, and break no passage that they stand in by chance.
+        documents = {one.chunk for one in prompt.documents}
+        large = [one for number, one in enumerate(own) if number in documents or is_long(one)]
+        stop = written.prefix_stop if large else 0
+        found = [one for one in found if one.start >= stop]
+        broken = DisjointMatches(found)
+        kept = [one for one in own if one in large or broken.free(one.start, one.stop)]
+        taken = DisjointMatches(kept)
+        taken.offer(found)
+        if len(taken.matches) == len(kept):
+            return prompt
+        places = [
+            one if one.chunk is None else replace(one, chunk=taken.matches.index(own[one.chunk]))
+            for one in prompt.documents
+        ]
+        # Without chunks of its own the prompt has no prefix either: what only one message holds is never stored.
+        prefix = len(prompt.prefix) if large else 0
+        again = rebuild(text, taken.matches, questions_from=prefix, documents=places)
+        return replace(again, found=tuple(at for at, one in enumerate(taken.matches) if one not in kept))
 
     def hear(self, salt: str, answer: Iterable[str]) -> None:
         """Take note of an answer and its thought: nothing that they say first is found later."""
         for text in answer:
             self.of(salt).hear(text)
 
-    def forget(self, salt: str | None, texts: Collection[str]) -> None:
-        """`RepeatedText.forget` for a tenant of which something is known; without a salt, for all of them."""
+    def forget(self, salt: str | None) -> None:
+        """Forget all that was seen of a tenant, or of all: it must be seen twice again to be found."""
         with self._lock:
-            finders = [finder for of, finder in self._finders.items() if salt in (None, of)]
-        for finder in finders:
-            finder.forget(texts)
+            for one in [*self._finders] if salt is None else [salt]:
+                self._finders.pop(one, None)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a window: where it was seen first, and what has varied since.
+
+    Attributes
+    ----------
+    message, place : int
+        Hashes of the message that held it first, and of all that stood before it.
+    before, behind : int or None
+        Hashes of the pieces beside it, 0 at a message's border; None once another was seen.
+    repeated : bool
+    spans : tuple of (int, int)
+        Characters and hashes of the spans that begin with it.
+    """
+
+    message: int
+    place: int = 0
+    before: int | None = 0
+    behind: int | None = 0
+    repeated: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class RepeatedText:
     """Says of each prompt of one tenant which stretches of it were seen before; see the module.
 
-    This counts as seen:
-
-    - Words that one message alone has held never count, however often a client sends it again.
-    - A beginning that two prompts have in common never counts.
-    - Nothing of an answer counts. Of the user's messages the latest counts alone: each was the latest once. So it is
-      with conversations that a message quotes.
-    - The end of what the user said last, which is the question, never counts.
-    - Words that were first seen in an answer, or in a question before they were found, do not count anywhere: a client
-      may send a chat again as text, to ask for its title. Neither does text that was seen before directly in front of
-      these words, or of what was a message's end, back to text that was found already.
+    ====================================================== ==============================================
+    text                                                   counts as seen?
+    ====================================================== ==============================================
+    of the system, a tool, or the user's latest message    yes
+    of one message alone, however often it is sent         no
+    a beginning that two messages have in common           no
+    the end of the user's latest message: the question     no, and never elsewhere if it was not found yet
+    of an answer, of an earlier message of the user,       no, and never elsewhere if first seen here
+    of a message with a conversation written as text
+    known text directly in front of such words, or of what no, until it was found
+    ended an earlier message
+    ====================================================== ==============================================
 
     Parameters
     ----------
     limit : int
-        Windows that are remembered at least; those that were not seen for longest are forgotten first. In a prompt
-        that has more of them nothing is found.
+        Windows that are remembered at least; those that were not seen for longest are forgotten first.
 
     Notes
     -----
-    Safe to use from several threads. Hashes are of a key that is drawn anew for each object.
+    Safe to use from several threads.
     """
 
-    def __init__(self, limit: int = 250_000) -> None:
-        self._limit, self._hasher, self._lock = limit, Hasher(), threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing."""
-        limit = self._limit
-        self._windows = HashTable(
-            limit, message=np.uint16, place=np.uint16, before=np.uint8, behind=np.uint16, flags=np.uint8
-        )
-        # By their first window, and a number: several spans may begin with the same.
-        self._spans = HashTable(max(1, limit // 4), text=np.uint32, length=np.uint32)
-        self._forgotten = Forgotten(max(1, limit // 4))
+    def __init__(self, limit: int = _LIMIT) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._young, self._old = dict[int, _Seen](), dict[int, _Seen]()
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._young) + len(self._old)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return self._windows.nbytes + self._spans.nbytes + self._forgotten.nbytes
-
-    def find(self, text: str, said: Sequence[Said] | None = None) -> list[Match]:
-        """Take note of a prompt, and give the spans in it that repeat, in order.
-
-        Parameters
-        ----------
-        text : str
-            The prompt.
-        said : sequence of Said, optional
-            The messages that it consists of, in order; by default it is one text.
-        """
-        parts = [Said(0, len(text))] if said is None else list(said)
-        if not parts:
-            return []
-        parts = with_quoted_chats(text, parts, _latest(parts))
+    def find(self, text: str, said: Sequence[Said]) -> list[Match]:
+        """Take note of a prompt, and give the spans in it that repeat, in order."""
+        latest = max((at for at, one in enumerate(said) if one.role in _ASKED), default=-1)
+        counted, own = list[_Windows](), list[_Windows]()
+        for at, one in enumerate(said):
+            counts = at == latest or one.role in _COUNTED
+            if one.role != "template" and _CHAT.search("\n" + text[one.start : one.stop]):
+                counts = False
+            asked = _question(text, one) if at == latest else one.stop
+            (counted if counts else own).append(_Windows(text, one, asked))
         with self._lock:
-            windows = self._cut(text, parts)
-            if not 0 < len(windows.keys) <= self._limit:
+            if not 0 < sum(len(one.keys) for one in (*counted, *own)) <= self._limit:
                 return []
-            known, again = self._note(parts, windows)
-            spans = self._known_spans(windows, again)
-            taken = DisjointMatches(sorted(spans, key=lambda one: one.start - one.stop))
-            new = new_spans(windows.hashed, windows.pieces, known, taken)
-            self._keep(windows, new)
-            taken.offer(new)
-            return taken.matches
+            known = [[self._get(key) for key in one.keys] for one in counted]
+            for windows in own:
+                self._note_own(windows.keys)
+            return [one for windows, seen in zip(counted, known, strict=True) for one in self._note(windows, seen)]
 
     def hear(self, answer: str) -> None:
         """Take note of an answer of the model: what it says first never repeats, also where a client quotes it."""
         with self._lock:
-            keys = self._cut(answer, [Said(0, len(answer))]).keys
-            slots, was_known = self._windows.enter(keys, np.ones(len(keys), dtype=bool))
-            self._windows.young.values["flags"][slots[~was_known]] |= _OWN
+            self._note_own(_Windows(answer, Said(0, len(answer)), len(answer)).keys[: self._limit])
 
-    def forget(self, texts: Iterable[str]) -> None:
-        """Forget what was seen of some texts, and all that stood beside it: it must be seen twice again to be found.
+    def _get(self, key: int) -> _Seen | None:
+        """What is known of a window; it stays known."""
+        if (seen := self._young.get(key)) is None and (seen := self._old.pop(key, None)) is not None:
+            self._enter(key, seen)
+        return seen
 
-        Where one of them cannot be told in a prompt, all that was seen is forgotten; see `Forgotten.add`.
-        """
-        with self._lock:
-            if not all(self._forgotten.add(HashedText(text, self._hasher)) for text in texts):
-                self._begin()
+    def _enter(self, key: int, seen: _Seen) -> None:
+        if len(self._young) >= self._limit:
+            self._old, self._young = self._young, {}
+        self._young[key] = seen
 
-    def _cut(self, text: str, parts: Sequence[Said]) -> _Windows:
-        """The windows of a prompt; one that holds a forgotten piece has another key than before."""
-        hashed = HashedText(text, self._hasher)
-        pieces = hashed.pieces([(one.start, one.stop) for one in parts])
-        return _Windows(hashed, pieces, self._forgotten.times(hashed, pieces))
+    def _note_own(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if self._get(key) is None:
+                self._enter(key, _Seen(_OWN))
 
-    def _note(self, parts: Sequence[Said], windows: _Windows) -> tuple[Known, Flags]:
-        """Count the windows of a prompt as seen; what is known of each, and which of them earlier spans may hold."""
-        part, keys = windows.part, windows.keys
-        latest = _latest(parts)
-        counts = np.array([one.role in _COUNTED or at == latest for at, one in enumerate(parts)])
-        borders, counted = self._borders(windows, counts, latest), counts[part]
-        answer = np.array([one.role == "assistant" for one in parts])[part]
-        asked, own_from = windows.last_lines(parts[latest]) if latest >= 0 else [len(windows.pieces)] * 2
-        in_asked, in_own = ((windows.last >= at) & (part == latest) for at in (asked, own_from))
-        ended = self._ended(windows)
-        slots, was_known = self._windows.enter(keys, counted | answer)
-        values = self._windows.young.values
-        flags = np.where(slots >= 0, values["flags"][slots], 0)
-        before = flags & _REPEATED > 0  # what was found once is no longer anybody's own
-        own = ~before & (in_own & was_known | ended | (flags & _OWN > 0))  # somebody's own words
-        open_to = ~answer & ~in_asked & (before | ~windows.beside(own, was_known & ~before))
-        values["flags"][slots[~before & (in_own & counted | answer & ~was_known)]] |= _OWN
+    def _note(self, windows: _Windows, known: Sequence[_Seen | None]) -> list[Match]:
+        """Count the windows of a message as seen, and find the spans in it."""
+        closed = [0, *accumulate(self._own_pieces(windows, known))]
+        seen, is_open = list[_Seen](), list[bool]()
+        for at, (key, one) in enumerate(zip(windows.keys, known, strict=True)):
+            last = windows.last[at]
+            before, behind = windows.beside(at - 1), windows.beside(last + 1)
+            asks = last >= windows.asked
+            if one is None:
+                one = self._get(key) or _Seen(_OWN if asks else windows.message, windows.places[at], before, behind)
+                self._enter(key, one)
+            elif not one.repeated:
+                if asks:
+                    one.message = _OWN
+                differs = one.message not in (_OWN, windows.message) and one.place != windows.places[at]
+                one.repeated = differs and closed[at] == closed[last + 1]
+            one.before = one.before if one.before == before else None
+            one.behind = one.behind if one.behind == behind else None
+            seen.append(one)
+            is_open.append(one.repeated and not asks)
+        if windows.asked < len(windows.starts) and windows.keys:
+            self._note_own([windows.ends[-1][1]])
+        taken = DisjointMatches(sorted(windows.known_spans(seen, is_open), key=lambda one: one.start - one.stop))
+        for first, span in windows.new_spans(seen, is_open, taken):
+            key = hash(windows.text[span.start : span.stop])
+            seen[first].spans = (*seen[first].spans[1 - _SAME_START :], (span.stop - span.start, key))
+            taken.offer([span])
+        return taken.matches
 
-        message = _sixteen(windows.messages(parts))[part]
-        self._count(windows, slots, was_known, counted, open_to, message)
-        flags = np.where(slots >= 0, values["flags"][slots], 0)
-        otherwise = flags & _GOES_ON_OTHERWISE > 0
-        goes_on = (slots >= 0) & ~otherwise & (windows.behind > 0) & (values["behind"][slots] == windows.behind)
-        goes_on &= ~((windows.last + 1 >= asked) & (part == latest))
-        repeated, begins = flags & _REPEATED > 0, flags & _BEGINS_OTHERWISE > 0
-        new = Known(windows.first, windows.last, repeated & open_to, otherwise, begins, goes_on, borders)
-        self._note_end(windows, latest)
-        return new, repeated & ~answer & ~in_own
-
-    def _ended(self, windows: _Windows) -> Flags:
-        """Windows that are the end of an earlier message, or stand directly in front of what is."""
-        keys, ended = windows.keys, np.zeros(len(windows.keys), dtype=bool)
-        slots, known = self._windows.enter(keys, ended)
-        at = np.flatnonzero(known & (self._windows.young.values["flags"][slots] & _ENDS > 0))
-        if len(at):
-            ends = windows.ends(at)
-            _, known = self._windows.enter(ends, np.zeros(len(ends), dtype=bool))
-            ended[at] = known.reshape(-1, len(at)).any(axis=0)
-        return ended
-
-    def _note_end(self, windows: _Windows, latest: int) -> None:
-        if len(at := windows.last_of(latest)):
-            keys = np.append(windows.keys[at], windows.ends(at)[-1:])
-            slots, _ = self._windows.enter(keys, np.ones(2, dtype=bool))
-            self._windows.young.values["flags"][slots[0]] |= _ENDS
-
-    def _borders(self, windows: _Windows, counts: Flags, latest: int) -> Flags:
-        """Pieces in front of which the beginning or the end of a message was seen to be over.
-
-        A template's words before its first passage, and behind its last one, are often too short for a window.
-        """
-        keys, beside, at = windows.edges(counts, latest)
-        slots, was_known = self._windows.enter(keys, np.ones(len(keys), dtype=bool))
-        values = self._windows.young.values
-        values["behind"][slots[~was_known]] = beside[~was_known]
-        values["flags"][slots[values["behind"][slots] != beside]] |= _GOES_ON_OTHERWISE
-        borders = np.zeros(len(windows.pieces), dtype=bool)
-        borders[at[values["flags"][slots] & _GOES_ON_OTHERWISE > 0]] = True
-        return borders
-
-    def _count(
-        self,
-        windows: _Windows,
-        slots: Places,
-        was_known: Flags,
-        counted: Flags,
-        open_to: Flags,
-        message: npt.NDArray[np.uint16],
-    ) -> None:
-        """Write down where windows are seen first, and of those that were known whether this is somewhere else."""
-        known, place = self._windows.young.values, windows.places()
-        fresh, seen = counted & ~was_known, counted & was_known
-        here: dict[str, npt.NDArray[Any]] = {
-            "message": message,
-            "place": place,
-            "before": windows.before,
-            "behind": windows.behind,
-        }
-        for name, values in here.items():
-            known[name][slots[fresh]] = values[fresh]
-        rows = slots[seen]
-        differs = {name: known[name][rows] != values[seen] for name, values in here.items()}
-        flags = _GOES_ON_OTHERWISE * differs["behind"] + _BEGINS_OTHERWISE * differs["before"]
-        flags += _REPEATED * (differs["message"] & differs["place"] & open_to[seen])
-        np.bitwise_or.at(known["flags"], rows, flags.astype(np.uint8))
-
-    def _known_spans(self, windows: _Windows, repeated: Flags) -> list[Match]:
-        """Spans of earlier prompts that stand in this one; they may overlap."""
-        found, at = list[Match](), np.flatnonzero(repeated)
-        for number in range(_SAME_START):
-            slots, there = self._spans.enter(_numbered(windows.keys[at], number), np.zeros(len(at), dtype=bool))
-            at, slots = at[there], slots[there]
-            values = self._spans.young.values
-            found += windows.those_there(at, values["length"][slots], values["text"][slots], repeated)
-        return found
-
-    def _keep(self, windows: _Windows, spans: Sequence[Match]) -> None:
-        """Let the spans of a prompt be known in the next one."""
-        for one in spans:
-            key, text = windows.keys_of(one)
-            for number in range(_SAME_START):
-                slots, there = self._spans.enter(_numbered(key, number), np.array([True]))
-                if not there[0] or number == _SAME_START - 1:
-                    values = self._spans.young.values
-                    values["length"][slots], values["text"][slots] = one.stop - one.start, text.astype(np.uint32)
-                    break
+    def _own_pieces(self, windows: _Windows, known: Sequence[_Seen | None]) -> list[bool]:
+        """Of each piece of a message, whether it is somebody's own words, or was seen directly in front of such."""
+        closed, own = [False] * len(windows.starts), [False] * len(windows.keys)
+        for piece, (first, key) in enumerate(windows.ends):
+            if first >= 0 and self._get(key) is not None:
+                own[first] = True
+                closed[first : piece + 1] = [True] * (piece + 1 - first)
+        linked = False
+        for at in range(len(own) - 1, -1, -1):
+            one = known[at]
+            linked = own[at] or (one is not None and not one.repeated and (linked or one.message == _OWN))
+            if linked:
+                closed[at : windows.last[at] + 1] = [True] * (windows.last[at] + 1 - at)
+        return closed
 
 
 class _Windows:
-    """The windows of a text.
+    """The pieces of a message, and the windows that begin with its first ones, each by the number of its first piece.
 
     Attributes
     ----------
-    pieces : Pieces
-    first, last : ndarray of int64, [windows]
-        Numbers of the pieces that each begins and ends with.
-    part : ndarray of int64, [windows]
-        The part that each lies in.
-    keys : ndarray of uint64, [windows]
-        Hash of each.
-    before, behind : ndarray of uint8 and uint16, [windows]
-        Hashes of the pieces next to each; 0 at a part's border.
+    starts, stops : list of int
+        First character of each piece, and the one after its last.
+    asked : int
+        Number of the first piece of the question.
+    message : int
+        Identity of the message: its words, and the call that it answers.
+    last : list of int
+        Number of the piece that each window ends with.
+    keys, places : list of int
+        Hashes of each window, and of all that stands before it in its message; of a tool's, in the prompt.
     """
 
-    def __init__(self, hashed: HashedText, pieces: Pieces, times: Hashes) -> None:
-        self.hashed, self.pieces = hashed, pieces
-        bytes_at = hashed.bytes_before
-        last = np.searchsorted(bytes_at[pieces.stops], bytes_at[pieces.starts] + _WINDOW)
-        first = np.flatnonzero(last < len(pieces))
-        first = first[pieces.part[last[first]] == pieces.part[first]]
-        self.first, self.last, self.part = first, last[first], pieces.part[first]
-        self._starts = pieces.starts[first]
-        self._forgotten = np.concatenate([times[:0], [0], np.cumsum(times)]).astype(np.uint64)
-        self.keys = mixed(self._stretches(self.first, self.last))
-        self.before, self.behind = _eight(self._beside(first, -1)), self._beside(self.last, 1)
+    def __init__(self, text: str, part: Said, asked: int) -> None:
+        self.text, self.message = text, hash((text[part.start : part.stop], part.call)) or 1
+        pieces = _pieces(text, part.start, part.stop)
+        self.starts, self.stops = [start for start, _ in pieces], [stop for _, stop in pieces]
+        self.asked = next((at for at, start in enumerate(self.starts) if start >= asked), len(pieces))
+        self._before = [0]  # bytes of the pieces before each
+        self.last, self.keys, self.places = list[int](), list[int](), list[int]()
+        for start, stop in pieces:
+            self._before.append(self._before[-1] + len(text[start:stop].encode("utf-8", "surrogatepass")))
+        self.ends = self._ends()
+        # What a tool answers may stand alone in its message; of others, a beginning in common is a template's.
+        last, place, behind = 0, hash(text[: part.start]) if part.role == "tool" else 0, part.start
+        for at, start in enumerate(self.starts):
+            while last < len(pieces) and self._before[last + 1] - self._before[at] < _WINDOW:
+                last += 1
+            if last == len(pieces):
+                break
+            place, behind = hash((place, text[behind:start])), start
+            self.last.append(last)
+            self.keys.append(hash(text[start : self.stops[last]]))
+            self.places.append(place)
 
-    def _stretches(self, first: Places, last: Places) -> Hashes:
-        """Hashes of stretches of pieces; of one that holds a forgotten piece it is another than before."""
-        within = self._forgotten[last + 1] - self._forgotten[first]
-        return self.hashed.hashes(self.pieces.starts[first], self.pieces.stops[last]) + within
+    def beside(self, piece: int) -> int:
+        """Hash of a piece; 0 beyond the message's border."""
+        return hash(self.text[self.starts[piece] : self.stops[piece]]) if 0 <= piece < len(self.starts) else 0
 
-    def _beside(self, at: Places, by: int) -> npt.NDArray[np.uint16]:
-        pieces, beside = self.pieces, at + by
-        inside = np.clip(beside, 0, max(0, len(pieces) - 1))
-        there = (inside == beside) & (pieces.part[inside] == pieces.part[at])
-        return np.where(there, _sixteen(pieces.hashes[inside]), 0).astype(np.uint16)
+    def _ends(self) -> list[tuple[int, int]]:
+        """For each piece, the first of the shortest stretch that ends with it and is as long as a window, and its key.
 
-    def places(self) -> npt.NDArray[np.uint16]:
-        """Hash of all that stands before each window."""
-        return _sixteen(self.hashed.hashes(np.zeros_like(self._starts), self._starts))
-
-    def messages(self, parts: Sequence[Said]) -> Hashes:
-        """Identity of the message of each part: its words, and the call that it answers."""
-        starts, stops = np.array([(one.start, one.stop) for one in parts], dtype=np.int64).T
-        calls = np.array([zlib.crc32(one.call.encode()) for one in parts], dtype=np.uint64)
-        return mixed(self.hashed.hashes(starts, stops) ^ calls)
-
-    def edges(self, counted: Flags, latest: int) -> tuple[Hashes, npt.NDArray[np.uint16], Places]:
-        """Keys of the stretches that a part begins or ends with and that are within a window, and what is beside them.
-
-        Nothing of the end of the latest message: it is the question.
-
-        Returns
-        -------
-        keys : ndarray of uint64, [edges]
-        beside : ndarray of uint16, [edges]
-            Hash of the piece beside each.
-        borders : ndarray of int64, [edges]
-            Number of the piece in front of which each begins or ends.
+        The piece is negative where the message is too short for one.
         """
-        of, at = np.unique(self.part, return_index=True)
-        ends = np.append(at[1:], len(self.part)) - 1
-        numbers, part = np.arange(len(self.pieces)), self.pieces.part
-        place = np.minimum(np.searchsorted(of, part), len(of) - 1)
-        inside = counted[part] & (of[place] == part)
-        begins, stops = np.searchsorted(part, part), np.searchsorted(part, part, side="right") - 1
-        heads = numbers[inside & (numbers < self.last[at[place]])]
-        tails = numbers[inside & (part != latest) & (numbers > self.first[ends[place]])]
-        keys = [self._stretches(begins[heads], heads) ^ _HEAD, self._stretches(tails, stops[tails]) ^ _TAIL]
-        beside = np.concatenate([self._beside(heads, 1), self._beside(tails, -1)])
-        return mixed(np.concatenate(keys)), beside, np.concatenate([heads + 1, tails])
+        found, first = list[tuple[int, int]](), 0
+        for piece, stop in enumerate(self.stops):
+            while self._before[piece + 1] - self._before[first + 1] >= _WINDOW:
+                first += 1
+            long = self._before[piece + 1] - self._before[first] >= _WINDOW
+            found.append((first, hash(("end", self.text[self.starts[first] : stop]))) if long else (-1, 0))
+        return found
 
-    def last_of(self, part: int) -> Places:
-        """The last window of a part, if it has one and little more stands behind it."""
-        at: Places = np.flatnonzero(self.part == part)[-1:]
-        stop: Places = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1
-        return at if (self.last[at] + _TO_END > stop).all() else at[:0]
+    def known_spans(self, seen: Sequence[_Seen], is_open: Sequence[bool]) -> Iterator[Match]:
+        """Spans of earlier prompts that stand in this one; they may overlap."""
+        for at, one in enumerate(seen):
+            for length, key in one.spans if is_open[at] else ():
+                start, stop = self.starts[at], self.starts[at] + length
+                if stop <= self.stops[-1] and hash(self.text[start:stop]) == key:
+                    inside = at
+                    while inside < len(seen) and self.stops[self.last[inside]] <= stop and is_open[inside]:
+                        inside += 1
+                    if inside == len(seen) or self.stops[self.last[inside]] > stop:
+                        yield Match(start, stop)
 
-    def ends(self, at: Places) -> Hashes:
-        """Keys of windows as ends of a message: each alone, and with the next few pieces, [_TO_END * windows]."""
-        stop, last = np.searchsorted(self.pieces.part, self.part[at], side="right") - 1, self.last[at]
-        keys = [self._stretches(self.first[at], np.minimum(last + more, stop)) ^ _END for more in range(_TO_END)]
-        return mixed(np.concatenate(keys))
+    def new_spans(
+        self, seen: Sequence[_Seen], is_open: Sequence[bool], taken: DisjointMatches
+    ) -> Iterator[tuple[int, Match]]:
+        """Spans in what is left of the message, each with its first window: from left to right, as long as they can be.
 
-    def beside(self, own: Flags, known: Flags) -> Flags:
-        """Windows with a piece of own ones, or of known ones that stand directly in front of them."""
-        follow = np.append((np.diff(self.first) == 1) & (np.diff(self.part) == 0), False)
-        linked, found, may_be = False, own.tolist(), (known & follow).tolist()
-        for at in range(len(found) - 1, -1, -1):
-            found[at] = linked = found[at] or (linked and may_be[at])
-        held = np.zeros(len(self.pieces) + 1, dtype=np.int64)
-        np.add.at(held, self.first[found], 1)
-        np.add.at(held, self.last[found] + 1, -1)
-        count = np.concatenate([held[:0], [0], np.cumsum(np.cumsum(held) > 0)])
-        return np.asarray(count[self.last + 1] > count[self.first])
-
-    def last_lines(self, part: Said) -> tuple[int, int]:
-        """First piece of a part's last line, and the first that no earlier span may hold.
-
-        If the last line is a mere cue for the answer, the line before it belongs to it. Without a name, as "Question:",
-        that may be a passage.
+        A span ends where a window was seen to go on or to begin otherwise, and in front of a template's mark if it is
+        long enough there. Short pieces that may be a template's are left off its end.
         """
-        line, asked = last_lines(self.hashed.text, part.start, part.stop)
-        named = _NAMED.match(self.hashed.text, asked)
-        first, behind = np.searchsorted(self.pieces.starts, [asked, asked if named else line])
-        return int(first), int(behind)
+        begins = [one.before is None for one in seen]
+        slight = [self._is_slight(piece) for piece in range(len(self.starts))]
 
-    def those_there(self, at: Places, lengths: Places, texts: npt.NDArray[np.uint32], repeated: Flags) -> list[Match]:
-        """Spans that stand here: by their first windows, their lengths in characters and the hashes of their texts."""
-        starts = self._starts[at]
-        stops = starts + lengths
-        inside = stops <= self.pieces.stops[-1]
-        at, starts, stops, texts = at[inside], starts[inside], stops[inside], texts[inside]
-        # All windows that lie within must be repeated still.
-        missing = np.concatenate([[0], np.cumsum(~repeated)])
-        behind = np.searchsorted(self.pieces.stops[self.last], stops, side="right")
-        right = (self.hashed.hashes(starts, stops).astype(np.uint32) == texts) & (missing[behind] == missing[at])
-        return [Match(int(start), int(stop)) for start, stop in zip(starts[right], stops[right], strict=True)]
+        def fits(at: int) -> bool:
+            return at < len(seen) and is_open[at] and taken.free(self.starts[at], self.stops[self.last[at]])
 
-    def keys_of(self, span: Match) -> tuple[Hashes, Hashes]:
-        """Key of the first window of a span, and the hash of its text."""
-        at = np.searchsorted(self._starts, [span.start])
-        return self.keys[at], self.hashed.hashes(np.array([span.start]), np.array([span.stop]))
+        def is_border(piece: int) -> bool:
+            return piece < len(begins) and begins[piece]
+
+        at = 0
+        while at < len(seen):
+            if not fits(at):
+                at += 1
+                continue
+            inside = next(filter(is_border, range(at + 1, self.last[at] + 1)), None)
+            if inside is not None:  # too short for a span
+                at = inside
+                continue
+            end = at
+            while seen[end].behind is not None and fits(end + 1):
+                end += 1
+            stop = self.last[end]
+            if seen[end].behind and stop + 1 < self.asked and taken.free(self.starts[stop + 1], self.stops[stop + 1]):
+                stop += 1
+            further = range(self.last[at] + 1, stop + 1)
+            stop = next((one - 1 for one in further if is_border(one) or self._is_marked(one, slight)), stop)
+            while stop > self.last[at] and slight[stop]:
+                stop -= 1
+            yield at, Match(self.starts[at], self.stops[stop])
+            at = stop + 1
+
+    def _is_slight(self, piece: int) -> bool:
+        start, stop = self.starts[piece], self.stops[piece]
+        return stop - start <= _SLIGHT and self.text[stop - 1] not in _CLOSE
+
+    def _is_marked(self, piece: int, slight: Sequence[bool]) -> bool:
+        """Whether a template's mark stands in front of a piece; short pieces between do not count."""
+        before = piece - 1
+        while before > 0 and slight[before]:
+            before -= 1
+        start = self.starts[piece]
+        between = self.text[max(self.stops[before], start - _BETWEEN) : start]
+        return not slight[piece] and _MARK.search(between) is not None
 
 
-def _latest(parts: Sequence[Said]) -> int:
-    """Number of the user's latest message; -1 if there is none."""
-    return max((at for at, one in enumerate(parts) if one.role in _ASKED), default=-1)
+def _question(text: str, part: Said) -> int:
+    """Where the last line of a message begins, or the line before where that is a mere cue."""
+    stop = part.start + len(text[part.start : part.stop].rstrip())
+    line = text.rfind("\n", part.start, stop)
+    if stop - line <= _CUE and text[max(line, part.start) : stop].endswith((":", "：")):
+        line = text.rfind("\n", part.start, part.start + len(text[part.start : max(line, part.start)].rstrip()))
+    return max(line, part.start)
 
 
-def _eight(hashes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
-    """Eight bits of sixteen; 0 stays 0."""
-    return (hashes >> 8).astype(np.uint8) | (hashes > 0)
+def _pieces(text: str, start: int, stop: int) -> list[tuple[int, int]]:
+    """The pieces of a part of a text, without white space around them.
 
-
-def _numbered(keys: Hashes, number: int) -> Hashes:
-    """Keys of the spans that begin with some windows, by their number."""
-    return mixed(keys + np.uint64(number + 1))
-
-
-def _sixteen(hashes: Hashes) -> npt.NDArray[np.uint16]:
-    """Sixteen bits of hashes, never 0."""
-    return np.maximum((hashes >> np.uint64(48)).astype(np.uint16), np.uint16(1))
+    A border depends on the few characters around it alone. So the pieces of a passage are the same wherever it stands,
+    behind a number, in a tag, in JSON or in a quotation.
+    """
+    opening = _OPENING.match(text, start, stop)
+    found, at = list[tuple[int, int]](), opening.end() if opening else start
+    for border in [*_BORDER.finditer(text, start, stop), None]:
+        # A sentence's mark belongs to it.
+        end = stop if border is None else border.start() + (text[border.start()] in ".!?…。！？")
+        piece = text[at:end]
+        first, last = at + len(piece) - len(piece.lstrip()), at + len(piece.rstrip())
+        if last - first > _LONGEST:
+            for word in _WORD.finditer(text, first, last):
+                if word.start() > first and sum(map(ord, word[0])) % _WORDS == 0:
+                    found.append((first, first + len(text[first : word.start()].rstrip())))
+                    first = word.start()
+        if first < last:
+            found.append((first, last))
+        at = stop if border is None else border.end()
+    return found

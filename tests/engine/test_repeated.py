@@ -10,13 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
-import numpy as np
-import pytest
-
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.prompt.hash_table import HashTable
-from cacheblend_rag.prompt.quoted_chats import Said
-from cacheblend_rag.prompt.repeated import RepeatedText, said_in
+from cacheblend_rag.prompt.repeated import RepeatedText, RepeatedTexts, Said, said_in
 
 
 @cache
@@ -70,7 +65,9 @@ TEMPLATES = (joined, tagged, numbered, listed, quoted, fenced, as_json, with_met
 
 
 def found_in(finder: RepeatedText, text: str, said: Sequence[Said] | None = None) -> list[str]:
-    return [text[one.start : one.stop] for one in finder.find(text, said)]
+    spans = finder.find(text, [Said(0, len(text))] if said is None else said)
+    assert all(one.stop <= other.start for one, other in pairwise(spans))
+    return [text[one.start : one.stop] for one in spans]
 
 
 def chat(*turns: tuple[str, ...]) -> tuple[str, list[Said]]:
@@ -87,123 +84,93 @@ def form_in(template: Callable[[Sequence[str], str], str], passage: str) -> str:
     return passage.replace("\n", "\n> ") if template is quoted else passage
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_moved_passages_are_found_at_their_second_sight_and_are_the_same_at_the_third(template):
+def test_moved_passages_are_found_at_their_second_sight_and_are_the_same_at_the_third() -> None:
     a, b, c, d, e, f, g = passages()[:7]
-    finder = RepeatedText()
-    assert finder.find(template([a, b, c], "Who was it?")) == []
-    second = found_in(finder, template([d, a, e, b], "Where was that?"))
-    third = found_in(finder, template([b, f, a, g], "And when did it happen?"))
-    assert len(second) == 2
-    assert sorted(second) == sorted(third)
-    for passage, span in zip((a, b), second, strict=True):
-        own = form_in(template, passage)
-        assert len(own) * 0.95 < len(span) < len(own) + 40, "a span is a passage, with at most its title around it"
+    for template in TEMPLATES:
+        finder = RepeatedText()
+        assert found_in(finder, template([a, b, c], "Who was it?")) == []
+        second = found_in(finder, template([d, a, e, b], "Where was that?"))
+        third = found_in(finder, template([b, f, a, g], "And when did it happen?"))
+        assert len(second) == 2, template
+        assert sorted(second) == sorted(third), template
+        for passage, span in zip((a, b), second, strict=True):
+            own = form_in(template, passage)
+            assert len(own) * 0.95 < len(span) < len(own) + 40, "a span is a passage, with at most its title around it"
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_nearly_all_of_what_is_retrieved_again_was_found_before(template):
-    draw = random.Random(5)
-    topics = [draw.sample(passages()[:30], 7) for _ in range(12)]
-    finder, seen, known = RepeatedText(), dict[str, int](), set[str]()
-    wanted = reused = 0
-    for number in range(50):
-        texts = [one for one in draw.choice(topics) if draw.random() < 0.7]
-        prompt = template(texts, f"What is question number {number} about?")
-        spans = finder.find(prompt)
-        at = 0
-        for text in texts:
-            own = form_in(template, text)
-            at = prompt.index(own, at)
-            if seen.get(text, 0) >= 2:
-                wanted += len(own)
-                inside = [one for one in spans if prompt[one.start : one.stop] in known]
-                reused += sum(max(0, min(one.stop, at + len(own)) - max(one.start, at)) for one in inside)
-            seen[text] = seen.get(text, 0) + 1
-        known |= {prompt[one.start : one.stop] for one in spans}
-    assert wanted > 50_000
-    assert reused / wanted > 0.94
+def test_nearly_all_of_what_is_retrieved_again_was_found_before() -> None:
+    for template in TEMPLATES:
+        draw = random.Random(5)
+        topics = [draw.sample(passages()[:30], 7) for _ in range(12)]
+        finder, seen, known = RepeatedText(), dict[str, int](), set[str]()
+        wanted = reused = 0
+        for number in range(50):
+            texts = [one for one in draw.choice(topics) if draw.random() < 0.7]
+            prompt = template(texts, f"What is question number {number} about?")
+            spans = finder.find(prompt, [Said(0, len(prompt))])
+            at = 0
+            for text in texts:
+                own = form_in(template, text)
+                at = prompt.index(own, at)
+                if seen.get(text, 0) >= 2:
+                    wanted += len(own)
+                    inside = [one for one in spans if prompt[one.start : one.stop] in known]
+                    reused += sum(max(0, min(one.stop, at + len(own)) - max(one.start, at)) for one in inside)
+                seen[text] = seen.get(text, 0) + 1
+            known |= {prompt[one.start : one.stop] for one in spans}
+        assert wanted > 50_000
+        assert reused / wanted > 0.94, template
 
 
-def test_ten_thousand_edits_are_never_taken_for_the_passage_and_what_is_unchanged_is_still_found():
+def test_edited_passages_are_never_taken_for_the_passage_and_what_is_unchanged_is_found() -> None:
     draw, texts = random.Random(7), passages()
     finder, earlier = RepeatedText(), list[str]()
     for order in (texts, texts[::-1], texts[1::2] + texts[::2]):
         earlier.append(joined(order, "What is this?"))
-        finder.find(earlier[-1])
-    edits = unchanged = covered = 0
-    while edits < 10_000:
-        pieces, kept = [], []
+        found_in(finder, earlier[-1])
+    unchanged = covered = 0
+    for number in range(20):
+        pieces, kept = list[str](), list[str]()
         for text in draw.choices(texts, k=50):
             at = draw.randrange(len(text))
-            edit = draw.randrange(6)
-            if edit == 0:  # moved
-                pieces.append(text)
-                kept.append(text)
-            elif edit == 1:  # cut
-                pieces.append(text[:at])
-                kept.append(text[:at])
-            elif edit == 2:  # wrapped
-                pieces.append(f'<document index="{at}">{text}</document>')
-                kept.append(text)
-            elif edit == 3:  # numbered
-                pieces.append(f"[{at}] {text}")
-                kept.append(text)
-            elif edit == 4:  # quoted, where it is one paragraph
-                pieces.append("> " + text.replace("\n\n", f" {at}"))
-            else:  # a letter is another
-                pieces.append(text[:at] + "§" + text[at + 1 :])
-                kept += [text[:at], text[at + 1 :]]
-        edits += len(pieces)
-        prompt = joined(pieces, f"Is this number {edits}?")
+            edits = {
+                "moved": (text, [text]),
+                "cut": (text[:at], [text[:at]]),
+                "wrapped": (f'<document index="{at}">{text}</document>', [text]),
+                "a letter is another": (text[:at] + "§" + text[at + 1 :], [text[:at], text[at + 1 :]]),
+            }
+            edited, left = edits[draw.choice([*edits])]
+            pieces.append(edited)
+            kept += left
+        prompt = joined(pieces, f"Is this number {number}?")
         spans = found_in(finder, prompt)
-        # The plain twin: all of a span stood in an earlier prompt, word for word.
-        assert all(any(span in before for before in earlier) for span in spans)
+        assert all(any(span in before for before in earlier) for span in spans), "word for word"
         earlier.append(prompt)
-        lengths = [len(one) for one in kept if len(one) > 650]
-        unchanged += sum(lengths)
+        unchanged += sum(len(one) for one in kept if len(one) > 650)
         covered += sum(map(len, spans))
     assert covered > 0.9 * unchanged
 
 
-def test_common_beginnings_are_no_span_however_often_they_come():
+def test_words_that_one_message_alone_has_held_and_common_beginnings_are_no_span() -> None:
     a, b, c = passages()[:3]
     finder = RepeatedText()
-    for number in range(5):
-        assert finder.find(joined([a, b, c], f"Is this the question number {number}?")) == []
-
-
-def test_words_that_one_message_alone_has_held_are_no_span_wherever_it_is_sent_again():
-    long = "\n\n".join(passages()[:2])
-    finder = RepeatedText()
     for number in range(5):  # a client leaves out what was said first, so that all that follows moves
-        turns = [("system", f"It is {number} o'clock. Be kind."), ("user", long + "\nWhat is this?")]
+        turns = [("system", f"It is {number} o'clock. Be kind."), ("user", f"{a}\n{b}\nWhat is this?")]
         turns += [("assistant", passages()[5]), ("user", f"And number {number}?")]
-        assert finder.find(*chat(*turns[number % 2 :])) == []
+        assert found_in(finder, *chat(*turns[number % 2 :])) == []
+    finder = RepeatedText()
+    for number in range(5):
+        assert found_in(finder, joined([a, b, c], f"Is this the question number {number}?")) == []
 
 
-def test_questions_asked_in_a_hundred_chats_are_no_span_and_the_passages_beside_them_are():
-    question = "Please tell me all of it.\n" + passages()[9] + "\n" + passages()[10] + "\nWhat do you say to that?"
-    draw, finder, found = random.Random(3), RepeatedText(), list[str]()
-    for number in range(100):
-        turns = [("system", "Be kind."), ("user", tagged(draw.sample(passages()[:9], 3), question))]
-        if number % 3 == 1:
-            turns[1:] = [("user", question)]
-        if number % 3 == 2:  # the next turn of a client that keeps no passages
-            turns[1:] = [("user", question), ("assistant", f"Well, {number}."), ("user", "Why?")]
-        found += found_in(finder, *chat(*turns))
-    assert len(found) > 60
-    assert all(any(span in passage for passage in passages()[:9]) for span in found)
-
-
-def test_text_of_answers_and_of_messages_that_were_not_found_counts_for_nothing():
+def test_text_of_answers_and_of_messages_that_were_not_found_counts_for_nothing() -> None:
     a, b = passages()[:2]
     finder = RepeatedText()
     for number in range(4):
         text, said = chat(("user", f"Hello {number}"), ("assistant", f"{number}\n{a}\n{b}"), ("user", "Go on"))
-        assert finder.find(text, said) == []
+        assert found_in(finder, text, said) == []
         assert said_in(text, [{"role": "user", "content": "rewritten by the template"}]) == []
-        assert finder.find(f"{number}\n{a}\n{b}\nWhat is it?", []) == []
+        assert found_in(finder, f"{number}\n{a}\n{b}\nWhat is it?", []) == []
 
 
 QUESTIONS = {
@@ -212,51 +179,62 @@ QUESTIONS = {
     "a long last line": lambda: f"My secret.\n{passages()[9]}\n" + passages()[10].replace("\n", " "),
     "a short last line": lambda: passages()[9].replace("\n", " ") + "\nWhat now?",
 }
+"""Private questions: each holds passages 9 and 10 or a part of them, which no context does."""
 
 
-@pytest.mark.parametrize(("form", "searches"), list(zip(QUESTIONS, [False, True, False, True], strict=True)))
-def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are(form: str, searches: bool) -> None:
+def assert_passages_alone(found: Sequence[str], form: str, least: int = 20) -> None:
+    """What was found is passages of the context, and nothing of a question or an answer."""
+    assert len(found) > least, form
+    assert all(any(span in passage for passage in passages()[:9]) for span in found), form
+
+
+def test_questions_asked_in_a_hundred_chats_are_no_span_and_the_passages_beside_them_are() -> None:
+    for form, question in QUESTIONS.items():
+        draw, finder, found = random.Random(3), RepeatedText(), list[str]()
+        for number in range(100):
+            turns = [("system", "Be kind."), ("user", tagged(draw.sample(passages()[:9], 3), question()))]
+            if number % 3 == 1:
+                turns[1:] = [("user", question())]
+            if number % 3 == 2:  # the next turn of a client that keeps no passages
+                turns[1:] = [("user", question()), ("assistant", f"Well, {number}."), ("user", "Why?")]
+            found += found_in(finder, *chat(*turns))
+        assert_passages_alone(found, form)
+
+
+def test_chats_that_a_client_sends_again_as_text_are_no_span_and_their_passages_are() -> None:
     """As Open WebUI does it: it asks for a search before a chat, and for a title, tags and more questions behind it."""
-    question, draw, finder, found = QUESTIONS[form](), random.Random(1), RepeatedText(), list[str]()
-
-    def asked(*turns: tuple[str, str]) -> None:
-        found.extend(found_in(finder, *chat(*turns)))
-
-    for number in range(12):
-        told = f"<chat_history>\nUSER: {question}\n"
-        if searches:
-            asked(("user", f"### Task:\nMake queries for a search.\n{told}</chat_history>\n\n### Output:\nJSON"))
-        asked(("user", tagged(draw.sample(passages()[:6], 3), question)))
-        answer = f"In the case of {number}: {passages()[11 + number % 3]}"
-        finder.hear(answer)
-        for task in ("Find a title of 3 words", "Find 1-3 broad tags", "Suggest what may be asked next"):
-            asked(("user", f"### Task:\n{task}.\n### Chat History:\n{told}ASSISTANT: {answer}\n</chat_history>"))
-        later = tagged(draw.sample(passages()[:6], 3), f"And {number}?")
-        asked(("user", question), ("assistant", answer), ("user", later))
-    assert len(found) > 50
-    assert all(any(span in passage for passage in passages()[:6]) for span in found)
+    for (form, question), searches in zip(QUESTIONS.items(), (False, True, False, True), strict=True):
+        draw, finder, found = random.Random(1), RepeatedText(), list[str]()
+        for number in range(12):
+            told = f"<chat_history>\nUSER: {question()}\n"
+            if searches:
+                task = f"### Task:\nMake queries for a search.\n{told}</chat_history>\n\n### Output:\nJSON"
+                found += found_in(finder, *chat(("user", task)))
+            found += found_in(finder, *chat(("user", tagged(draw.sample(passages()[:6], 3), question()))))
+            answer = f"In the case of {number}: {passages()[11 + number % 3]}"
+            finder.hear(answer)
+            for task in ("Find a title of 3 words", "Find 1-3 broad tags", "Suggest what may be asked next"):
+                task = f"### Task:\n{task}.\n### Chat History:\n{told}ASSISTANT: {answer}\n</chat_history>"
+                found += found_in(finder, *chat(("user", task)))
+            later = tagged(draw.sample(passages()[:6], 3), f"And {number}?")
+            found += found_in(finder, *chat(("user", question()), ("assistant", answer), ("user", later)))
+        assert_passages_alone(found, form)
 
 
-QUOTED = {
-    "one text": "{earlier}Human: {question}\nAI:",
-    "one text, system": "System: It is {number} o'clock. Be kind.\n{earlier}Human: {question}\nAI:",
-    "histories": "It is {number}.\n<histories>\n{earlier}Human: {question}\n</histories>\nFollow up: Go on, {number}.",
-    "condensed": "Number {number}.\nChat History:\n{earlier}Human: {question}\nAssistant: Yes.\nInput: Go on?\nOutput:",
-}
+def test_questions_and_answers_that_come_again_without_a_mark_of_a_chat_are_no_span() -> None:
+    for form, question in QUESTIONS.items():
+        draw, finder, found = random.Random(2), RepeatedText(), list[str]()
+        for number in range(12):
+            found += found_in(finder, *chat(("user", tagged(draw.sample(passages()[:6], 3), question()))))
+            answer = f"In the case of {number}: {passages()[11 + number % 3]}"
+            finder.hear(answer)
+            for task in ("Find a title", "Find some tags"):
+                told = f"{task}, {number}.\nIt was asked:\n{question()}\nIt was said:\n{answer}\nNow?"
+                found += found_in(finder, told)
+        assert_passages_alone(found, form)
 
 
-@pytest.mark.parametrize("form", QUOTED)
-def test_chats_as_one_text_are_no_span_whoever_answered(form: str) -> None:
-    finder, found = RepeatedText(), list[str]()
-    for number in range(6):
-        asked = [f"My letter.\n{passages()[at]}\nWhat is this, {at}?" for at in range(number + 1)]
-        earlier = "".join(f"Human: {one}\nAI: {passages()[9 + at]}\n" for at, one in enumerate(asked[:-1]))
-        prompt = QUOTED[form].format(number=number, earlier=earlier, question=asked[-1])
-        found += found_in(finder, prompt) + found_in(finder, *chat(("user", prompt)))
-    assert found == []
-
-
-# How templates write the system's words, then each earlier turn, then what is asked.
+# How templates and programs write the system's words, then each earlier turn, then what is asked.
 RAW = {
     "ChatML": (
         "<|im_start|>system\n{}<|im_end|>\n",
@@ -270,6 +248,7 @@ RAW = {
         "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "Llama 2": ("<<SYS>>\n{}\n<</SYS>>\n\n", "[INST] {} [/INST] {} </s>", "[INST] {} [/INST]"),
+    "Gemma": ("{}", "<start_of_turn>user\n{}<start_of_turn>model\n{}", "<start_of_turn>user\n{}<start_of_turn>model"),
     "Phi": (
         "<|system|>\n{}<|end|>\n",
         "<|user|>\n{}<|end|>\n<|assistant|>\n{}<|end|>\n",
@@ -277,72 +256,28 @@ RAW = {
     ),
     "Alpaca": ("{}\n\n", "### Instruction:\n{}\n\n### Response:\n{}\n\n", "### Instruction:\n{}\n\n### Response:\n"),
     "names": ("{}\n\n", "User: {}\nAssistant: {}\n", "User: {}\nAssistant:"),
+    "Human": ("System: {}\n", "Human: {}\nAI: {}\n", "Human: {}\nAI:"),
     "letters": ("{}\n\n", "Q: {}\nA: {}\n\n", "Q: {}\nA:"),
     "in one line": ("{} ", "USER: {} ASSISTANT: {}</s>", "USER: {} ASSISTANT:"),
+    "history": ("{}\n<histories>\n", "Human: {}\nAI: {}\n", "Human: {}\n</histories>\nFollow up: Go on."),
 }
 
 
-def raw(template: str, system: str, turns: Sequence[tuple[str, str]], asked: str) -> str:
-    """A conversation as one text."""
-    first, turn, last = RAW[template]
-    return first.format(system) + "".join(turn.format(*one) for one in turns) + last.format(asked)
+def test_chats_that_are_one_text_are_left_alone_and_their_words_are_no_span_elsewhere() -> None:
+    for template, (first, turn, last) in RAW.items():
+        draw, finder = random.Random(3), RepeatedText()
+        question = QUESTIONS[[*QUESTIONS][len(template) % len(QUESTIONS)]]()
+        for number in range(8):
+            said = ""
+            for asked in (question, f"And what of {number}?"):
+                asked = tagged(draw.sample(passages()[:6], 3), asked)
+                prompt = first.format(f"Be kind, {number}.") + said + last.format(asked)
+                assert found_in(finder, prompt) == [], template
+                said += turn.format(asked, f"In the case of {number}: {passages()[11 + number % 3]}")
+            assert found_in(finder, f"{number}\n{question}\nIs it {number}?") == [], template
 
 
-@pytest.mark.parametrize("template", RAW)
-def test_passages_in_chats_that_are_one_text_hit_at_their_third_sight(template: str) -> None:
-    in_system = len(template) % 2 == 0
-    draw, finder, known = random.Random(2), RepeatedText(), set[str]()
-    sights, wanted, reused = dict[str, int](), 0, 0
-    for number in range(8):
-        turns: list[tuple[str, str]] = []
-        for turn in range(3):
-            texts, question = draw.sample(passages()[:9], 3), f"What is meant by {number}, {turn}?"
-            block = "\n\n".join(texts)
-            asked = question if in_system else f"{block}\n\nQuestion: {question}"
-            text = raw(template, f"Be kind.\n\n{block}" if in_system else "Be kind.", turns, asked)
-            spans = finder.find(text)
-            for one in texts:
-                sights[one] = sights.get(one, 0) + 1
-                if sights[one] > 2:
-                    at, wanted = text.rindex(one), wanted + len(one)
-                    inside = [span for span in spans if text[span.start : span.stop] in known]
-                    reused += sum(max(0, min(span.stop, at + len(one)) - max(span.start, at)) for span in inside)
-            known |= {text[span.start : span.stop] for span in spans}
-            turns.append((asked, f"It is {number} and {turn}."))
-            finder.hear(turns[-1][1])
-    assert reused / wanted > 0.9
-
-
-@pytest.mark.parametrize("template", RAW)
-def test_questions_of_chats_that_are_one_text_are_no_span_whoever_answered(template: str) -> None:
-    form = [*QUESTIONS][len(template) % len(QUESTIONS)]
-    question, draw, finder, found = QUESTIONS[form](), random.Random(3), RepeatedText(), list[str]()
-    for number in range(8):
-        turns: list[tuple[str, str]] = []
-        for asked in (question, f"And what of {number}?"):
-            texts = draw.sample(passages()[:6], 3)
-            found += found_in(finder, raw(template, "Be kind.", turns, tagged(texts, asked)))
-            turns.append((asked, f"In the case of {number}: {passages()[11 + number % 3]}"))
-    assert len(found) > 20
-    assert all(any(span in passage for passage in passages()[:6]) for span in found)
-
-
-def test_passages_beside_quoted_chats_are_found():
-    a, b, c, d, e = passages()[:5]
-    for form in (
-        "{context}\n\nChat history:\nHuman: Hello?\nAI: Well, {number}.\n\nQuestion: And {number}?\nAnswer:",
-        "<chat>\nUSER: Hello, {number}?\n</chat>\n{context}\n\nAnd {number}?",
-        "System: Use this.\n{context}\nHuman: And {number}?\nAI:",
-        "Human: Use this.\n{context}\n\nQuestion: And {number}?\nAI:",
-    ):
-        finder = RepeatedText()
-        for number, texts in enumerate(([a, b, c], [d, a, e], [b, e, a])):
-            prompt = form.format(number=number, context=tagged(texts, "Read it well."))
-            spans = found_in(finder, prompt) if number % 2 else found_in(finder, *chat(("user", prompt)))
-        assert any(a[100:300] in span for span in spans), form
-
-
-def test_words_that_were_found_before_an_answer_quotes_them_are_found_still():
+def test_words_that_were_found_before_an_answer_quotes_them_are_found_still() -> None:
     a, b, c, d = passages()[:4]
     finder = RepeatedText()
     for number, texts in enumerate(([a, b], [c, a], [d, c, a])):
@@ -351,17 +286,7 @@ def test_words_that_were_found_before_an_answer_quotes_them_are_found_still():
     assert any(a[100:300] in span for span in spans)
 
 
-def test_passages_directly_before_a_cue_are_found_once_they_stood_elsewhere():
-    a, b, c, d, e = (one.replace("\n", " ") for one in passages()[:5])
-    finder = RepeatedText()
-    for number, texts in enumerate(([a, b, c], [d, a, b], [c, e, a])):
-        spans = found_in(finder, f"Question: Is it {number}?\nContext: " + "\n\n".join(texts) + " \nAnswer:")
-    assert any(a[-200:] in span for span in spans)
-    for question in (a, f"Question: {a}\nAnswer:"):  # the same words as a question are computed
-        assert all(a[-200:] not in span for span in found_in(finder, f"{b}\n\n{d}\n\n{question}"))
-
-
-def test_templates_own_words_are_no_part_of_a_passage():
+def test_templates_own_words_are_no_part_of_a_passage() -> None:
     a, b, c, d, e, f = passages()[:6]
     finder = RepeatedText()
     head, foot = "Here is what was found in your files.", "Use only this, and say so if you do not know."
@@ -372,7 +297,7 @@ def test_templates_own_words_are_no_part_of_a_passage():
     assert spans
 
 
-def test_tools_answers_count_by_their_calls_and_schemas_that_move_are_found():
+def test_tools_answers_count_by_their_calls_and_schemas_that_move_are_found() -> None:
     a, schema = passages()[0], json.dumps({"name": "search", "description": passages()[1]})
     finder = RepeatedText()
 
@@ -392,113 +317,47 @@ def test_tools_answers_count_by_their_calls_and_schemas_that_move_are_found():
     assert span in a
 
 
-def test_spans_of_erased_text_and_those_that_hold_it_must_be_seen_twice_again():
+def test_finders_of_tenants_share_nothing_and_forget_all_of_one_or_of_all() -> None:
     a, b, c, d = passages()[:4]
-    finder = RepeatedText()
-    finder.find(joined([a, b, c], "First?"))
-    finder.find(joined([d, a, b], "Second?"))
-    finder.forget([b])
-    assert all(b[:200] not in span for span in found_in(finder, joined([c, a, b, d], "Third, is it?")))
-    assert any(b[-200:] in span for span in found_in(finder, joined([a, c, b], "And the fourth one?")))
+    finders = RepeatedTexts()
+    for salt in ("mine", "theirs"):
+        found_in(finders.of(salt), joined([a, b, c], "First?"))
+        assert found_in(finders.of(salt), joined([d, a, b], "Second?"))
+    finders.forget("mine")
+    assert found_in(finders.of("mine"), joined([c, a, b, d], "Third, is it?")) == []
+    assert found_in(finders.of("theirs"), joined([c, a, b, d], "Third, is it?"))
+    finders.forget(None)
+    assert found_in(finders.of("theirs"), joined([b, a, d, c], "Fourth, is it?")) == []
+    for number in range(200):
+        finders.of(str(number))
+    assert len(finders._finders) <= 64
 
 
-@pytest.mark.parametrize("part", ["half a piece to another half", "the middle of a piece", "a hundred pieces"])
-def test_erased_text_that_stood_in_longer_pieces_must_be_seen_twice_again(part):
-    a, b, c, d = passages()[:4]
-    long = " ".join(f"word{number} of one sentence that goes on" for number in range(12)) + "."
-    inner = {"half a piece to another half": f"{long[200:]} {b} {long[:200]}", "the middle of a piece": long[100:300]}
-    b = f"{long} {b} {long}"
-    finder = RepeatedText()
-    finder.find(joined([a, b, c], "First?"))
-    finder.find(joined([d, a, b], "Second?"))
-    finder.forget([inner.get(part, b)])
-    # Only what shares nothing with the erased text may be found.
-    spans = found_in(finder, joined([c, a, b, d], "Third, is it?"))
-    assert all(long[100:300] not in span and long[220:] not in span for span in spans)
+def test_looking_at_hostile_and_odd_text_takes_time_and_room_by_its_length_alone() -> None:
+    hostile = ("\\", "a\n", "Name:\n", "\n[a", "<b ", "." + ")" * 50, '"' + " " * 50, "\nUser", "\ud800", "字。")
+    for text in hostile:
+        finder, seconds = RepeatedText(20_000), list[float]()
+        for characters in (20_000, 80_000):
+            prompt = text * (characters // len(text)) + "\n\nWhat is it?"
+            for number in range(2):
+                started = time.thread_time()
+                found_in(finder, f"{number}\n{prompt}")
+                seconds.append(time.thread_time() - started)
+        assert seconds[3] < 16 * max(seconds[1], 0.05), (text, "four times the text")
+        assert len(finder) <= 40_000
+    for text in ("", "\n\n", "word", "a" * 5000):
+        for before in ("", "1\n", "22\n"):
+            found_in(finder, f"{before}{text}\n\nWhat is it?")
 
 
-def test_text_that_is_erased_three_hundred_times_or_before_much_other_text_is_not_known_again():
-    a, b, c, d = passages()[:4]
-    for others in ([], [" ".join(f"Sentence {at} {number} is." for number in range(100)) for at in range(60)]):
-        finder = RepeatedText(4000)
-        finder.find(joined([a, b, c], "First?"))
-        finder.find(joined([d, a, b], "Second?"))
-        for _ in range(1 if others else 256):
-            finder.forget([b])
-        finder.forget(others)
-        assert all(b[:200] not in span for span in found_in(finder, joined([c, a, b, d], "Third, is it?")))
-
-
-@pytest.mark.parametrize("text", ["\\", "a\n", "Name:\n", "\n[a", "<b ", "." + ")" * 50, '"' + " " * 50])
-def test_looking_at_hostile_text_takes_time_and_room_by_its_length_alone(text):
-    finder, seconds = RepeatedText(20_000), list[float]()
-    for characters in (30_000, 120_000):
-        prompt = text * (characters // len(text)) + "\n\nWhat is it?"
-        finder.find(f"1\n{prompt}")
-        started = time.thread_time()
-        finder.find(f"2\n{prompt}")
-        seconds.append(time.thread_time() - started)
-    assert seconds[1] < 12 * max(seconds[0], 0.02), "four times the text"
-    assert finder.nbytes < 64 * 20_000
-
-
-def test_full_tables_forget_what_was_not_seen_for_longest_and_takes_no_more_room():
-    table = HashTable(1000, value=np.uint32)
-    kept = np.arange(2, 102, dtype=np.uint64) << np.uint64(50)
-    table.enter(kept, np.ones(100, dtype=bool))
-    draw = np.random.default_rng(0)
-    for _ in range(50):
-        more = draw.integers(2**40, 2**64, size=100, dtype=np.uint64)
-        table.enter(np.concatenate([more, kept]), np.ones(200, dtype=bool))
-        slots, known = table.enter(kept, np.zeros(100, dtype=bool))
-        assert known.all()
-        assert (table.young.keys[slots] == kept).all()
-        assert len(table) <= 2000
-
-
-def test_tables_agree_with_a_dict():
-    table, plain, draw = HashTable(10_000, value=np.uint32), dict[int, int](), np.random.default_rng(1)
-    for _ in range(40):
-        keys = draw.integers(2, 2000, size=100, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        slots, known = table.enter(keys, np.ones(100, dtype=bool))
-        assert known.tolist() == [int(key) in plain for key in keys]
-        values = draw.integers(1, 2**31, size=100)
-        unique = {int(key): int(value) for key, value in zip(keys, values, strict=True)}
-        table.young.values["value"][slots] = [unique[int(key)] for key in keys]
-        plain |= unique
-        keys = np.array([*plain], dtype=np.uint64)
-        slots, known = table.enter(keys, np.zeros(len(keys), dtype=bool))
-        assert known.all()
-        assert table.young.values["value"][slots].tolist() == [*plain.values()]
-
-
-def test_looking_is_quick_and_the_index_small_with_a_million_windows_known():
-    finder, draw = RepeatedText(1_000_000), np.random.default_rng(0)
-    for table, entries in ((finder._windows, 1_000_000), (finder._spans, 250_000)):
-        for _ in range(entries // 50_000):
-            keys = draw.integers(2, 2**64, size=50_000, dtype=np.uint64)
-            table.enter(keys, np.ones(50_000, dtype=bool))
-    assert len(finder) == 250_000
-    assert finder.nbytes / len(finder) <= 100, "bytes a span of the shortest length"
-    prompt = joined((passages() * 2)[:44], "What is all of this?")
-    assert len(prompt) > 32_000
-    seconds = []
-    for number in range(10):
-        started = time.thread_time()
-        finder.find(f"{number}\n{prompt}")
-        seconds.append(time.thread_time() - started)
-    assert min(seconds) < 0.02, "4 ms on an idle machine"
-
-
-def test_threads_find_what_one_thread_finds():
-    draw, finder, errors = random.Random(2), RepeatedText(2000), list[BaseException]()
-    prompts = [joined(draw.sample(passages(), 5), f"Number {number}?") for number in range(80)]
+def test_threads_find_what_one_thread_finds() -> None:
+    draw, finder, alone, errors = random.Random(2), RepeatedText(2000), RepeatedText(2000), list[BaseException]()
+    prompts = [joined(draw.sample(passages(), 5), f"Number {number}?") for number in range(40)]
 
     def work(some: Sequence[str]) -> None:
         try:
             for prompt in some:
-                spans = finder.find(prompt)
-                assert all(a.stop <= b.start for a, b in pairwise(spans))
+                found_in(finder, prompt)
         except BaseException as error:
             errors.append(error)
 
@@ -508,16 +367,7 @@ def test_threads_find_what_one_thread_finds():
     for one in threads:
         one.join()
     assert not errors
-    alone = RepeatedText(2000)
     for prompt in prompts:
-        alone.find(prompt)
+        found_in(alone, prompt)
     last = joined(passages()[:3], "At last?")
     assert set(found_in(finder, last)) == set(found_in(alone, last))
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "word", "a" * 5000, "字。" * 900, "\ud800" * 400, "x \n" * 2000])
-def test_odd_texts_are_looked_at_without_harm(text):
-    finder = RepeatedText()
-    for before in ("", "1\n", "22\n", "333\n"):
-        prompt = f"{before}{text}\n\nWhat is it?"
-        assert all(prompt[one.start : one.stop] for one in finder.find(prompt))

@@ -428,6 +428,6 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "plain": report.plain,
         "plain_reason": report.plain_reason,
         "stopped_by": report.stopped_by,
-        "found": [one.asdict() for one in report.found],
+        "found": list(report.found),
         "verification": report.verification.asdict(),
     }

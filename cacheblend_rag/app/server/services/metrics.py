@@ -60,12 +60,6 @@ class Metrics:
             ["found"],
             registry=one,
         )
-        self.unread = Counter(
-            name + "found_unread",
-            "Chunks found because their text repeats that were not read, by whether they are stored.",
-            ["state"],
-            registry=one,
-        )
         self.tokens = Counter(
             name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
         )
@@ -105,11 +99,8 @@ class Metrics:
         self.tokens.labels("reused").inc(report.reused_tokens)
         self.tokens.labels("resumed").inc(report.resumed_tokens)
         self.tokens.labels("generated").inc(report.generated_tokens)
-        for found in report.found:
-            self.found.labels("hit" if found.hit else "miss").inc()
-            self.tokens.labels("found").inc(found.tokens * found.hit)
-            if not found.hit:
-                self.unread.labels(found.state).inc()
+        for hit in report.found:
+            self.found.labels("hit" if hit else "miss").inc()
         self.verification(report.verification)
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
