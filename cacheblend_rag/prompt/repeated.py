@@ -412,7 +412,7 @@ class _Windows:
         """Spans in what is left of the message, each with its first window: from left to right, as long as they can be.
 
         A span ends where a window was seen to go on or to begin otherwise, and in front of a template's mark if it is
-        long enough there. Short pieces that may be a template's are left off its end.
+        long enough there. Short pieces that may be a template's are left off its ends.
         """
         begins = [one.before is None for one in seen]
         slight = [self._is_slight(piece) for piece in range(len(self.starts))]
@@ -442,6 +442,11 @@ class _Windows:
             stop = next((one - 1 for one in further if is_border(one) or self._is_marked(one, slight)), stop)
             while stop > self.last[at] and slight[stop]:
                 stop -= 1
+            lead = at
+            while slight[lead] and lead + 1 < len(seen) and self.last[lead + 1] <= stop:
+                word = " " not in self.text[self.starts[lead] : self.stops[lead]]
+                lead += 1
+                at = lead if word or self._is_marked(lead, slight) else at
             yield at, Match(self.starts[at], self.stops[stop])
             at = stop + 1
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.prompt.quoted_chats import Said
-from cacheblend_rag.prompt.repeated import RepeatedText
+from cacheblend_rag.prompt.repeated import RepeatedText, Said
 from tests.app.server.client_prompts import CLIENTS, Passage, Turn
 from tests.integrations.test_repeated import passage
 
