@@ -96,7 +96,7 @@ REGISTRIES = {
     "models.modules._kept": "weak, by model: what is to be given back to it",
     "prompt.chat._checked_calls": "weak, by tokenizer",
     "prompt.thoughts._found": "weak, by tokenizer",
-    "store.write_behind._begun": "weak: stores to be flushed at exit",
+    "store.tiered._begun": "weak: stores to be flushed at exit",
 }
 # What declares something when it is imported, and is only read afterwards.
 DECLARED = {"config._OPTIONS"}

@@ -529,7 +529,7 @@ class Pipeline:
             return {}
         segments, jobs = self.segments, dict[str, Job]()
         prefix = lookup.prefix
-        if prefix is not None and not lookup.prefix_hit and layers and not self.store.refuses(prefix.key):
+        if prefix is not None and not lookup.prefix_hit and layers:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
@@ -574,8 +574,7 @@ def _to_store(pipeline: Pipeline, lookup: Lookup) -> list[Segment]:
         if not one.token_ids or one.key in lookup.records:
             continue
         one = one.usual or one
-        there = one.key in lookup.records or is_stored(pipeline, lookup, one.key)
-        if not there and not pipeline.store.refuses(one.key):
+        if one.key not in lookup.records and not is_stored(pipeline, lookup, one.key):
             found.append(one)
     return sorted(found, key=lambda one: len(one.own_ids))
 

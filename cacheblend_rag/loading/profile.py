@@ -14,7 +14,6 @@ from typing import Any
 
 from cacheblend_rag.config import BlendConfig, plain_options
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.store.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,10 @@ class MachineProfile:
         if self.blends:
             content["blends"] = {name: dataclasses.asdict(found) for name, found in self.blends.items()}
         try:
-            write_whole(path, [json.dumps(content, indent=1).encode()])
+            draft = path.with_suffix(f".{os.getpid()}.draft")  # who reads meanwhile sees the old file or the new one
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            os.replace(draft, path)
         except OSError as error:
             raise StoreError(f"cannot write the profile {str(path)!r}: {error}") from error
 

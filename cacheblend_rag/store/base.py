@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,20 +190,6 @@ class KVStore(ABC):
     def prefetch(self, key: str) -> bool:
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
         return self.contains(key)
-
-    def refuses(self, key: str) -> bool:
-        """Whether it would drop a record of this key if that were put now."""
-        return False
-
-    def hold(self, keys: Iterable[str], near: bool = True) -> None:  # noqa: B027 - a store on another machine cannot
-        """Evict no records of these keys, whatever else is put, until other keys are given.
-
-        Parameters
-        ----------
-        keys : iterable of str
-        near : bool
-            Whether all of them shall also be in the nearest tier; else none are above the tiers that keep records.
-        """
 
     def volume(self) -> int:
         """Bytes taken now."""

@@ -16,7 +16,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -75,18 +75,80 @@ class _OwnedConnection(sqlite3.Connection):
             self.close()
 
 
-def _connect(path: str, **options: Any) -> sqlite3.Connection:
-    return sqlite3.connect(path, factory=_OwnedConnection, check_same_thread=False, **options)
-
-
-class _Index:
-    """Questions to diskcache's tables for which diskcache has no call. All SQL is here and in its two subclasses.
+class _Cache(diskcache.Cache):  # type: ignore[misc]
+    """diskcache's cache with counts of our own and eviction record by record. All SQL is here.
 
     diskcache lists keys, but not sizes, times of use or files. It evicts ten records at a time, which can be all there
     are. It counts hits with one more write for each look-up, and evictions not at all.
+
+    Parameters
+    ----------
+    folder : Path
+    size_limit : int or None
+        Bytes the records may take; None if the folder cannot be written. Then nothing notes what is used.
+
+    Raises
+    ------
+    sqlite3.Error
+        If the index cannot be read.
     """
 
-    _sql: Any  # of diskcache: executes a statement on the connection of this thread
+    def __init__(self, folder: Path, size_limit: int | None) -> None:
+        self.read_only = size_limit is None
+        if self.read_only:  # diskcache itself would write
+            self._directory, self._local, self._disk = str(folder), threading.local(), _NoPickleDisk(str(folder))
+            self._timeout, self._txn_id = 10, None
+            self.eviction_policy, self.statistics = "none", 0
+            ((self._page_size,),) = self._sql("PRAGMA page_size").fetchall()
+            return
+        super().__init__(
+            str(folder),
+            timeout=10,
+            disk=_NoPickleDisk,
+            size_limit=size_limit,
+            eviction_policy="least-recently-used",
+            cull_limit=0,  # nothing is evicted by itself
+            disk_min_file_size=0,
+        )
+        with self.transact(retry=True):
+            self._sql("CREATE TABLE IF NOT EXISTS Counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL)")
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        here = self._local
+        if getattr(here, "pid", None) != os.getpid():  # a connection does not survive a fork
+            self.close()
+            here.pid = os.getpid()
+        if getattr(here, "con", None) is None:
+            here.con = self._connect("?mode=ro" if self.read_only else "")
+            try:
+                # A new folder has no settings yet.
+                settings = here.con.execute("SELECT key, value FROM Settings").fetchall()
+            except sqlite3.OperationalError:
+                if self.read_only:  # its journal cannot be made here; then nobody writes it, either
+                    here.con.close()
+                    here.con = self._connect("?mode=ro&immutable=1")
+                settings = []
+            for key, value in () if self.read_only else settings:
+                if key.startswith("sqlite_"):  # these hold for one connection
+                    self.reset(key, value, update=False)
+        connection: sqlite3.Connection = here.con
+        return connection
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        uri = Path(self._directory, diskcache.core.DBNAME).absolute().as_uri() + mode
+        options: dict[str, Any] = {"timeout": self._timeout, "isolation_level": None, "check_same_thread": False}
+        return sqlite3.connect(uri, uri=True, factory=_OwnedConnection, **options)
+
+    def delete(self, key: str, retry: bool = False) -> bool:
+        if self.read_only and key in self:
+            raise PermissionError("the folder cannot be written")
+        return not self.read_only and bool(super().delete(key, retry))
+
+    def clear(self, retry: bool = False) -> int:
+        if self.read_only:
+            raise PermissionError("the folder cannot be written")
+        return int(super().clear(retry))
 
     def filename(self, key: str) -> Any:
         """The file of a record, or None; looking does not count as use."""
@@ -114,43 +176,9 @@ class _Index:
         """All counts, over all processes and all time."""
         return dict(self._sql("SELECT name, count FROM Counts").fetchall())
 
-
-class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
-    """diskcache's cache over an `_OwnedConnection` a thread, with counts of our own and eviction record by record."""
-
-    def __init__(self, folder: Path, size_limit: int) -> None:
-        super().__init__(
-            str(folder),
-            timeout=10,
-            disk=_NoPickleDisk,
-            size_limit=size_limit,
-            eviction_policy="least-recently-used",
-            cull_limit=0,  # nothing is evicted by itself
-            disk_min_file_size=0,
-        )
-        with self.transact(retry=True):
-            self._sql("CREATE TABLE IF NOT EXISTS Counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL)")
-
-    @property
-    def _con(self) -> sqlite3.Connection:
-        here = self._local
-        if getattr(here, "pid", None) != os.getpid():  # a connection does not survive a fork
-            self.close()
-            here.pid = os.getpid()
-        if getattr(here, "con", None) is None:
-            path = os.path.join(self._directory, diskcache.core.DBNAME)
-            here.con = _connect(path, timeout=self._timeout, isolation_level=None)
-            with contextlib.suppress(sqlite3.OperationalError):  # a new folder has no settings yet
-                for key, value in here.con.execute("SELECT key, value FROM Settings").fetchall():
-                    if key.startswith("sqlite_"):  # these hold for one connection
-                        self.reset(key, value, update=False)
-        connection: sqlite3.Connection = here.con
-        return connection
-
-    def oldest(self, held: Container[str] = ()) -> Any:
-        """Row number, key and file of the record that was not used for longest, apart from those held; None without."""
-        with contextlib.closing(self._sql("SELECT rowid, key, filename FROM Cache ORDER BY access_time")) as rows:
-            return next((row for row in rows if row[1] not in held), None)
+    def oldest(self) -> Any:
+        """Row number, key and file of the record that was not used for longest; None if there is none."""
+        return self._sql("SELECT rowid, key, filename FROM Cache ORDER BY access_time LIMIT 1").fetchone()
 
     def drop(self, number: int, filename: str | None) -> bool:
         """Erase a record by its file, for it may have been erased or replaced meanwhile; whether it was there."""
@@ -166,62 +194,6 @@ class _Cache(_Index, diskcache.Cache):  # type: ignore[misc]
         with self.transact():
             for row in added.items():
                 self._sql(statement, row)
-
-
-class _ReadOnlyCache(_Index):
-    """Takes the place of diskcache's cache for a folder that cannot be written. It does not note what is used.
-
-    Parameters
-    ----------
-    folder : Path
-
-    Raises
-    ------
-    sqlite3.Error
-        If the index cannot be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.disk = _NoPickleDisk(str(folder))
-        self._path: Path = folder / diskcache.core.DBNAME
-        self._here = threading.local()
-        self.filename("")
-
-    @property
-    def _sql(self) -> Any:
-        if getattr(self._here, "process", None) != os.getpid():
-            uri = self._path.resolve().as_uri()
-            connection = _connect(f"{uri}?mode=ro", uri=True)
-            try:
-                connection.execute("SELECT COUNT(*) FROM Cache").fetchone()
-            except sqlite3.OperationalError:  # its journal cannot be made here; then nobody writes it, either
-                connection.close()
-                connection = _connect(f"{uri}?mode=ro&immutable=1", uri=True)
-            self._here.process, self._here.connection = os.getpid(), connection
-        return self._here.connection.execute
-
-    def get(self, key: str, read: bool = True) -> IO[bytes] | None:
-        filename = self.filename(key)
-        return self.disk.open_file(filename) if isinstance(filename, str) else None
-
-    def __contains__(self, key: str) -> bool:
-        return self.filename(key) is not None
-
-    def volume(self) -> int:
-        return self.totals()[1] + self._path.stat().st_size
-
-    def delete(self, key: str) -> bool:
-        if key in self:
-            raise PermissionError("the folder cannot be written")
-        return False
-
-    def clear(self, retry: bool = False) -> int:
-        raise PermissionError("the folder cannot be written")
-
-    def close(self) -> None:
-        if getattr(self._here, "process", None) == os.getpid():
-            self._here.connection.close()
-            self._here.process = None
 
 
 class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
@@ -359,7 +331,7 @@ class DiskStore(KVStore):
     ) -> None:
         self.folder = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
         self.form, size_limit = (form or RecordFormat()).sealed(), parse_bytes(size_limit)
-        self._counts, self._held = dict.fromkeys(_COUNTED, 0), frozenset[str]()
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()
         try:
             index = self.folder / diskcache.core.DBNAME
@@ -368,7 +340,7 @@ class DiskStore(KVStore):
                 "disk", read_only=read_only, folder=self.folder, size_limit=size_limit, form=self.form
             )
             if read_only:
-                self._cache: Any = _ReadOnlyCache(self.folder)
+                self._cache = _Cache(self.folder, None)
                 _log.warning("the KV store in %r cannot be written: it is read, and nothing is added", str(self.folder))
             else:
                 self._open_index(size_limit)
@@ -430,13 +402,9 @@ class DiskStore(KVStore):
         except _FAILURES as error:
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
 
-    def hold(self, keys: Iterable[str], near: bool = True) -> None:
-        """See `KVStore.hold`; by this process alone."""
-        self._held = frozenset(keys)
-
     def _evict(self) -> None:
         """Drop least recently used records, one by one, until the rest fits."""
-        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest(self._held)):
+        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest()):
             number, key, filename = row
             self._show(key, filename)
             if self._cache.drop(number, filename):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -75,7 +75,6 @@ class MemoryStore(KVStore):
         )
         self._pinned = pinned
         self._records: OrderedDict[str, KVRecord] = OrderedDict()
-        self._held = frozenset[str]()
         self._volume = 0
         self._lock = threading.Lock()
         self._hits = self._misses = self._evictions = 0
@@ -111,11 +110,7 @@ class MemoryStore(KVStore):
         with self._lock:
             if self._volume <= self.traits.size_limit:
                 return None
-            return next((one for one in self._records.items() if one[0] not in self._held), None)
-
-    def hold(self, keys: Iterable[str], near: bool = True) -> None:
-        """See `KVStore.hold`."""
-        self._held = frozenset(keys)
+            return next(iter(self._records.items()))
 
     def _move(self, record: KVRecord) -> KVRecord:
         kv = record.kv

@@ -39,8 +39,6 @@ class WrappedStore(KVStore):
     infos = _of_inner(KVStore.infos)
     claim = _of_inner(KVStore.claim)
     prefetch = _of_inner(KVStore.prefetch)
-    refuses = _of_inner(KVStore.refuses)
-    hold = _of_inner(KVStore.hold)
     volume = _of_inner(KVStore.volume)
     stats = _of_inner(KVStore.stats)
     flush = _of_inner(KVStore.flush)

@@ -104,7 +104,6 @@ def test_record_forgotten_while_it_sinks_does_not_come_back() -> None:
         assert not other.result(PATIENCE)
         filled.result(PATIENCE)
     assert not store.contains("0")
-    assert store.under_way == 0
 
 
 def test_record_evicted_by_nested_tiers_sinks_to_the_next() -> None:
@@ -282,12 +281,13 @@ def test_no_caller_guesses_what_a_store_has_or_hangs_data_on_tensors() -> None:
     package = Path(cacheblend_rag.__file__).parent
     for path in sorted(package.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        if not {"langchain", "llama_index"} & {*path.parts}:
+        parts = path.relative_to(package).parts
+        if not {"langchain", "llama_index"} & {*parts}:
             for call in ast.walk(ast.parse(source)):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("hasattr", "getattr"):
                     asked = ast.unparse(call.args[0]).rpartition(".")[2].strip("_")
                     assert asked not in ("store", "tier", "upper", "lower"), f"{path}:{call.lineno}"
-        if {"store", "loading"} & {*path.parts}:
+        if {"store", "loading"} & {*parts}:
             assert "hasattr(" not in source.replace("hasattr(os, ", ""), path
-        if "models" in path.parts:
+        if "models" in parts:
             assert "type: ignore[attr-defined]" not in source, path

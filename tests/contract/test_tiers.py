@@ -22,7 +22,6 @@ from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.record import RecordFormat
 from tests import tiny
 from tests.contract.faults import record_of
-from tests.contract.store_contract import same
 from tests.probes import Hooked, assert_same, engine_of, key_of
 from tests.programs import start_program
 from tests.waiting import until
@@ -359,24 +358,3 @@ def test_beside_a_gpu_records_that_were_read_stay_in_memory_unless_told_otherwis
     with closing(open_store(tmp_path, told, beside_gpu=True)) as store:
         assert isinstance(store, TieredStore)
         assert store.traits.tiers[0].traits.size_limit == 10**6
-
-
-def test_held_records_stay_whatever_else_is_put_and_whoever_reads_them(tmp_path: Path) -> None:
-    size = MemoryStore().record_bytes(record_of(0).info)
-    memory, disk = MemoryStore(8 * size), DiskStore(tmp_path, 400_000)
-    with closing(TieredStore([memory, disk])) as store:
-        for number in range(4):
-            store.put(f"held {number}", record_of(number))
-        held = [f"held {number}" for number in range(4)]
-        store.hold(held)
-        for number in range(4, 60):
-            store.put(str(number), record_of(number))
-        assert disk.stats().evictions > 0
-        assert [tier.contains(key) for tier in (memory, disk) for key in held] == [True] * 8
-        store.hold(held, near=False)
-        for key in held:
-            assert same(store.open(key), record_of(int(key[-1])))
-        store.flush()
-        assert [memory.contains(key) for key in held] == [False] * 4, "nothing shows which were read"
-        store.put(held[0], record_of(0))
-        assert not memory.contains(held[0])
