@@ -26,11 +26,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.garbage import no_search_for_garbage
-from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper, RequestIds
+from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
 from cacheblend_rag.app.server.api.requests import service_of
-from cacheblend_rag.app.server.api.verifications import router as verifications_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
 from cacheblend_rag.app.server.services.service import Service, open_service
@@ -267,7 +266,6 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     )
     add_handlers(app)
     app.include_router(rag_router)
-    app.include_router(verifications_router)
     app.include_router(openai_router)
     _add_plain_routes(app)
     mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse
@@ -279,7 +277,6 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
             service.ended(one)
 
     app.add_middleware(Gatekeeper, settings=settings, keys=lambda: app.state.service.keys, seen=seen)
-    app.add_middleware(RequestIds)  # outermost: what the gatekeeper refuses has an id too
     return app
 
 

@@ -33,6 +33,15 @@ _WORD = re.compile(r"[\w.:-]{1,40}")
 _OF_WORDS = ("literal_error", "bool_wanted", "number_wanted", "unknown_word")
 # Requests for answers in OpenAI's form.
 _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# Status and code of our own errors; of classes that an error has, the first counts.
+_CODES: dict[type[CacheBlendError], tuple[int, str]] = {
+    ContextLengthError: (400, "context_length_exceeded"),
+    PromptError: (400, "bad_prompt"),
+    DocumentError: (400, "bad_document"),
+    GenerationTimeoutError: (504, "timeout"),
+    UnsupportedModelError: (400, "unsupported_model"),
+    CacheBlendError: (500, "failed"),
+}
 _FORMS = ("str", "int", "float", "bool", "none")
 
 
@@ -102,20 +111,11 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, ConfigError):
         return Problem(400, "bad_value", f"{error.field} is not usable: {error.remedy}", field=error.field)
-    if isinstance(error, ContextLengthError):
-        return Problem(400, "context_length_exceeded", str(error))
-    if isinstance(error, PromptError):
-        return Problem(400, "bad_prompt", str(error))
-    if isinstance(error, DocumentError):
-        return Problem(400, "bad_document", str(error))
-    if isinstance(error, GenerationTimeoutError):
-        return Problem(504, "timeout", str(error))
-    if isinstance(error, UnsupportedModelError):
-        return Problem(400, "unsupported_model", str(error))
     if isinstance(error, MissingExtraError):
         return Problem(400, "not_installed", f"the server lacks a package for this: {error}")
-    if isinstance(error, CacheBlendError):
-        return Problem(500, "failed", str(error))
+    for kind, (status, code) in _CODES.items():
+        if isinstance(error, kind):
+            return Problem(status, code, str(error))
     return Problem(500, "internal", "something went wrong on the server; its log says more")
 
 

@@ -281,7 +281,7 @@ def test_key_that_is_taken_out_ends_what_is_under_way_with_it(
         ]
         until(lambda: all("data: " in stream.text for stream in streams))
         streams.append(Stream(one, "/v1/completions", completion))
-        until(lambda: server.service.queue.waiting_of("ben"))  # a tenant has half of the slots
+        until(lambda: server.service.queue.waiting)  # a tenant has half of the slots
         take_out(tmp_path, "ben")
         until(lambda: not any(stream.goes_on for stream in streams), 30)
         assert not any(stream.broken for stream in streams)

@@ -7,7 +7,6 @@
 ``streams``        server-sent events, and clients that go away
 ``rag``            routes of the page and of documents
 ``rag_bodies``     their bodies
-``verifications``  requests about answers that are held against full prefill
 ``openai``         routes of OpenAI's clients
 ``openai_bodies``  their bodies
 ``conversations``  the LangChain chat model behind conversations

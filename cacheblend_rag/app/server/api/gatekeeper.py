@@ -40,47 +40,13 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-
-
-_HEADER = "X-Request-ID"
-"""Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
-
+# Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``.
+_ID = "X-Request-ID"
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class RequestIds:
-    """Gives every answer an id: the one its request came with if that is plain, else a new one.
-
-    Parameters
-    ----------
-    app : ASGI application
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request under its id."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(_HEADER, "")
-        mine = given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_HEADER] = mine
-            await send(message)
-
-        token = request_id.set(mine)
-        try:
-            await self._app(scope, receive, named)
-        finally:
-            request_id.reset(token)
-
-
 class Gatekeeper:
-    """Layer below the ids: every request passes it, and every answer.
+    """Layer that every request passes, and every answer, which gets the id of its request, or a new one.
 
     Parameters
     ----------
@@ -111,11 +77,14 @@ class Gatekeeper:
             return
         one = ServedRequest(scope["method"])
         served.set(one)
+        given = Headers(scope=scope).get(_ID, "")
+        token = request_id.set(given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}")
         try:
             await self._serve(scope, receive, send, one)
         finally:
             self._seen(one)
             log_access(one)
+            request_id.reset(token)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, one: ServedRequest) -> None:
         started = time.perf_counter()
@@ -125,6 +94,7 @@ class Gatekeeper:
             if message["type"] == "http.response.start":
                 one.status = message["status"]
                 headers = MutableHeaders(scope=message)
+                headers[_ID] = request_id.get()
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
             elif not message.get("more_body"):

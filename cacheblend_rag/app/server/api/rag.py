@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from fastapi import File, Request, Response, UploadFile
+from fastapi import File, Query, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag import __version__
@@ -20,13 +20,12 @@ from cacheblend_rag.app.server.api.completions import COLDEST
 from cacheblend_rag.app.server.api.rag_bodies import (
     AskBody,
     CompareBody,
-    DocumentInfo,
     DocumentList,
     FolderInfo,
-    FoundPassage,
     FoundPassages,
     LimitsInfo,
     ModelInfo,
+    Name,
     PageState,
     PassageNumber,
     PassageText,
@@ -43,6 +42,7 @@ from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit,
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
+from cacheblend_rag.app.server.services.verifications import LatestAnswers
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.calibration.comparison import COMPARED_TOKENS
 from cacheblend_rag.config import Reasoning
@@ -53,11 +53,12 @@ from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning
-from cacheblend_rag.report import Generation
+from cacheblend_rag.report import Generation, Verification
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
 router = bounded_router("/api", "RAG")
 _NAME_BYTES = 200  # of a file; systems take 255
+_MOST_SECONDS = 30  # that a request waits for a verification
 _COMPARED = 4  # answers that a comparison counts as, one of each method
 
 
@@ -90,13 +91,13 @@ async def state(here: Here) -> PageState:
             top_k=MOST_PASSAGES,
             max_tokens=service.limits.answer_tokens,
         ),
-        suggested=[Suggestion(**one) for one in suggestions_for(Path(own.docs))],
+        suggested=suggestions_for(Path(own.docs)),
         tenant=here.tenant.name if service.settings.guarded else None,
         version=__version__,
     )
 
 
-def suggestions_for(documents: Path) -> list[dict[str, str]]:
+def suggestions_for(documents: Path) -> list[Suggestion]:
     """Suggested questions for a folder of documents; none but for the bundled articles.
 
     Raises
@@ -112,8 +113,8 @@ def suggestions_for(documents: Path) -> list[dict[str, str]]:
             one = json.loads(line)
             if one["suggested"]:
                 several = len(one["files"]) > 1
-                note = {"note": "The answer needs more than one document."} if several else {}
-                found.append({"question": one["question"], **note})
+                note = "The answer needs more than one document." if several else None
+                found.append(Suggestion(question=one["question"], note=note))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{str(articles.QUESTIONS_PATH)!r} is no file of questions: {error}") from error
     return found
@@ -130,12 +131,7 @@ def _model_info(one: ServedModel) -> ModelInfo:
 @router.get("/documents")
 async def documents(here: Here) -> DocumentList:
     """All documents, and files on their way."""
-    found = await here.in_thread(here.documents)
-    return DocumentList(documents=[_document_info(one, own=own) for one, own in found])
-
-
-def _document_info(one: DocumentEntry, *, own: bool) -> DocumentInfo:
-    return DocumentInfo(**asdict(one), own=own)
+    return DocumentList(documents=await here.in_thread(here.documents))
 
 
 @router.post("/documents", status_code=201)
@@ -149,7 +145,7 @@ async def upload(here: Here, files: Annotated[list[UploadFile], File()]) -> Docu
     names = [_document_name(one.filename) for one in files]
     taken = await here.in_thread(_taken_in, here, names, files)
     here.service.watcher.wake()
-    return DocumentList(documents=[_document_info(one, own=True) for one in taken])
+    return DocumentList(documents=taken)
 
 
 def _taken_in(here: Session, names: list[str], files: list[UploadFile]) -> list[DocumentEntry]:
@@ -205,8 +201,7 @@ async def find(here: Here, request: Request, body: SearchBody) -> FoundPassages:
     await _check(here, body)
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
         k = body.top_k or here.service.settings.rag.top_k
-        found = await slot.in_thread(here.search, body.question, k, body.documents)
-    return FoundPassages(passages=[FoundPassage(**asdict(one)) for one in found])
+        return FoundPassages(passages=await slot.in_thread(here.search, body.question, k, body.documents))
 
 
 async def _check(here: Session, body: SearchBody) -> None:
@@ -298,8 +293,7 @@ class _Answering:
         """The answer at once."""
         answer = await self._begin().acomplete()
         report = await self._report(answer)
-        sources = [FoundPassage(**asdict(one)) for one in self.question.found]
-        return WholeAnswer(answer=answer.text, thought=answer.thought, sources=sources, report=report)
+        return WholeAnswer(answer=answer.text, thought=answer.thought, sources=self.question.found, report=report)
 
 
 @router.post(
@@ -383,11 +377,10 @@ async def _retrieved(
     here: Session, model: ServedModel, body: CompareBody, slot: Slot, most: int | None, level: Reasoning = False
 ) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
-    earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
     k = body.top_k or here.service.settings.rag.top_k
     find = partial(here.search, documents=body.documents)
-    found = await slot.in_thread(search, find, body.question, earlier, k)
-    return await asyncio.to_thread(_fitting, model, body, found, earlier, most, level)
+    found = await slot.in_thread(search, find, body.question, body.history, k)
+    return await asyncio.to_thread(_fitting, model, body, found, body.history, most, level)
 
 
 def _fitting(
@@ -444,3 +437,25 @@ def _document_name(given: str | None) -> str:
         message = f"{name}: files of this kind cannot be read; upload {', '.join(SUFFIXES)}"
         raise Problem(415, "unknown_kind", message, field="files")
     return name
+
+
+# Verification -------------------------------------------------------------------------------
+
+
+@router.get("/answers/{id}/verification")
+async def verification(
+    here: Here, request: Request, id: str, wait: Annotated[float, Query(ge=0, le=_MOST_SECONDS)] = 0
+) -> Verification:
+    """How an answer with ``"verify": "idle"`` was verified; waits so many seconds for it at most.
+
+    ``waiting``: it was not yet. ``verified``: the model itself gives this very answer. ``corrected``: it gives another
+    one: ``position`` characters of the first answer stay, and ``after`` stands in the place of ``before``.
+    ``given up``: it could not be checked, for the ``reason`` given.
+    """
+    return await unless_gone(request, here.verifications.result(id, wait))
+
+
+@router.get("/verifications")
+async def latest(here: Here, model: Name | None = None) -> LatestAnswers:
+    """How many of the latest answers were the full model's word for word, by default the first model's."""
+    return here.verifications.latest(here.service.model_of(model).name)

@@ -8,6 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import PydanticCustomError
 
 from cacheblend_rag.app.server.api.bodies import NO_FLAG, Flag
+from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit
+from cacheblend_rag.app.server.services.questions import EarlierTurn
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.errors import ConfigError
@@ -39,13 +41,6 @@ class SearchBody(_Body):
     documents: Annotated[list[Name], Field(min_length=1, max_length=1_000)] | None = None
 
 
-class HistoryTurn(_Body):
-    """A question that was asked before in the conversation, and its answer."""
-
-    question: Annotated[Question, Field(max_length=100_000)]
-    answer: Annotated[str, StringConstraints(max_length=100_000)]
-
-
 class CompareBody(SearchBody):
     """A question to be answered by every method.
 
@@ -54,7 +49,7 @@ class CompareBody(SearchBody):
     passages.
     """
 
-    history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
+    history: Annotated[list[EarlierTurn], Field(max_length=50)] = Field(default_factory=list)
     recompute_ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
@@ -149,23 +144,10 @@ class PageState(BaseModel):
     version: str
 
 
-class DocumentInfo(BaseModel):
-    """A document, or a file on its way; ``own`` says whether this tenant may delete it, ``changed`` is Unix time."""
-
-    id: str
-    name: str
-    bytes: int
-    changed: float
-    passages: int
-    own: bool
-    state: Literal["ready", "waiting", "reading", "failed"]
-    reason: str | None = None
-
-
 class DocumentList(BaseModel):
     """Documents by name."""
 
-    documents: list[DocumentInfo]
+    documents: list[DocumentEntry]
 
 
 class PassageText(BaseModel):
@@ -178,21 +160,10 @@ class PassageText(BaseModel):
     page: int | None = None
 
 
-class FoundPassage(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
-
-    document_id: str
-    document: str
-    chunk: int
-    text: str
-    score: float
-    page: int | None = None
-
-
 class FoundPassages(BaseModel):
     """Passages, the nearest first."""
 
-    passages: list[FoundPassage]
+    passages: list[SearchHit]
 
 
 class WholeAnswer(BaseModel):
@@ -200,5 +171,5 @@ class WholeAnswer(BaseModel):
 
     answer: str
     thought: str
-    sources: list[FoundPassage]
+    sources: list[SearchHit]
     report: dict[str, object]

@@ -176,10 +176,6 @@ class AdmissionQueue:
         """Requests that wait now."""
         return sum(len(one.waiting) for one in self._tenants.values())
 
-    def waiting_of(self, tenant: str) -> int:
-        """Requests of a tenant that wait now."""
-        return len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
-
     @property
     def still(self) -> float:
         """Seconds for which all slots have been taken by the same requests; 0 if one is free."""

@@ -42,7 +42,7 @@ _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """A file as it is listed; ``changed`` is in seconds since 1970."""
+    """A document, or a file on its way; ``own`` says whether this tenant may delete it, ``changed`` is Unix time."""
 
     id: str
     name: str
@@ -51,11 +51,12 @@ class DocumentEntry:
     passages: int
     state: Literal["ready", "waiting", "reading", "failed"]
     reason: str | None = None
+    own: bool = True
 
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1."""
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
 
     document_id: str
     document: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,7 @@ from cacheblend_rag.app.server.services.logs import STAGES, ServedRequest
 from cacheblend_rag.report import BlendReport, Verification
 from cacheblend_rag.store.base import StoreStats
 
+_PREFIX = "cacheblend_rag_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 # Keys that are counted by name; further ones are counted together, under what cannot be a name.
@@ -39,8 +40,8 @@ class Metrics:
         stats: Callable[[], StoreStats | None],
         models: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.registry = one = CollectorRegistry()
-        name = "cacheblend_rag_"
+        self.registry, name = CollectorRegistry(), _PREFIX
+        one = self.registry
         self.requests = Counter(name + "requests", "Requests by path and status.", ["path", "status"], registry=one)
         self.refused = Counter(name + "refused", "Requests that found no slot at the model.", registry=one)
         self.gone = Counter(name + "clients_gone", "Clients that went away before the end.", registry=one)
@@ -73,10 +74,10 @@ class Metrics:
             ("queue_served", "Requests that are served.", served),
         ):
             Gauge(name + gauge, text, registry=one).set_function(count)
-        one.register(_StoreCollector(name, stats))
-        one.register(_Models(name, models))
+        one.register(_Asked(lambda: _store_metrics(stats())))
+        one.register(_Asked(lambda: _model_metrics(models())))
         ProcessCollector(registry=one)  # memory and time of the process
-        self._tenants = _Tenants(name + "tenant_")
+        self._tenants = _Tenants()
 
     def request(self, one: ServedRequest) -> None:
         """Count one request."""
@@ -122,44 +123,41 @@ class Metrics:
             tell what the others do.
         """
         mine = CollectorRegistry()
-        mine.register(_VisibleCounts(self._tenants, tenant))
+        mine.register(_Asked(lambda: self._tenants.families(tenant)))
         whole = generate_latest(self.registry) if tenant is None or alone else b""
         return whole + generate_latest(mine)
 
 
-class _StoreCollector(Collector):
-    """Asks the KV store when it is scraped."""
+class _Asked(Collector):
+    """Metrics that are made when they are scraped."""
 
-    def __init__(self, prefix: str, stats: Callable[[], StoreStats | None]) -> None:
-        self._prefix, self._stats = prefix, stats
-
-    def collect(self) -> Iterable[Metric]:
-        """Records, bytes and evictions."""
-        stats = self._stats()
-        if stats is None:
-            return
-        name = self._prefix + "store_"
-        yield GaugeMetricFamily(name + "records", "Records in the KV store.", value=stats.records)
-        yield GaugeMetricFamily(name + "bytes", "Bytes the KV store takes.", value=stats.volume)
-        yield GaugeMetricFamily(name + "limit_bytes", "Bytes the KV store may take.", value=stats.size_limit)
-        yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
-        yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
-        yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
-
-
-class _Models(Collector):
-    """Asks each model when it is scraped."""
-
-    def __init__(self, prefix: str, models: Callable[[], Mapping[str, float]]) -> None:
-        self._name, self._models = prefix + "model_in_memory", models
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
 
     def collect(self) -> Iterable[Metric]:
-        """Whether each model is in memory."""
-        text = "1 if the weights of a model are in memory; 0 if they were put away."
-        family = GaugeMetricFamily(self._name, text, labels=["model"])
-        for model, value in self._models().items():
-            family.add_metric([model], value)
-        yield family
+        """See `Collector.collect`."""
+        return self._make()
+
+
+def _store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
+    """Records, bytes and evictions of the KV store."""
+    if stats is None:
+        return
+    name = _PREFIX + "store_"
+    yield GaugeMetricFamily(name + "records", "Records in the KV store.", value=stats.records)
+    yield GaugeMetricFamily(name + "bytes", "Bytes the KV store takes.", value=stats.volume)
+    yield GaugeMetricFamily(name + "limit_bytes", "Bytes the KV store may take.", value=stats.size_limit)
+    yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
+    yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
+    yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
+
+
+def _model_metrics(in_memory: Mapping[str, float]) -> Iterator[Metric]:
+    text = "1 if the weights of a model are in memory; 0 if they were put away."
+    family = GaugeMetricFamily(_PREFIX + "model_in_memory", text, labels=["model"])
+    for model, value in in_memory.items():
+        family.add_metric([model], value)
+    yield family
 
 
 class _Tenants:
@@ -172,8 +170,7 @@ class _Tenants:
         ("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction"),
     )
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+    def __init__(self) -> None:
         self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
         self._lock = threading.Lock()
 
@@ -199,25 +196,14 @@ class _Tenants:
             for name, more in added.items():
                 counts[name] = counts.get(name, 0) + more
 
-    def families(self, only: str | None) -> Iterable[Metric]:
+    def families(self, only: str | None) -> Iterator[Metric]:
         """The metrics of one tenant or of all."""
         with self._lock:
             shown = {whose: dict(counts) for whose, counts in self._counts.items() if only in (None, whose[0])}
         for name, text, label in self.FAMILIES:
-            family = CounterMetricFamily(self.prefix + name, text, labels=["tenant", "key", label])
+            family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", text, labels=["tenant", "key", label])
             for whose, counts in shown.items():
                 for (of, value), count in counts.items():
                     if of == name:
                         family.add_metric([*whose, value], count)
             yield family
-
-
-class _VisibleCounts(Collector):
-    """The counts that one who scrapes may see."""
-
-    def __init__(self, tenants: _Tenants, only: str | None) -> None:
-        self._tenants, self._only = tenants, only
-
-    def collect(self) -> Iterable[Metric]:
-        """See `_Tenants.families`."""
-        return self._tenants.families(self._only)

@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, StringConstraints
 
 from cacheblend_rag.app.server.services.folders import SearchHit
 from cacheblend_rag.calibration.comparison import compare
@@ -28,8 +30,10 @@ _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "r
 class EarlierTurn:
     """A question that was asked before in the same conversation, and its answer."""
 
-    question: str
-    answer: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    question: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+    answer: Annotated[str, StringConstraints(max_length=100_000)]
 
 
 class QuestionPrompt:

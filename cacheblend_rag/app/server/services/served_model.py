@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.services.keep_alive import KeepAlive
@@ -26,7 +25,6 @@ _PLAIN_TEMPLATE = (
 )
 # Engines of tenants that are kept, and views of them with what requests have chosen.
 _ENGINES = 128
-_K = TypeVar("_K", bound=Hashable)
 
 
 def check_model(name: str, known: list[str]) -> None:
@@ -39,16 +37,6 @@ def check_model(name: str, known: list[str]) -> None:
     """
     if name not in known:
         raise Problem(404, "model_not_found", "there is no such model; use " + " or ".join(known), field="model")
-
-
-def _kept(known: OrderedDict[_K, BlendEngine], key: _K, make: Callable[[], BlendEngine]) -> BlendEngine:
-    """An engine that is known, or made now; of too many the one goes that was not used for longest."""
-    if key not in known:
-        known[key] = make()
-    known.move_to_end(key)
-    while len(known) > _ENGINES:
-        known.popitem(last=False)
-    return known[key]
 
 
 class ServedModel:
@@ -76,15 +64,8 @@ class ServedModel:
             engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
         self.question_prompt = QuestionPrompt(engine.tokenizer, template)
         # Those that were used last; a request holds the one that it uses.
-        self._tenants: OrderedDict[str, BlendEngine] = OrderedDict()
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
-        self._making = threading.Lock()
-
-    def _of_tenant(self, salt: str) -> BlendEngine:
-        """The engine of a tenant; without keys all have the one there is."""
-        if salt == self.engine.config.salt:
-            return self.engine
-        return _kept(self._tenants, salt, lambda: self.engine.of_tenant(salt))
+        self._making = threading.RLock()
 
     @property
     def in_memory(self) -> bool:
@@ -92,23 +73,28 @@ class ServedModel:
         return self.keep_alive is None or not self.keep_alive.away
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio."""
-        changes: dict[str, Any] = {} if rule is None else {"selection": rule}
-        if rule is not None or ratio is not None:
-            # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.
-            changes |= {"prompt_cache": 0, "min_tokens": 0}
-
-        def made() -> BlendEngine:
-            engine = self._of_tenant(salt).with_config(**changes)
-            if ratio is None:
-                return engine
-            # Shares for single layers would stand above the one that the request names.
-            options = engine.config.selection_options.items()
-            own = {name: value for name, value in options if name != "recompute_ratios"}
-            return engine.with_config(recompute_ratio=ratio, selection_options=own)
-
+        """The engine with a tenant's salt and a request's choice of rule and ratio; without keys all have one salt."""
+        key = salt, ratio, rule
         with self._making:
-            return _kept(self._engines, (salt, ratio, rule), made)
+            if key not in self._engines:
+                self._engines[key] = self._made(*key)
+            self._engines.move_to_end(key)
+            while len(self._engines) > _ENGINES:
+                self._engines.popitem(last=False)
+            return self._engines[key]
+
+    def _made(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
+        if rule is None and ratio is None:
+            return self.engine if salt == self.engine.config.salt else self.engine.of_tenant(salt)
+        # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.
+        changes: dict[str, Any] = {"prompt_cache": 0, "min_tokens": 0} | ({} if rule is None else {"selection": rule})
+        engine = self.engine_for(salt, None, None).with_config(**changes)
+        if ratio is None:
+            return engine
+        # Shares for single layers would stand above the one that the request names.
+        options = engine.config.selection_options.items()
+        own = {name: value for name, value in options if name != "recompute_ratios"}
+        return engine.with_config(recompute_ratio=ratio, selection_options=own)
 
     @property
     def thinks(self) -> bool:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -384,9 +385,9 @@ class Session:
         """A model's engine with this tenant's salt."""
         return model.engine_for(self.tenant.salt, ratio, rule)
 
-    def documents(self) -> list[tuple[DocumentEntry, bool]]:
-        """All documents, and whether this tenant may delete each."""
-        return [(entry, folder is self.own) for folder in self.folders for entry in folder.documents()]
+    def documents(self) -> list[DocumentEntry]:
+        """All documents, and files on their way."""
+        return [replace(one, own=folder is self.own) for folder in self.folders for one in folder.documents()]
 
     def check_holds(self, documents: Sequence[str]) -> None:
         """Refuse a choice of documents that are not all here.

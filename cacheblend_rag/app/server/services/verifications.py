@@ -23,18 +23,13 @@ _LOOKING = 0.5
 
 @dataclass(frozen=True)
 class LatestAnswers:
-    """The latest answers of a model that were held against full prefill.
+    """The latest answers of a model that were held against full prefill, up to 200.
 
-    Parameters
-    ----------
-    answers : int
-        How many they are, up to `LATEST`.
-    same : int
-        Those that were the full model's word for word.
-    waiting : int
-        Answers of all models that are still to be checked; they are not among the others.
+    ``same`` of ``answers`` were the full model's word for word, the others were corrected. They are those of the key's
+    tenant, since the server started. ``waiting`` counts answers of all models that are still to be checked.
     """
 
+    model: str
     answers: int
     same: int
     waiting: int
@@ -122,7 +117,7 @@ class AnswerVerifications:
         """Counts of a model."""
         with self._lock:
             answers = self._latest.get(model, ())
-            return LatestAnswers(len(answers), sum(answers), len(self._waiting))
+            return LatestAnswers(model, len(answers), sum(answers), len(self._waiting))
 
     def _add(self, model: str, found: Verification) -> None:
         if found.done and not found.reason:  # full prefill's own answers say nothing
