@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
 
@@ -51,17 +49,6 @@ async def test_pieces_come_as_they_are_sent_and_the_application_sees_who_leaves(
         assert first == b"piece"
         assert not ended.is_set()
     assert ended.is_set()
-
-
-async def test_application_error_reaches_the_caller() -> None:
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise ValueError("broken")
-
-    answer = call_app(broken, Call("GET", "/"))
-    assert await anext(answer) == Head(200, ())
-    with pytest.raises(ValueError, match="broken"):
-        await anext(answer)
 
 
 def test_another_request_of_a_client_keeps_its_key_alone() -> None:

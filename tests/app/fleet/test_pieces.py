@@ -10,17 +10,13 @@ CHUNK = "The harbour was dredged in 1912, and again in 1954.\n\nThe mill burned 
 OTHER = "The boathouse stands on oak piles, which were replaced in 1974."
 
 
-@pytest.mark.parametrize(
-    ("prompt", "separator"),
-    [
+def test_prompt_has_the_pieces_of_its_chunks() -> None:
+    for prompt, separator in (
         (f"Read this.\n\n{CHUNK}\n\n{OTHER}\n\nWhen did it burn?", ""),
-        (f"Read this.\n \n\n{OTHER}\n\n{CHUNK}", ""),
         (f"Read this. # # {CHUNK} # # {OTHER} # # When?", " # # "),
         (CHUNK.replace(" ", "\n ") + "\n\n" + OTHER, ""),
-    ],
-)
-def test_prompt_has_the_pieces_of_its_chunks(prompt: str, separator: str) -> None:
-    assert set(piece_digests(CHUNK) + piece_digests(OTHER)) <= weighed_pieces([prompt], separator).keys()
+    ):
+        assert set(piece_digests(CHUNK) + piece_digests(OTHER)) <= weighed_pieces([prompt], separator).keys(), prompt
 
 
 def test_pieces_weigh_about_as_much_as_their_tokens() -> None:

@@ -19,15 +19,13 @@ from tests import tiny
 
 CHUNKS = [f"Passage {number}. {tiny.text(30, number)}" for number in range(4)]
 CONFIG = BlendConfig(min_tokens=0, condition="sink")
-APART = BlendConfig(min_tokens=0, condition="context", separator=" # # ")
 Opened = Callable[..., BlendEngine]
 
 
-@pytest.fixture(params=[("byte", True), ("byte", False), ("metaspace", True)], ids=str)
+@pytest.fixture(params=[True, False], ids=["BOS", "no BOS"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     """Makes engines over one model and a store, and closes them; without a BOS a chunk's first token is the sink."""
-    style, bos = request.param
-    model, tokenizer = tiny.model(num_hidden_layers=2), tiny.tokenizer(bos, style)
+    model, tokenizer = tiny.model(num_hidden_layers=2), tiny.tokenizer(request.param)
     made: list[BlendEngine] = []
 
     def engine(store: SummarizedStore, config: BlendConfig = CONFIG) -> BlendEngine:
@@ -55,12 +53,6 @@ def test_summary_holds_stored_chunks_and_drops_erased_ones(tmp_path: Path, opene
     assert held(store) == ([], [0, 1, 2])
     engine.forget([CHUNKS[1]])
     assert held(store) == ([], [0, 2])
-
-
-def test_summary_leaves_out_text_between_chunks(tmp_path: Path, opened: Opened) -> None:
-    store = SummarizedStore(DiskStore(tmp_path / "kv", 10**9))
-    opened(store, APART).warm(CHUNKS)
-    assert held(store) == ([], [0, 1, 2, 3])
 
 
 def test_restarted_summary_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:

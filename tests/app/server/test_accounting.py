@@ -89,8 +89,7 @@ def counts(client: httpx.Client, name: str) -> dict[tuple[str, ...], float]:
     return counted
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
+def test_line_says_what_a_request_took(server: Running, lines: Any) -> None:
     with client_of(server, KEYS["ada"]) as client:
         name = server.service.model_name
         body = {"model": name, "prompt": "Which?", "documents": [passage(310), passage(311)], "max_tokens": 3}
@@ -98,7 +97,7 @@ def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool
         server.service.engine.flush()
         settle(server.service)
         lines(1)
-        answer = client.post("/v1/completions", json={**body, "stream": stream, "n": 2})
+        answer = client.post("/v1/completions", json={**body, "n": 2})
         assert answer.status_code == 200
     (line,) = lines(1)
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
@@ -109,14 +108,12 @@ def test_line_says_what_a_request_took(server: Running, lines: Any, stream: bool
     assert 0 < line["ttft"] < line["seconds"] < 30
     assert line["bytes_in"] == len(answer.request.content)
     assert line["bytes_out"] == len(answer.content)
-    if not stream:
-        usage = answer.json()["usage"]
-        assert (line["tokens_in"], line["tokens_out"]) == (2 * usage["prompt_tokens"], usage["completion_tokens"])
+    usage = answer.json()["usage"]
+    assert (line["tokens_in"], line["tokens_out"]) == (2 * usage["prompt_tokens"], usage["completion_tokens"])
 
 
-@pytest.mark.parametrize("kind", ["completion", "ask"])
 def test_answer_whose_reader_left_ends_and_is_counted(
-    server: Running, lines: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+    server: Running, lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     third, going, made = threading.Event(), threading.Event(), list[int]()
 
@@ -131,8 +128,6 @@ def test_answer_whose_reader_left_ends_and_is_counted(
     process_logits(monkeypatch, held)
     long = {"max_tokens": 200, "stop_repetition": False, "stream": True}
     path, body = "/api/ask", {"question": "Which leaf?", "top_k": 1, **long}
-    if kind == "completion":
-        path, body = "/v1/completions", {"model": server.service.model_name, "prompt": "Which?", **long}
     with client_of(server, KEYS["ada"]) as client:
         counted = counts(client, "tokens_total")
         before = {name: counted.get(("ada", "ada", name), 0) for name in ("prompt", "generated")}
@@ -268,18 +263,12 @@ def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: p
     add_to_span(ServedRequest("GET"))  # without the package there is no span
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat", "ask", "stream"])
+@pytest.mark.parametrize("kind", ["completion", "ask"])
 def test_answers_are_spans_below_the_span_of_their_request(server: Running, kind: str) -> None:
     name = server.service.model_name
     completion = {"model": name, "prompt": "Which pineapple?", "documents": [passage(330)], "max_tokens": 3}
     path, body, operation = {
         "completion": ("/v1/completions", {**completion, "n": 2}, "text_completion"),
-        "stream": ("/v1/completions", {**completion, "stream": True}, "text_completion"),
-        "chat": (
-            "/v1/chat/completions",
-            {"model": name, "messages": [{"role": "user", "content": "Which pineapple?"}], "max_tokens": 3},
-            "chat",
-        ),
         "ask": ("/api/ask", {"question": "Which pineapple?", "stream": False}, "chat"),
     }[kind]
     with telling() as told, client_of(server, KEYS["ada"]) as client:

@@ -96,19 +96,6 @@ async def test_waiting_client_that_times_out_or_leaves_blocks_no_slot(clock: Clo
     assert (queue.waiting, queue.served) == (0, 0)
 
 
-async def test_slot_given_to_a_leaving_client_goes_to_the_next() -> None:
-    queue = AdmissionQueue(1, 10, 10.0)
-    slot = await queue.slot("a")
-    gone, stays = asyncio.create_task(queue.slot("a")), asyncio.create_task(queue.slot("a"))
-    await soon()
-    await slot.leave()  # the place is gone's now; it has not run since
-    gone.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await gone
-    assert (await stays) is not slot
-    assert queue.waiting == 0
-
-
 async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
     queue, served = AdmissionQueue(1, 50, 10.0), []
 
@@ -233,30 +220,6 @@ async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     assert queue.served == 1
     await slot.leave()
     await asyncio.gather(*waiting)
-    assert (queue.waiting, queue.served) == (0, 0)
-
-
-async def test_client_that_leaves_while_giving_way_blocks_no_slot(clock: Clock) -> None:
-    queue = AdmissionQueue(1, 10, 10.0, clock=clock)
-    slot = await queue.slot("a")
-    stays = asyncio.create_task(queue.slot("b"))
-    await soon()
-    gone = asyncio.create_task(slot.give_way())
-    other = await stays
-    gone.cancel()
-    await soon()
-    await slot.leave()  # it has none to leave
-    assert (queue.waiting, queue.served) == (0, 1)
-    await other.leave()
-    late, stays = await queue.slot("a"), asyncio.create_task(queue.slot("b"))
-    await soon()
-    back = asyncio.create_task(late.give_way())
-    other = await stays
-    clock.advance(10.0)  # the other stays longer than it may wait
-    with pytest.raises(Problem) as refused:
-        await back
-    assert refused.value.status == 503
-    await other.leave()
     assert (queue.waiting, queue.served) == (0, 0)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.api.rag import suggestions_for
-from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import DatasetError
 from tests.app.server.common import Running, client_of, read_events, running, settle
@@ -139,11 +139,3 @@ def test_every_request_is_in_the_pages(toy: Running) -> None:
     for path in paths:
         if not path.startswith("/v1/models/"):
             assert re.sub(r"\{\w+\}", "{}", path) in shown, path
-
-
-def test_limits_in_the_page_are_those_of_the_code() -> None:
-    limits = Limits()
-    assert (limits.body_bytes, limits.upload_bytes) == (4_000_000, 20_000_000)
-    assert (limits.document_chars, limits.prompt_chars) == (5_000_000, 1_000_000)
-    assert (limits.queue, limits.queue_seconds, limits.answer_seconds) == (64, 120.0, 300.0)
-    assert (limits.parse_seconds, limits.parse_bytes) == (60.0, 2_000_000_000)

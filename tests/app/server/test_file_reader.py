@@ -112,15 +112,6 @@ def child(program: str) -> dict[str, Any]:
     }
 
 
-def test_answer_about_one_file_is_never_taken_for_that_about_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(FileReader(LIMITS)) as reader:
-        with monkeypatch.context() as patch:
-            patch.setattr("json.loads", lambda *_: (_ for _ in ()).throw(MemoryError()))
-            with pytest.raises(MemoryError):
-                reader.parse(file("one.txt", b"one"))
-        assert reader.parse(file("other.txt", b"other")).pages == ("other",)
-
-
 @LINUX
 def test_reading_ends_when_the_server_stops() -> None:
     with closing(FileReader(LIMITS)) as reader:

@@ -58,14 +58,9 @@ def test_langchain_makes_a_model_of_the_server_by_its_provider(chatty: Running) 
     assert "".join(one.text for one in model.stream("Which leaf fell?", seed=3)) == answer.text
 
 
-@pytest.mark.parametrize("profile", [None, {"structured_output": True, "max_input_tokens": 2048}], ids=["", "profile"])
-def test_agent_over_the_server_calls_and_ends_with_its_object(
-    profile: Any, chatty: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LangChain knows no profile of the server's models; one that is given lets the answer itself be the object."""
-    last = LEAF if profile else f'Leaf", "arguments": {LEAF}}}'
-    script(chatty, monkeypatch, CALL if profile else CALL.split('"name": "')[1], last)
-    agent = create_agent(chat_model(chatty, max_tokens=200, profile=profile), [find], response_format=Leaf)
+def test_agent_over_the_server_calls_and_ends_with_its_object(chatty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(chatty, monkeypatch, CALL.split('"name": "')[1], f'Leaf", "arguments": {LEAF}}}')
+    agent = create_agent(chat_model(chatty, max_tokens=200), [find], response_format=Leaf)
     out = agent.invoke({"messages": [HumanMessage("What fell?")]})
     assert out["structured_response"] == Leaf(kind="oak", count=3)
     assert "There is one oak." in [one.text for one in out["messages"]]
@@ -110,12 +105,9 @@ async def test_llama_index_agent_over_the_server_calls_its_tool(
     assert answer.response.content == "An oak fell."
 
 
-@pytest.mark.parametrize("by_format", [False, True], ids=["by a call", "by the format of the answer"])
-def test_llama_index_takes_objects_from_the_server(
-    by_format: bool, chatty: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_index_takes_objects_from_the_server(chatty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama_index.core.prompts import PromptTemplate
 
-    model = llama_model(chatty, max_tokens=200, should_use_structured_outputs=by_format)
-    script(chatty, monkeypatch, LEAF if by_format else LEAF + "}")  # the call is begun by the server
+    model = llama_model(chatty, max_tokens=200)
+    script(chatty, monkeypatch, LEAF + "}")  # the call is begun by the server
     assert model.structured_predict(Leaf, PromptTemplate("Make a leaf.")) == Leaf(kind="oak", count=3)

@@ -130,14 +130,9 @@ def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
         (0o644, "others can read or change it: chmod 600"),
         (0o620, "others can read or change it"),
         ("{", "it is damaged"),
-        ("[]", "it is damaged"),
-        ("null", "it is damaged"),
-        ("", "it is damaged"),
         ("[" * 100_000, "it is damaged"),
-        (text[: len(text) // 2], "it is damaged"),
         ('{"version": 1, "keys": [{"name": "ada"}]}', "it is damaged"),
         ('{"version": 2, "keys": []}', "it is of version 2"),
-        (text.replace('"tenant": "ada"', '"tenant": 3'), "it is damaged"),
         (text.replace('"tenant": "ada"', '"tenant": "../x"'), "'../x'"),
         (text.replace('"sha256": "', '"sha256": "é'), "it is damaged"),
         (b"\xff\xfe", "it is damaged"),
@@ -190,20 +185,6 @@ def test_file_that_cannot_be_read_for_a_moment_is_read_at_the_next_look(
     assert "Too many open files" in record.getMessage()
 
 
-def test_file_of_the_same_size_and_time_is_another(tmp_path: Path) -> None:
-    path, clock = tmp_path / KEYS_FILE, Clock()
-    one, other = new_key("one", "ada"), new_key("two", "ada")
-    add_key(path, one[0])
-    known, before = KeysFile(path, clock), path.stat()
-    path.unlink()
-    add_key(path, other[0])
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = path.stat()
-    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    clock.advance(1)
-    assert (known.find(one[1]), known.find(other[1])) == (None, other[0])
-
-
 def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
     assert [status(server, key) for key in (ENV_KEY, "")] == [200, 401]
     ben = add("ben")
@@ -225,16 +206,6 @@ def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path,
     metrics = add("prometheus", "--metrics")
     assert status(server, metrics, "/metrics") == 200
     assert [status(server, metrics, path) for path in ("/v1/models", "/api/state", "/metrics/")] == [403] * 3
-
-
-def test_key_file_without_keys_closes_the_server(model: Path, docs: Path, tmp_path: Path, at_once: None) -> None:
-    add_key(tmp_path / KEYS_FILE, new_key("ada", "ada")[0])
-    take_out(tmp_path, "ada")
-    with running(settings_for(model, docs, tmp_path)) as server:
-        assert status(server, "") == 401
-        entry, key = new_key("ada", "ada")
-        add_key(tmp_path / KEYS_FILE, entry)
-        assert status(server, key) == 200
 
 
 class Stream:

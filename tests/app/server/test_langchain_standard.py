@@ -17,11 +17,14 @@ from tests.app.server.common import Running, process_logits
 from tests.integrations.langchain.models import Script, standard_call
 
 # Of the suite and the clients, about themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",
-    "ignore:Received a Pydantic BaseModel V1:UserWarning",
-    "ignore:Pydantic serializer warnings:UserWarning",
-)
+pytestmark = [
+    pytest.mark.slow,  # the suite runs on the adapter each time, and OpenAI's clients on the server
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore:Received a Pydantic BaseModel V1:UserWarning",
+        "ignore:Pydantic serializer warnings:UserWarning",
+    ),
+]
 
 
 class _Suite(ChatModelIntegrationTests):
@@ -62,7 +65,6 @@ class TestChatCompletions(_Suite):
     """Over chat completions."""
 
 
-@pytest.mark.slow
 class TestResponses(_Suite):
     """Over responses."""
 

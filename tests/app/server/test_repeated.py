@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,6 @@ def in_tags(texts: Sequence[str], question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": told}]
 
 
-def in_system(texts: Sequence[str], question: str) -> list[dict[str, str]]:
-    """As clients write it that number contexts, in the system message."""
-    contexts = "".join(f"[CONTEXT {at}]:\n{text}\n[END CONTEXT {at}]\n\n" for at, text in enumerate(texts))
-    return [{"role": "system", "content": f"Answer.\nContext:\n{contexts}"}, {"role": "user", "content": question}]
-
-
-def from_tool(texts: Sequence[str], question: str) -> list[dict[str, Any]]:
-    """As agents write it whose search is a tool."""
-    call = {"id": f"call {question}", "type": "function", "function": {"name": "search", "arguments": "{}"}}
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": "\n\n".join(texts)},
-    ]
-
-
 def ask(client: httpx.Client, messages: list[dict[str, Any]]) -> list[bool]:
     """Whether the KV of each text that was found in a conversation was read, as its answer says it."""
     name = client.get("/v1/models").json()["data"][0]["id"]
@@ -53,31 +37,25 @@ def kept(server: Running) -> set[str]:
     return {key for key, _ in server.service.engine.store.infos(FOUND)}
 
 
-@pytest.mark.parametrize("template", [in_tags, in_system, from_tool])
-def test_passages_in_messages_hit_at_their_third_sight_and_are_counted(
-    template: Callable[[Sequence[str], str], list[dict[str, Any]]], chat_model: Path, docs: Path, tmp_path: Path
+def test_passages_in_messages_hit_at_their_third_sight_are_counted_and_erased(
+    chat_model: Path, docs: Path, tmp_path: Path
 ) -> None:
     with running(settings_for(chat_model, docs, tmp_path)) as server, client_of(server) as client:
         found = []
         for number, texts in enumerate(PROMPTS):
-            found.append(ask(client, template(texts, f"Which one falls, is it number {number}?")))
+            found.append(ask(client, in_tags(texts, f"Which one falls, is it number {number}?")))
             settle(server.service)
         assert found[0] == []
         assert found[1:] == [[False, False], [True, True]]
         metrics = client.get("/metrics").text
         assert 'cacheblend_rag_found_chunks_total{found="hit"} 2.0' in metrics
         assert 'cacheblend_rag_found_chunks_total{found="miss"} 2.0' in metrics
-
-
-def test_texts_of_completions_are_found_too(model: Path, docs: Path, tmp_path: Path) -> None:
-    with running(settings_for(model, docs, tmp_path)) as server, client_of(server) as client:
-        name, hits = client.get("/v1/models").json()["data"][0]["id"], []
-        for number, texts in enumerate(PROMPTS):
-            prompt = "\n\n".join([f"{number}.", *texts, "Question: What?\nAnswer:"])
-            made = client.post("/v1/completions", json={"model": name, "prompt": prompt, "max_tokens": 2}).json()
-            hits.append(made["cacheblend"][0]["found"])
-            settle(server.service)
-        assert hits == [[], [False, False], [True, True]]
+        assert len(kept(server)) == 2
+        id = upload(client, {"a.txt": A})["a.txt"]["id"]
+        gone = client.delete(f"/api/documents/{id}")
+        assert gone.is_success, gone.text
+        assert len(kept(server)) < 2
+        assert not any(ask(client, in_tags([G, A, D], "Is it still there?")))
 
 
 def test_tenants_find_their_own_text_alone(chat_model: Path, docs: Path, tmp_path: Path) -> None:
@@ -101,19 +79,6 @@ def test_messages_sent_again_each_turn_are_stored_nowhere(chat_model: Path, docs
             turns.append({"role": "assistant", "content": f"{G} {number}"})
         assert ask(client, [turns[0], *turns[3:], {"role": "user", "content": "And that?"}]) == [], "some was left out"
         assert kept(server) == set()
-
-
-def test_deleting_a_document_erases_what_was_found_of_it(chat_model: Path, docs: Path, tmp_path: Path) -> None:
-    with running(settings_for(chat_model, docs, tmp_path)) as server, client_of(server) as client:
-        for number, texts in enumerate(PROMPTS):
-            ask(client, in_tags(texts, f"Which one falls, is it number {number}?"))
-        before = kept(server)
-        assert len(before) == 2
-        id = upload(client, {"a.txt": A})["a.txt"]["id"]
-        gone = client.delete(f"/api/documents/{id}")
-        assert gone.is_success, gone.text
-        assert len(kept(server)) < 2
-        assert not any(ask(client, in_tags([G, A, D], "Is it still there?")))
 
 
 def test_nothing_is_found_where_it_is_turned_off_and_the_start_says_what_is_kept(

@@ -24,9 +24,9 @@ from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, running, settings_for
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
-TRIES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 6}
+TRIES = {GenerationMode.POSITIVE: 5, GenerationMode.NEGATIVE: 4}
 # Requests that a mode must have sent by itself; some endpoints have nothing to get wrong.
-LEAST = {GenerationMode.POSITIVE: 80, GenerationMode.NEGATIVE: 40}
+LEAST = {GenerationMode.POSITIVE: 40, GenerationMode.NEGATIVE: 25}
 # Random requests need not hold one that makes sense, so each of these is sent besides.
 SENSIBLE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "", "prompt": "Once"},
