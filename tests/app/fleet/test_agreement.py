@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,34 +60,3 @@ def test_another_key_for_encryption_is_told_and_no_secret_is(monkeypatch: pytest
     assert [name for name in here if here[name] != there[name]] == ["encryption"]
     assert "secret" not in str(there)
     assert "hour" not in str(there)
-
-
-SCRIPT = """
-import sys
-import tempfile
-import ray
-from cacheblend_rag.app.fleet.replica import agree
-from cacheblend_rag.errors import ConfigError
-from tests.app.fleet.test_agreement import TERMS
-ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, _temp_dir=sys.argv[1])
-agree("first", TERMS)
-agree("first", TERMS)
-agree("second", TERMS | {"dtype": "bfloat16"})
-try:
-    agree("first", TERMS | {"dtype": "bfloat16"})
-except ConfigError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_replicas_of_a_configuration_agree_through_ray() -> None:
-    secret = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    root = Path(__file__).parents[3]
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # its sockets need a short path
-        command = [sys.executable, "-c", SCRIPT, folder]
-        environment = {**os.environ, **secret, "PYTHONPATH": str(root)}
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "dtype of this replica='bfloat16'" in done.stdout
-    assert "the other replicas have 'float32'" in done.stdout

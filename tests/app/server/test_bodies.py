@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cacheblend_rag.app.server.api.bodies import MOST_VALUES
-from tests.app.server.common import Running, client_of, read_events, running, settings_for
+from tests.app.server.common import Running, client_of, running, settings_for
 
 KEY = "ada-0123456789abcdef"
 CHAT = {"messages": [{"role": "user", "content": "red"}], "max_tokens": 2}
@@ -184,15 +184,6 @@ def test_body_is_utf_8_and_nothing_else(path: str, asked: Running, client: httpx
     marked = b"\xef\xbb\xbf" + json.dumps(whole(asked, path)).encode()  # as some programs of Windows write it
     answer = client.post(path, content=marked, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 201)
-
-
-def test_whole_surrogate_pair_is_text(asked: Running, client: httpx.Client) -> None:
-    path = "/v1/responses"
-    for streamed in (False, True):
-        answer = post(client, path, whole(asked, path, metadata={"\U0001f600": "\U0001f600"}, stream=streamed))
-        assert answer.status_code == 200
-        found = [one for _, one in read_events(answer.text)][-1]["response"] if streamed else answer.json()
-        assert found["metadata"] == {"\U0001f600": "\U0001f600"}
 
 
 def test_addresses_that_are_none_are_refused(client: httpx.Client) -> None:

@@ -15,16 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.services.folders import Folder
 from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.retrieval.index import FolderIndex
 from cacheblend_rag.store import DiskStore
 from tests.app.server.common import (
     BASE,
@@ -198,31 +195,6 @@ def test_deleted_text_is_not_found_while_the_kv_store_is_away_and_erased_when_it
             assert records(server.service, 50) == 1
     with running(settings) as server:
         assert records(server.service, 50) == 0, "also after a restart"
-
-
-def test_text_that_left_is_erased_once_more_unless_a_file_has_it_again(tmp_path: Path) -> None:
-    docs, clock, erased = tmp_path / "docs", Clock(), list[str]()
-    docs.mkdir()
-    for name in ("gone.txt", "back.txt"):
-        (docs / name).write_text(f"The text of {name}.")
-    embedder = DeterministicFakeEmbedding(size=4)
-    index = FolderIndex(
-        docs, embedder=embedder, index_dir=tmp_path / "index", may_be_empty=True, on_delete=erased.extend
-    )
-    folder = Folder(index, lasting=10.0, clock=clock)
-    folder.update()
-    for path in docs.iterdir():
-        path.unlink()
-    folder.update()
-    assert sorted(erased) == ["The text of back.txt.", "The text of gone.txt."]
-    (docs / "back.txt").write_text("The text of back.txt.")
-    folder.update()
-    del erased[:]
-    clock.advance(11.0)
-    folder.update()
-    assert erased == ["The text of gone.txt."]
-    folder.update()
-    assert erased == ["The text of gone.txt."]
 
 
 def test_server_killed_after_a_file_left_erases_its_kv_when_it_starts(model: Path, docs: Path, tmp_path: Path) -> None:

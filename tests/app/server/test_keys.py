@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,7 @@ from tests.app.server.common import (
     settle,
     upload,
 )
-from tests.waiting import Clock, until
+from tests.waiting import until
 
 ENV_KEY = "env-0123456789abcdef"
 
@@ -112,15 +110,6 @@ def test_the_file_is_where_the_server_looks_for_it(tmp_path: Path, monkeypatch: 
         assert [entry.name for entry in read_keys(tmp_path / path)] == [name]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
-def test_root_leaves_the_file_to_the_user_of_the_server(tmp_path: Path) -> None:
-    os.chown(tmp_path, 1234, 1234)
-    path = tmp_path / "state" / "data" / KEYS_FILE
-    add_key(path, new_key("ada", "ada")[0])
-    assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (1234, 0o600)
-    assert {one.stat().st_uid for one in tmp_path.rglob("*")} == {1234}, "folders and its lock, too"
-
-
 def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
     model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,28 +150,6 @@ def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
         path.write_text(text)
         path.chmod(0o600)
         assert known.find(key) is not None
-
-
-def test_file_that_cannot_be_read_for_a_moment_is_read_at_the_next_look(
-    tmp_path: Path, add: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A server without a free descriptor, just as a key is taken out."""
-    key, path, clock = add("ada"), tmp_path / KEYS_FILE, Clock()
-    known = KeysFile(path, clock)
-    take_out(tmp_path, "ada")
-    assert known.find(key) is not None, "it is not looked at for every request"
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, old[1]))
-    try:
-        for _ in range(3):
-            clock.advance(1)
-            assert known.find(key) is not None
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, old)
-    clock.advance(1)
-    assert known.find(key) is None
-    (record,) = [one for one in caplog.records if one.levelno >= logging.ERROR]
-    assert "Too many open files" in record.getMessage()
 
 
 def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:

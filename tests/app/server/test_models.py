@@ -92,23 +92,6 @@ def test_the_name_in_a_request_picks_the_model(client: openai.OpenAI, both: Runn
     assert said["flat"] != said["deep"]
 
 
-def test_unserved_model_is_refused_with_a_list_of_those_served(client: openai.OpenAI, pages: httpx.Client) -> None:
-    messages: Any = [{"role": "user", "content": QUESTION}]
-    for refused in (
-        lambda: client.completions.create(model="gpt-9", prompt="the"),
-        lambda: client.chat.completions.create(model="gpt-9", messages=messages),
-        lambda: client.responses.create(model="gpt-9", input="the"),
-    ):
-        with pytest.raises(openai.NotFoundError, match="flat or deep"):
-            refused()
-    body = {"question": QUESTION, "model": "gpt-9"}
-    for answer in (
-        pages.post("/api/ask", json=body),
-        pages.post("/api/compare", json=body),
-    ):
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-
-
 def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.Client, both: Running) -> None:
     told = pages.get("/api/state").json()["models"]
     assert [(one["name"], one["layers"]) for one in told] == [("flat", 2), ("deep", 3)]

@@ -72,22 +72,6 @@ def test_conversation_has_its_thought_beside_the_answer(
     assert writer.prompts[-1].endswith("[assistant] ")
 
 
-def test_each_of_several_answers_has_its_thought_and_log_probabilities_of_its_words(
-    client: openai.OpenAI, asked: dict[str, Any], writer: Writer
-) -> None:
-    options = {**asked, "n": 2, "logprobs": True, "stop": [" is"], "reasoning_effort": "low"}
-    words = ANSWER.partition(" is")[0]
-    for one in client.chat.completions.create(**options).choices:
-        assert (one.message.content, one.message.reasoning, one.finish_reason) == (words, THOUGHT, "stop")
-        assert "".join(token.token for token in one.logprobs.content) == words
-    parts = [one.choices[0] for one in client.chat.completions.create(**options, stream=True) if one.choices]
-    for number in range(2):
-        own = [one for one in parts if one.index == number]
-        assert "".join(one.delta.model_extra.get("reasoning", "") for one in own) == THOUGHT
-        told = [token.token for one in own if one.logprobs for token in one.logprobs.content]
-        assert "".join(told) == "".join(one.delta.content or "" for one in own) == words
-
-
 def test_thoughts_are_off_unless_they_are_asked_for(
     client: openai.OpenAI, asked: dict[str, Any], writer: Writer
 ) -> None:

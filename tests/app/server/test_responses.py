@@ -14,7 +14,7 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
@@ -154,16 +154,6 @@ def test_items_say_what_messages_do(client: openai.OpenAI, asked: dict[str, Any]
     same = client.chat.completions.create(model=asked["model"], messages=messages, max_tokens=6)
     assert answer.output_text == same.choices[0].message.content
     assert answer.usage.input_tokens == same.usage.prompt_tokens
-
-
-def test_documents_are_reused(client: openai.OpenAI, asked: dict[str, Any], chatty: Running) -> None:
-    body = {"documents": [passage(700), passage(701)], "recompute_ratio": 0.2, "top_k": 1}
-    for hits in (0, 2):
-        answer = client.responses.create(**asked, extra_body=body)
-        details = answer.usage.input_tokens_details
-        assert answer.model_extra["cacheblend"][0]["hits"] == hits
-        assert (details.cached_tokens > 0, details.cache_write_tokens > 0) == (hits > 0, hits == 0)
-        chatty.service.engine.flush()
 
 
 def test_the_events_of_a_text(chatty: Running, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,28 +441,6 @@ async def test_langchains_chat_openai(chatty: Running) -> None:
     assert [one.usage_metadata for one in chunks if one.usage_metadata] == [whole.usage_metadata]
     again = llm.invoke([HumanMessage("Which leaf fell?"), whole, HumanMessage("And then?")])
     assert again.usage_metadata["input_tokens"] > whole.usage_metadata["input_tokens"]
-
-
-def test_langchains_tools(chatty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(monkeypatch, chatty, "Let me see. " + CALL, "It is red.")
-
-    def look_up(leaf: str) -> str:
-        """Look a leaf up."""
-        return leaf
-
-    llm = chat_openai(chatty, max_tokens=120).bind_tools([look_up])
-
-    def answer(messages: list[Any]) -> AIMessage:
-        whole, *rest = llm.stream(messages)
-        for chunk in rest:
-            whole += chunk
-        return whole
-
-    messages: list[Any] = [HumanMessage("Which leaf fell?")]
-    first = answer(messages)
-    (call,) = first.tool_calls
-    assert (call["name"], call["args"], first.text) == ("look_up", {"leaf": "red"}, "Let me see.")
-    assert answer([*messages, first, ToolMessage("red", tool_call_id=call["id"])]).text == "It is red."
 
 
 def test_corrected_response_has_the_answer_as_it_is_now(client: openai.OpenAI, chatty: Running) -> None:

@@ -53,20 +53,6 @@ def test_engines_of_three_hundred_tenants_are_released(served: ServedModel) -> N
     assert engines[-1]() is not None, "the latest stays"
 
 
-def test_kept_prompts_outlive_the_engine(served: ServedModel) -> None:
-    engine = engine_of(served, 0)
-    engine.generate(PROMPT, max_new_tokens=2)
-    gone = weakref.ref(engine)
-    del engine
-    use_others(served)
-    assert gone() is None
-    again = engine_of(served, 0)
-    report = again.generate(PROMPT, max_new_tokens=2).report
-    assert report.resumed_tokens > 0, "the prompt lies in memory for all views, by salt"
-    other = engine_of(served, 1)
-    assert other.generate(PROMPT, max_new_tokens=2).report.resumed_tokens == 0
-
-
 def test_engine_in_use_goes_on_and_its_checks_are_given_up_with_a_text(served: ServedModel) -> None:
     engine = engine_of(served, 0)
     stream = engine.stream(PROMPT, max_new_tokens=6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import concurrent.futures
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -104,23 +103,6 @@ def test_answers_that_are_cut_say_so(client: openai.OpenAI) -> None:
     assert free.choices[0].message.content.startswith("{")
 
 
-def test_many_at_once_each_follow_their_own(client: openai.OpenAI) -> None:
-    plain = asked(client, max_tokens=8)
-    del plain["response_format"]
-    alone = client.chat.completions.create(**plain).choices[0].message.content
-
-    def one(number: int) -> str:
-        if number % 3 == 0:
-            return str(client.chat.completions.create(**plain).choices[0].message.content)
-        schema = {"enum": [f"oak {number}", f"ash {number}"]}
-        return str(client.chat.completions.create(**asked(client, schema)).choices[0].message.content)
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(one, range(12)))
-    for number, answer in enumerate(answers):
-        assert answer == alone if number % 3 == 0 else answer in (f'"oak {number}"', f'"ash {number}"')
-
-
 def test_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "measure"}}
     request = asked(client, tools=TOOLS, tool_choice=choice, temperature=1.5)
@@ -186,24 +168,6 @@ def test_impossible_schema_is_refused(client: openai.OpenAI) -> None:
         assert "start:" not in caught.value.body["message"], "the schema is not repeated"
     with pytest.raises(openai.BadRequestError, match="tool_choice='auto'"):
         client.chat.completions.create(**asked(client), tools=TOOLS, tool_choice="required")
-
-
-@pytest.mark.slow
-def test_endless_schema_stops_nobody(client: openai.OpenAI) -> None:
-    """It would take hours or all memory; others are answered meanwhile, and it is refused soon."""
-    quick = asked(client, max_tokens=4)
-    client.chat.completions.create(**quick)
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        attacks = [pool.submit(client.chat.completions.create, **asked(client, ENDLESS)) for _ in range(3)]
-        answered = 0
-        while not all(one.done() for one in attacks):
-            client.chat.completions.create(**quick)
-            answered += 1
-    for one in attacks:
-        with pytest.raises(openai.BadRequestError, match="simpler schema") as caught:
-            one.result()
-        assert caught.value.param == "response_format.json_schema.schema"
-    assert answered > 2, "others were answered while it was looked at"
 
 
 def deep(levels: int) -> dict[str, Any]:

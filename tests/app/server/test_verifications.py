@@ -150,29 +150,3 @@ def test_question_has_an_id_too_and_its_check_ends_when_its_document_is_deleted(
         assert ada.delete(f"/api/documents/{mine[0]}").status_code == 204
         found = ada.get(f"/api/answers/{waiting['id']}/verification").json()
         assert (found["status"], found["reason"]) == ("given up", "a chunk of its prompt was forgotten")
-
-
-def test_answer_whose_client_left_is_never_checked(guarded: Running) -> None:
-    with client_of(guarded, KEYS["ben"]) as ben:
-        documents = stored(ben, guarded.service, 340)
-        before = guarded.service.engine.verifications.status
-        body = {"model": guarded.service.model_name, "prompt": "Who?", "documents": documents, "selection": "none"}
-        body |= {"max_tokens": 1_500, "stream": True, "verify": "idle"}
-        with ben.stream("POST", "/v1/completions", json=body) as answer:
-            next(answer.iter_text())
-    with client_of(guarded, KEYS["ada"]) as ada:
-        said(ada, documents, max_tokens=1)  # the one before has left the model
-    assert guarded.service.engine.verifications.status == before
-
-
-def test_server_that_starts_knows_no_check(chat_model: Path, docs: Path, tmp_path: Path) -> None:
-    settings = settings_for(chat_model, docs, tmp_path, prompt_cache=0)
-    with running(settings) as server, client_of(server) as client:
-        documents = stored(client, server.service, 350)
-        id = said(client, documents, verify="idle")["cacheblend"][0]["verification"]["id"]
-        assert client.get(f"/api/answers/{id}/verification", params={"wait": 30}).json()["status"] == "corrected"
-    with running(settings) as server, client_of(server) as client:
-        lost = client.get(f"/api/answers/{id}/verification")
-        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "no_verification")
-        assert "restart" in lost.json()["error"]["message"]
-        assert client.get("/api/verifications").json()["answers"] == 0

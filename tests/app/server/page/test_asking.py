@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.app.server.page.conftest import open_page
@@ -257,13 +256,6 @@ def test_correction_takes_the_place_of_the_answer_and_its_citations(page: Page) 
     asked = answer_with(page, *told("Yes."))
     ask(page, "Sure?")
     assert asked[0]["history"][0]["answer"] == kept + after
-
-
-@pytest.mark.slow
-def test_answers_are_checked_by_the_server_itself(page: Page) -> None:
-    for question in easy_questions()[:2]:
-        turn = ask(page, question.question)
-    expect(turn.locator(".verification")).to_have_text(re.compile("^[✓≠]"))
 
 
 def test_page_waits_for_a_server_that_is_away(context: BrowserContext, address: str, problems: list[str]) -> None:
