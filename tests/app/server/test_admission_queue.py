@@ -242,38 +242,3 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
     assert [name for name, _ in events] == ["alone", "later", "last"]
     assert events[0] == ("alone", 1)
     assert (queue.waiting, queue.served) == (0, 0)
-
-
-async def test_lone_request_that_leaves_lets_the_others_in(clock: Clock) -> None:
-    queue = AdmissionQueue(2, 10, 10.0, clock=clock)
-    first = await queue.slot("a")
-    alone = asyncio.create_task(queue.slot("a", alone="server"))
-    later = asyncio.create_task(queue.slot("a"))
-    await soon()
-    assert queue.waiting == 2
-    alone.cancel()
-    other = await later
-    late = asyncio.create_task(queue.slot("a", alone="server"))
-    await soon()
-    clock.advance(10.0)
-    with pytest.raises(Problem) as refused:
-        await late
-    assert refused.value.status == 503
-    await first.leave()
-    await other.leave()
-    assert (queue.waiting, queue.served) == (0, 0)
-    async with await queue.slot("a", alone="server") as slot:
-        assert queue.served == 1
-        waiting = asyncio.create_task(queue.slot("a"))
-        back = asyncio.create_task(slot.give_way())
-        other = await waiting
-        await soon()
-        assert (queue.served, back.done()) == (1, False)
-        await other.leave()
-        assert await back
-        assert queue.served == 1
-        last = asyncio.create_task(queue.slot("a"))
-        await soon()
-        assert queue.waiting == 1, "alone again"
-    await (await last).leave()
-    assert (queue.waiting, queue.served) == (0, 0)

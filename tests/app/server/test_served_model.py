@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,9 +12,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.server.services import served_model
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.settings import Limits
-from cacheblend_rag.report import Verification
 from tests import tiny
-from tests.waiting import until
 
 PROMPT = Prompt("Read this.", [tiny.text(80, 1), tiny.text(80, 2)], "Which leaf?")
 
@@ -51,30 +47,3 @@ def test_engines_of_three_hundred_tenants_are_released(served: ServedModel) -> N
     alive = [one for one in engines if one() is not None]
     assert 0 < len(alive) <= served_model._ENGINES
     assert engines[-1]() is not None, "the latest stays"
-
-
-def test_engine_in_use_goes_on_and_its_checks_are_given_up_with_a_text(served: ServedModel) -> None:
-    engine = engine_of(served, 0)
-    stream = engine.stream(PROMPT, max_new_tokens=6)
-    first = next(stream)
-    gate, begun = threading.Event(), threading.Event()
-
-    def check(given_up: Any) -> Verification:
-        begun.set()
-        assert gate.wait(60)
-        return Verification("given up", reason="text was forgotten") if given_up() else Verification("verified")
-
-    waiting = engine.verifications.submit(check, "salt-0", PROMPT.chunks)
-    assert begun.wait(60)
-    del engine
-    use_others(served)
-    again = engine_of(served, 0)
-    assert first + "".join(stream) == again.generate(PROMPT, max_new_tokens=6).text
-    forgetting = threading.Thread(target=lambda: again.chunks.drop_waiting(PROMPT.chunks[:1]))
-    forgetting.start()
-    until(lambda: again.verifications._unwanted)
-    gate.set()
-    forgetting.join(60)
-    found = again.verifications.result(waiting.id, wait=60)
-    assert found is not None
-    assert found.status == "given up"

@@ -10,13 +10,12 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
-import torch
 
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form
 from cacheblend_rag.errors import ConfigError
-from tests.app.server.common import Running, process_logits, put_together
+from tests.app.server.common import Running, put_together
 
 KEY = "sk-none-needed-here"
 LEAF = {
@@ -36,32 +35,6 @@ TOOLS = [
 ]
 # Hours or all memory, if nothing stops it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*"} for n in range(1, 60)]}
-
-
-class Insisting:
-    """Writes a text token by token, as far as it may, and ends behind a call: what is forbidden there is passed over.
-
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-    text : callable
-    """
-
-    def __init__(self, tokenizer: Any, text: Any) -> None:
-        self._tokenizer, self._text = tokenizer, text
-        self._prompt = 0
-        self._seen = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores that prefer the next token of the text, and its end behind it."""
-        if input_ids.shape[1] != self._seen + 1 or not self._prompt:
-            self._prompt = input_ids.shape[1]
-        self._seen = input_ids.shape[1]
-        ids = [*self._tokenizer.encode(self._text(), add_special_tokens=False), 2]
-        scores[:, ids[min(self._seen - self._prompt, len(ids) - 1)]] += 1_000.0
-        written = self._tokenizer.decode(input_ids[0, self._prompt :])
-        scores[:, 2] += 2_000.0 if written.endswith("</tool_call>") else 100.0
-        return scores
 
 
 @pytest.fixture
@@ -116,31 +89,6 @@ def test_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI) -> No
         schema = TOOLS[1]["function"]["parameters"]  # type: ignore[index]
         assert jsonschema_rs.is_valid(schema, json.loads(call.function.arguments)), call.function.arguments
         assert call.function.name == "measure"
-
-
-def test_strict_tool_is_called_as_its_schema_says_or_not_at_all(
-    chatty: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As OpenAI's agents ask: the model decides whether it calls; what it wants to write breaks the schema."""
-    wrong = '<tool_call>\n{"name": "measure", "arguments": {"kind": "elm", "length": "long"}}\n</tool_call>'
-    said = {"text": "The leaf:\n" + wrong}
-    process_logits(monkeypatch, Insisting(chatty.service.engine.tokenizer, lambda: said["text"]))
-    tools = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
-    request = asked(client, tools=tools, stream=True, max_tokens=200)
-    del request["response_format"]
-
-    def answered() -> tuple[str, list[Any]]:
-        parts = [one.choices[0].delta for one in client.chat.completions.create(**request)]
-        return "".join(one.content or "" for one in parts), [c for one in parts for c in one.tool_calls or []]
-
-    text, pieces = answered()
-    call = put_together(pieces)
-    assert call.function.name == "measure"
-    assert text.startswith("The leaf:")
-    assert jsonschema_rs.is_valid(TOOLS[1]["function"]["parameters"], json.loads(call.function.arguments))
-    assert set(json.loads(call.function.arguments)) == {"length"}, "nothing but what the schema names"
-    said["text"] = "The leaf is {red}."
-    assert answered() == ("The leaf is {red}.", [])
 
 
 def test_strict_tool_with_an_impossible_schema_is_refused(client: openai.OpenAI) -> None:
