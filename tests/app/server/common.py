@@ -27,7 +27,6 @@ from cacheblend_rag.app.server.app import create_app, server_config
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
@@ -207,15 +206,6 @@ def running(settings: ServerSettings) -> Iterator[Running]:
     with Running(create_app(settings), settings) as server:
         settle(server.service)
         yield server
-
-
-def records_on_disk(data: Path) -> int:
-    """How many records lie in the KV store of a data folder."""
-    store = DiskStore(data / "kv")
-    try:
-        return store.stats().records
-    finally:
-        store.close()
 
 
 def settle(service: Any) -> None:

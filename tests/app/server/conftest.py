@@ -67,14 +67,14 @@ def client(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server on a socket."""
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"))) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chatty(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server over the model that takes tools."""
     with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("data"))) as made:

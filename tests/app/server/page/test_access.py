@@ -87,6 +87,7 @@ def test_phone_shows_two_views_without_sideways_scrolling(
     page = open_page(context, address)
     wide = "() => document.documentElement.scrollWidth"
     expect(page.locator("#panel")).to_be_hidden()
+    assert page.evaluate("() => document.querySelector('.top').offsetHeight") < 60, "its buttons stand in one line"
     turn = ask(page, easy_questions()[0].question)
     assert probe(page, "low") == []
     assert page.evaluate(wide) == width
