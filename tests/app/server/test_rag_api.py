@@ -8,6 +8,7 @@ import pytest
 
 from cacheblend_rag.app.server.services.folders import SearchHit
 from cacheblend_rag.app.server.services.questions import EarlierTurn, QuestionPrompt, search
+from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import PromptError
 from tests import tiny
 from tests.app.server.common import drop_last_prompts, read_events, settle
@@ -121,7 +122,9 @@ def test_the_comparison_has_a_row_a_method(client: Any) -> None:
     assert rows["reuse"]["order_kl"] == rows["blend"]["order_kl"] > rows["blend"]["kl"]
 
 
-def test_question_that_follows_others_holds_them_and_goes_on_from_the_prompt_in_memory(client: Any) -> None:
+def test_question_that_follows_others_holds_them_and_goes_on_from_the_prompt_in_memory(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = client.post("/api/ask", json={"question": QUESTION, "top_k": 4, "stream": False}).json()
     history = [{"question": QUESTION, "answer": first["answer"]}]
     report = report_of(client, question="And then?", history=history, top_k=4, show_prompt=True)
@@ -134,7 +137,9 @@ def test_question_that_follows_others_holds_them_and_goes_on_from_the_prompt_in_
         one["text"] for one in first["sources"]
     ]:
         assert report["resumed"] > report["tokens"]["prefix"]
-    many = [{"question": "red " * 400, "answer": "red " * 800}] * 12
+    (model,) = client.app.state.service.models.values()
+    monkeypatch.setattr(model, "_limits", Limits(prompt_tokens=1_000))
+    many = [{"question": "red " * 40, "answer": "red " * 80}] * 12
     assert 0 < report_of(client, history=many)["turns"] < 12, "as many of the latest turns as there is room for"
     for wrong in ([{"question": "a"}], [{"question": "a", "answer": "b", "turn": "x"}], [{}] * 51):
         assert client.post("/api/ask", json={"question": QUESTION, "history": wrong}).status_code == 422

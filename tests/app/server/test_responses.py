@@ -181,7 +181,7 @@ def test_the_events_of_calls(chatty: Running, asked: dict[str, Any], monkeypatch
         assert (item["name"], item["status"]) == ("look_up", "completed")
     assert len({first["call_id"], second["call_id"], first["id"], second["id"]}) == 4
     one = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190, "parallel_tool_calls": False})
-    assert [item["type"] for item in one[-1]["response"]["output"]] == ["message", "function_call"]
+    assert [item["type"] for item in one[-1]["response"]["output"]] == ["message", "function_call", "message"]
     says(monkeypatch, chatty, CALL)
     alone = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 90})
     assert [item["type"] for item in alone[-1]["response"]["output"]] == ["function_call"]
