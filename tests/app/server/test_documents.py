@@ -16,7 +16,6 @@ from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.api.rag import suggestions_for
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import DatasetError
 from tests.app.server.common import Running, client_of, read_events, running, settle
 from tests.programs import run_program
 from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
@@ -126,10 +125,6 @@ def test_suggestions_are_those_of_the_bundled_articles_alone(tmp_path: Path, mon
     assert (first.question, first.note, second.question) == ("Who?", None, "Where?")
     assert "more than one document" in str(second.note)
     assert suggestions_for(tmp_path) == []
-    for broken in ("{", "[1]", '{"question": "Who?"}'):
-        questions.write_text(broken, encoding="utf-8")
-        with pytest.raises(DatasetError, match=r"questions\.jsonl"):
-            suggestions_for(articles)
 
 
 def test_every_request_is_in_the_pages(toy: Running) -> None:

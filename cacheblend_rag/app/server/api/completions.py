@@ -297,7 +297,7 @@ class Chat(AnswerRequest):
     def thinking(self) -> tuple[Reasoning, int | None]:
         """See `AnswerRequest.thinking`."""
         body: Any = self.body
-        asked, most, own = body.level, body.most_thought, self.here.service.settings.rag
+        asked, most, own = body.level, body.reasoning.max_tokens, self.here.service.settings.rag
         level = thinks(own.reasoning if asked is None else asked, body.chat_template_kwargs)
         if asked is None and level and not self.model.thinks:  # what the server has for its other models
             level = False

@@ -284,11 +284,6 @@ class ChatBody(Sampling):
         return read_reasoning("reasoning_effort", self.reasoning_effort)
 
     @property
-    def most_thought(self) -> int | None:
-        """Most tokens of a thought, if that is said."""
-        return self.reasoning.max_tokens
-
-    @property
     def top_of_each(self) -> int | None:
         """See `Sampling.top_of_each`."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -49,7 +49,7 @@ from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, ContextLengthError, DatasetError
+from cacheblend_rag.errors import ConfigError, ContextLengthError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning
@@ -98,25 +98,15 @@ async def state(here: Here) -> PageState:
 
 
 def suggestions_for(documents: Path) -> list[Suggestion]:
-    """Suggested questions for a folder of documents; none but for the bundled articles.
-
-    Raises
-    ------
-    DatasetError
-        If the file of questions is there and cannot be read.
-    """
+    """Suggested questions for a folder of documents; none but for the bundled articles."""
     if not articles.is_bundled(documents) or not articles.QUESTIONS_PATH.exists():
         return []
     found = []
-    try:
-        for line in articles.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
-            if one["suggested"]:
-                several = len(one["files"]) > 1
-                note = "The answer needs more than one document." if several else None
-                found.append(Suggestion(question=one["question"], note=note))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{str(articles.QUESTIONS_PATH)!r} is no file of questions: {error}") from error
+    for line in articles.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        if one["suggested"]:
+            note = "The answer needs more than one document." if len(one["files"]) > 1 else None
+            found.append(Suggestion(question=one["question"], note=note))
     return found
 
 
@@ -246,54 +236,34 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, required, level))
         here.charge([question.tokens + most + (thought_most or 0)])
-    answering = _Answering(here, question, model, engine, slot, arguments, body.show_prompt)
-    if body.stream:
-        return EventStream(_to_the_end(answering.events()), slot, service.longest)
-    async with slot:
-        return await unless_gone(request, answering.whole())
 
+    def begin() -> TextStream:
+        timeout = service.limits.answer_seconds
+        return slot.holds(engine.stream(question.prompt, timeout=timeout, **arguments), here.took)
 
-@dataclass
-class _Answering:
-    """One question on its way."""
+    async def report(answer: Generation) -> dict[str, Any]:
+        answer = replace(answer, report=here.answered(model, engine, answer.report))
+        await slot.leave()  # the model is not needed for what follows
+        return await asyncio.to_thread(report_of, engine, question.prompt, answer, question.turns, body.show_prompt)
 
-    here: Session
-    question: _Question
-    model: ServedModel
-    engine: BlendEngine
-    slot: Slot
-    arguments: DecodeArguments
-    show_prompt: bool
-
-    def _begin(self) -> TextStream:
-        timeout = self.here.service.limits.answer_seconds
-        return self.slot.holds(
-            self.engine.stream(self.question.prompt, timeout=timeout, **self.arguments), self.here.took
-        )
-
-    async def _report(self, answer: Generation) -> dict[str, Any]:
-        answer = replace(answer, report=self.here.answered(self.model, self.engine, answer.report))
-        await self.slot.leave()  # the model is not needed for what follows
-        question = self.question
-        return await asyncio.to_thread(
-            report_of, self.engine, question.prompt, answer, question.turns, self.show_prompt
-        )
-
-    async def events(self) -> AsyncIterator[str]:
-        """The answer as events."""
-        stream = self._begin()
-        yield event("sources", [asdict(one) for one in self.question.found])
+    async def events() -> AsyncIterator[str]:
+        stream = begin()
+        yield event("sources", [asdict(one) for one in question.found])
         stream.with_thoughts = True
         async for piece in stream:
             yield event("thought" if isinstance(piece, Thought) else "token", {"text": str(piece)})
         if stream.result is not None:
-            yield event("report", await self._report(stream.result))
+            yield event("report", await report(stream.result))
 
-    async def whole(self) -> WholeAnswer:
-        """The answer at once."""
-        answer = await self._begin().acomplete()
-        report = await self._report(answer)
-        return WholeAnswer(answer=answer.text, thought=answer.thought, sources=self.question.found, report=report)
+    async def whole() -> WholeAnswer:
+        answer = await begin().acomplete()
+        told = await report(answer)
+        return WholeAnswer(answer=answer.text, thought=answer.thought, sources=question.found, report=told)
+
+    if body.stream:
+        return EventStream(_to_the_end(events()), slot, service.longest)
+    async with slot:
+        return await unless_gone(request, whole())
 
 
 @router.post(

@@ -47,13 +47,6 @@ class _Buckets:
                 self._levels[tenant] = left - amount, self._clock()
             return int(left), 0
 
-    def left(self, tenant: str) -> int | None:
-        """The amount that a tenant has left now; None if it may have as much as it likes."""
-        if self.size is None:
-            return None
-        with self._lock:
-            return int(self._left(tenant, self.size))
-
     def give_back(self, tenant: str, amount: int) -> None:
         """Return an amount that was taken and not used."""
         if self.size is not None:
@@ -130,12 +123,9 @@ class Tenant:
         self.salt = secret_kept(folder / "salt", 16) if salt is None else salt
         self.forms = WrittenForms(_KNOWN)
         self._known: ChunkRegistry | None = None
-        self._texts: Callable[[], Iterable[str]] = lambda: ()
+        self.texts: Callable[[], Iterable[str]] = lambda: ()
+        """The texts of its documents."""
         self._lock = threading.Lock()
-
-    def remembers(self, texts: Callable[[], Iterable[str]]) -> None:
-        """Where the texts of its documents come from."""
-        self._texts = texts
 
     def forget(self) -> None:
         """Read the texts of its documents anew when they are wanted."""
@@ -150,7 +140,7 @@ class Tenant:
         """
         with self._lock:
             if self._known is None:
-                self._known = ChunkRegistry(_KNOWN, self._texts(), self.forms)
+                self._known = ChunkRegistry(_KNOWN, self.texts(), self.forms)
             return self._known
 
 

@@ -302,7 +302,7 @@ class Session:
         self.own = self._own_folder()
         """The folder that this tenant may change; None if none can be written."""
         self.folders = [service.base] if self.own in (None, service.base) else [service.base, self.own]
-        self.tenant.remembers(lambda: [text for one in self.folders if one for text in one.texts()])
+        self.tenant.texts = lambda: [text for one in self.folders for text in one.texts()]
 
     def _own_folder(self) -> Folder | None:
         service = self.service
