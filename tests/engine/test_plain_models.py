@@ -25,6 +25,7 @@ from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
 from tests import gguf_files, probes, tiny
+from tests.pairwise import others_slow
 from tests.parity.families import OF_THE_DAY, PAGE, treatment_rows
 from tests.thinking import Writer, thinking_tokenizer
 
@@ -52,7 +53,7 @@ def checkpoints_of(engine: BlendEngine) -> Checkpoints:
     return engine._parts.pipeline.checkpoints
 
 
-@pytest.mark.parametrize("family", sorted(tiny.PLAIN))
+@pytest.mark.parametrize("family", others_slow(sorted(tiny.PLAIN), ("lfm2", "rwkv", "gpt2", "jamba")))
 def test_plain_models_answer_as_transformers_does(family: str) -> None:
     goes_on, model = tiny.PLAIN[family][0], tiny.plain_model(family)
     with engine_of(copy.deepcopy(model), verify="always") as engine:
@@ -70,7 +71,7 @@ def test_plain_models_answer_as_transformers_does(family: str) -> None:
         assert set(again.report.computed_tokens) == {again.report.prompt_tokens - kept}
 
 
-@pytest.mark.parametrize("family", IN_SLICES)
+@pytest.mark.parametrize("family", others_slow(IN_SLICES, ("lfm2", "mamba2")))
 def test_behind_a_checkpoint_logits_are_those_without_it(family: str) -> None:
     with engine_of(tiny.plain_model(family)) as engine:
         first, again = engine.fuse(PROMPT), engine.fuse(PROMPT)
@@ -78,12 +79,6 @@ def test_behind_a_checkpoint_logits_are_those_without_it(family: str) -> None:
         plain = tiny.full_prefill(engine.model, first.input_ids).logits[0, -1]
         for one in (first, again):
             assert float((one.logits - plain).norm() / plain.norm()) < 1e-3
-
-
-def test_full_recompute_reuses_nothing() -> None:
-    with engine_of(tiny.plain_model("lfm2")) as engine:
-        engine.generate(PROMPT, max_new_tokens=2)
-        assert engine.with_config(selection="all").generate(PROMPT, max_new_tokens=2).report.resumed_tokens == 0
 
 
 def test_memory_that_runs_out_costs_a_checkpoint_and_no_answer(
@@ -99,14 +94,6 @@ def test_memory_that_runs_out_costs_a_checkpoint_and_no_answer(
     assert "memory ran out: it is full" in caplog.text
 
 
-def test_decoding_never_writes_into_a_checkpoint() -> None:
-    with engine_of(tiny.plain_model("qwen3_5_text")) as engine:
-        first = engine.fuse(PROMPT).logits
-        for _ in range(2):
-            engine.generate(PROMPT, max_new_tokens=12)
-        torch.testing.assert_close(engine.fuse(PROMPT).logits, first, rtol=1e-3, atol=1e-3)
-
-
 def test_long_prompts_are_read_in_slices_beside_others() -> None:
     model = tiny.plain_model("lfm2", max_position_embeddings=4096)
     prompts = [Prompt(BEGINS, [tiny.text(1100, seed)], f"What fell {seed} times?") for seed in range(3)]
@@ -118,7 +105,7 @@ def test_long_prompts_are_read_in_slices_beside_others() -> None:
             assert answer.token_ids == own_answer(model, answer.report.input_ids, 6)
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba2", "recurrent_gemma", "qwen3_next"])
+@pytest.mark.parametrize("family", ["jamba", "mamba2"])
 def test_several_answers_at_once_are_those_of_one_after_another(family: str) -> None:
     model = tiny.plain_model(family)
     prompts = [PROMPT, OTHER, PROMPT, Prompt(suffix=tiny.text(12, 9))]
@@ -142,7 +129,7 @@ class Forced(LogitsProcessor):  # type: ignore[misc]
         return forced
 
 
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2"])
 def test_finished_turns_are_gone_on_from(family: str) -> None:
     model, tokenizer = tiny.plain_model(family), tiny.tokenizer(bos=False)
     said = tokenizer("\nseven grey owls\n")["input_ids"]
@@ -208,51 +195,26 @@ def test_forgetting_a_chunk_drops_the_turns_that_hold_it() -> None:
     assert len(checkpoints_of(engine)) == 0
 
 
-@pytest.mark.parametrize("again", [0, 1])
-def test_answer_under_way_puts_back_no_checkpoint_of_what_was_forgotten(again: int) -> None:
+def test_answer_under_way_puts_back_no_checkpoint_of_what_was_forgotten() -> None:
     def forget(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         engine.forget([CHUNKS[1]])
         return scores
 
     with engine_of(tiny.plain_model("lfm2")) as engine:
-        for _ in range(again):
-            engine.generate(PROMPT, max_new_tokens=2)
         engine.generate(PROMPT, max_new_tokens=2, logits_processor=[forget])
         assert len(checkpoints_of(engine)) == 1, "that behind the prefix"
         engine.generate(PROMPT, max_new_tokens=2)
         assert len(checkpoints_of(engine)) == 2
 
 
-def test_answer_under_way_puts_back_no_checkpoint_once_all_were_dropped() -> None:
-    def drop(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        engine.chunks.drop_prompts()
-        return scores
-
-    with engine_of(tiny.plain_model("lfm2")) as engine:
-        engine.generate(PROMPT, max_new_tokens=2, logits_processor=[drop])
-        assert len(checkpoints_of(engine)) == 0
-
-
-def test_ids_of_what_was_forgotten_are_compared_with_no_later_prompt() -> None:
-    with engine_of(tiny.plain_model("lfm2")) as engine:
-        engine.fuse(Prompt(suffix=BEGINS))
-        checkpoints = checkpoints_of(engine)
-        assert len(checkpoints) == 0
-        engine.forget([BEGINS])
-        assert not checkpoints._prompts
-
-
-@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
-@pytest.mark.parametrize("ends", ["thought", "stop", "eos"])
-def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_cut_off(family: str, ends: str) -> None:
+@pytest.mark.parametrize("ends", ["thought", "stop"])
+def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_cut_off(ends: str) -> None:
     """The states of a model without attention do not say what they have read."""
-    model = tiny.plain_model(family, vocab_size=420)
+    model = tiny.plain_model("mamba2", vocab_size=420)
     tokenizer = thinking_tokenizer("qwen3")
-    said = {"thought": "<think>\nan owl\n</think>\n\nA leaf.", "stop": "A leaf. It fell.", "eos": "A leaf."}[ends]
+    said = {"thought": "<think>\nan owl\n</think>\n\nA leaf.", "stop": "A leaf. It fell."}[ends]
     with engine_of(model, tokenizer) as engine:
-        options: dict[str, Any] = (
-            {"reasoning": True} if ends == "thought" else {"stop": ["It"]} if ends == "stop" else {}
-        )
+        options: dict[str, Any] = {"reasoning": True} if ends == "thought" else {"stop": ["It"]}
         first = engine.generate(
             Prompt(suffix=BEGINS), max_new_tokens=40, logits_processor=[Writer(tokenizer, said)], **options
         )
@@ -343,7 +305,7 @@ def test_models_on_whose_passes_transformers_fails_are_refused() -> None:
         engine_of(model)
 
 
-@pytest.mark.parametrize("family", sorted(tiny.PLAIN))
+@pytest.mark.parametrize("family", others_slow(sorted(tiny.PLAIN), ("lfm2", "rwkv", "gpt2", "jamba")))
 def test_config_alone_says_what_loading_finds(family: str) -> None:
     model = tiny.plain_model(family)
     found, adapter = treatment_of(model.config), PlainAdapter(model, "it is tried")
@@ -371,16 +333,11 @@ def test_command_says_what_models_get_before_they_are_fetched(
     (tmp_path / "none.gguf").write_bytes(b"GGUF and no more")
     assert main(["models", "check", str(tmp_path / "none.gguf"), "llama3.2:3b"]) == 2
     assert "a tag of Ollama's library" in capsys.readouterr().err
-    assert main(["models", "check", folders[0]]) == 0
-    capsys.readouterr()
-    assert main(["models", "check", str(tmp_path / "none"), folders[2]]) == 2
-    said = capsys.readouterr()
-    assert said.out.startswith(f"{folders[2]}: blended\n"), "the others are looked at all the same"
-    assert str(tmp_path / "none") in said.err
     assert main(["models", "list"]) == 0
     assert "SmolLM2-135M-Instruct, language model, blended," in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_table_of_the_families_of_the_day_is_current() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for row in treatment_rows():

@@ -99,9 +99,3 @@ def test_float32_gpus_and_quantised_weights_are_left_alone(saved: Path, in_softw
     config.quantization_config = {"quant_method": "torchao"}
     assert type_to_load(config, CPU) == "auto"
     assert type_to_load(tiny.model().config, CPU) == "auto"
-
-
-def test_type_stays_where_pytorch_does_not_know_the_processor(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(element_type._IN_HARDWARE, torch.bfloat16, "_is_no_such_thing")
-    assert element_type.in_hardware(torch.bfloat16) is None
-    assert type_to_load(AutoConfig.from_pretrained(saved), CPU) == "auto"

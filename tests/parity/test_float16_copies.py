@@ -6,12 +6,10 @@ import copy
 import gc
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from cacheblend_rag.models.cpu import weight_prepacking as prepacking
 from cacheblend_rag.models.cpu.float16_copies import Float16Copies, float16_product, packed
 from tests import tiny
 from tests.parity.test_weight_prepacking import CHANGES, error
-from tests.probes import CHUNKS, PROMPT, engine_of, untouched
+from tests.probes import PROMPT, engine_of, untouched
 
 pytestmark = pytest.mark.skipif(not halves.are_there(), reason="PyTorch has no products by weights in float16 here")
 EPS = torch.finfo(torch.float32).eps
@@ -70,8 +68,7 @@ def plain_tokens(model: Any) -> list[int]:
         return engine.generate(PROMPT, max_new_tokens=6).token_ids
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 32])
-@pytest.mark.parametrize(("out", "width"), [(16, 32), (50, 33), (192, 576), (400, 1000)])
+@pytest.mark.parametrize(("rows", "out", "width"), [(1, 192, 576), (7, 50, 33), (32, 400, 1000)])
 def test_products_are_those_of_float32(rows: int, out: int, width: int) -> None:
     weight = torch.randn(out, width).half().float()
     given, bias = torch.randn(2, rows, width), torch.randn(out)
@@ -104,7 +101,7 @@ def test_weight_is_packed_where_float16_changes_nothing(weight: torch.Tensor, sa
         assert error(float16_product(rows, found, None), rows @ weight.T) <= 16 * EPS or not weight.any()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_tokens_are_those_of_plain_products(family: str, products: list[int]) -> None:
     model = model_of(family)
     expected = plain_tokens(model)
@@ -117,18 +114,6 @@ def test_tokens_are_those_of_plain_products(family: str, products: list[int]) ->
         assert max(products) <= 32
         assert torch.equal(engine.fuse(PROMPT).logits, fused.logits)
     assert untouched(model)
-
-
-def test_several_tokens_and_checks_are_computed_so_too(products: list[int]) -> None:
-    model = model_of()
-    with engine_of(model, verify="always") as engine:
-        engine.warm(CHUNKS)
-        answer = engine.generate(PROMPT, max_new_tokens=12)
-    assert answer.report.verification.done
-    assert set(products) >= {1}
-    with engine_of(model, verify="always", prepack_weights=False) as engine:
-        engine.warm(CHUNKS)
-        assert engine.generate(PROMPT, max_new_tokens=12).token_ids == answer.token_ids
 
 
 def test_one_thread_computes_a_prompt_while_another_computes_tokens(products: list[int]) -> None:
@@ -152,9 +137,8 @@ def test_one_thread_computes_a_prompt_while_another_computes_tokens(products: li
     assert untouched(model)
 
 
-# The others are of bfloat16.
-@pytest.mark.parametrize("change", [CHANGES[name] for name in CHANGES if name not in ("cast", "new module")])
-def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any], None], products: list[int]) -> None:
+@pytest.mark.parametrize("change", ["in place", "through data", "own forward"])
+def test_changed_weight_is_never_computed_with_as_it_was(change: str, products: list[int]) -> None:
     model = model_of()
     ids = torch.tensor([[5, 6, 7]])
     with engine_of(model) as engine:
@@ -166,7 +150,7 @@ def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any],
 
         before = logits()
         assert products
-        change(model)
+        CHANGES[change](model)
         with torch.no_grad():
             expected = model(ids).logits
         assert error(before, expected) > 0.05, "the change shows"
@@ -190,13 +174,12 @@ def test_copies_are_shared_and_go_with_the_last_engine() -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[Any], Any]) -> None:
+def test_model_that_is_copied_meanwhile_is_as_it_always_was() -> None:
     both = [linear(64, 32), linear(32, 64)]
     layers, rows = nn.Sequential(*both), torch.randn(2, 32)
     with Float16Copies(both).multiplying(answers=True), torch.no_grad():
         expected = layers(rows)
-        twin = copied(layers)
+        twin = copy.deepcopy(layers)
         for layer in twin:
             layer.weight.zero_()
         assert not twin(rows).any()
@@ -204,53 +187,8 @@ def test_model_that_is_copied_meanwhile_is_as_it_always_was(copied: Callable[[An
     assert untouched(layers)
 
 
-def test_copies_are_freed_without_waiting_for_the_garbage_collector() -> None:
-    layer = linear(400, 100)
-    copies = Float16Copies([layer])
-    with copies.multiplying(answers=True), torch.no_grad():
-        layer(torch.randn(1, 100))
-    gone = weakref.ref(copies)
-    gc.disable()
-    try:
-        del copies
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_copies_that_were_dropped_are_made_again(products: list[int]) -> None:
-    model = model_of()
-    expected = plain_tokens(model)
-    with engine_over(model) as engine:
-        for _ in range(2):
-            products.clear()
-            assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
-            assert products
-            prepacking.drop_copies(model)
-
-
-def test_weights_that_are_not_the_same_in_float16_are_multiplied_as_ever(products: list[int]) -> None:
-    model = tiny.model(initializer_range=0.1)
-    nn.init.ones_(model.model.layers[0].mlp.up_proj.weight)
-    expected = plain_tokens(model)
-    with engine_over(model) as engine:
-        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
-    assert len(products) == 5, "the one weight that is the same"
-
-
-def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_packed_without_memory(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepacking, "total_memory", lambda: 10_000)
-
-
-def _without_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacking, "are_there", lambda: False)
-
-
-@pytest.mark.parametrize("lacking", [_without_memory, _without_operators])
-def test_nothing_is_packed_without_memory_or_operators(
-    lacking: Callable[[pytest.MonkeyPatch], None], products: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lacking(monkeypatch)
     with engine_over(model_of()) as engine:
         assert len(engine.generate(PROMPT, max_new_tokens=3).token_ids) == 3
     assert products == []
@@ -268,25 +206,6 @@ def test_operators_that_fail_later_leave_the_plain_path(
         monkeypatch.setattr(halves, "float16_product", fail)
         for _ in range(2):
             assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
-    assert caplog.text.count("weights are not prepacked") == 1
-
-
-def test_packing_that_fails_is_tried_once_and_leaves_the_plain_path(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried: list[int] = []
-
-    def fail(copies: Float16Copies) -> None:
-        tried.append(1)
-        raise MemoryError("no room for a copy")
-
-    model = model_of()
-    expected = plain_tokens(model)
-    with engine_over(model) as engine, caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(Float16Copies, "pack_all", fail)
-        for _ in range(2):
-            assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
-    assert tried == [1]
     assert caplog.text.count("weights are not prepacked") == 1
 
 
@@ -311,43 +230,9 @@ assert copies.trouble.seen
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
 def test_packing_without_memory_does_not_end_the_process() -> None:
     environment = {**os.environ, "CACHEBLEND_RAG_ONEDNN": "off"}
     done = subprocess.run([sys.executable, "-c", _WITHOUT_ROOM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted as Linux does")
-def test_packing_starts_a_thread_for_each_of_pytorchs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, threads, most = [linear(2048, 512) for _ in range(12)], torch.get_num_threads(), list[int]()
-    packing = halves._packed
-
-    def counted(weight: torch.Tensor) -> Any:
-        most.append(len(os.listdir("/proc/self/task")))
-        return packing(weight)
-
-    monkeypatch.setattr(halves, "_packed", counted)
-    torch.set_num_threads(6)
-    try:
-        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
-        torch.randn(1000, 1000).half()  # PyTorch has its threads
-        before = len(os.listdir("/proc/self/task"))
-        copies = Float16Copies(layers)
-        with copies.multiplying(answers=True), torch.no_grad():
-            layers[0](torch.randn(1, 512))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(most) == len(layers)
-    assert max(most) <= before + 6
-
-
-def test_engine_that_packs_nothing_and_one_that_packs_stand_beside_each_other(products: list[int]) -> None:
-    model = model_of()
-    with engine_over(model) as engine, engine.with_config(prepack_weights=False) as plain:
-        assert isinstance(plain, BlendEngine)
-        assert plain.generate(PROMPT, max_new_tokens=3).token_ids == engine.generate(PROMPT, max_new_tokens=3).token_ids
-        seen = len(products)
-        assert seen
-        plain.generate(PROMPT, max_new_tokens=3)
-        assert len(products) == seen

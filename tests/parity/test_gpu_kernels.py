@@ -50,12 +50,13 @@ SIZES = [(1, 70), (5, 5), (20, 131), (70, 200), (130, 300), (600, 700)]
 
 
 def _attended() -> Iterator[Any]:
-    """Shapes, sizes, windows and types, but for what takes the interpreter too long."""
-    for shape, size, window, dtype in product(SHAPES, SIZES, (None, 50), DTYPES):
-        case = (*shape, *size, window, dtype)
-        long = size[0] > 130 or (shape != SHAPES[0] and (size[0] > 20 or dtype != "float32"))
-        if DEVICE == "cuda" or not long:
-            yield case
+    """Shapes, sizes, windows and types; few of them for the interpreter."""
+    if DEVICE == "cpu":
+        yield from ((4, 2, 32, 1, 70, None, "float16"), (3, 3, 80, 5, 5, None, "float32"))
+        yield (4, 2, 32, 20, 131, 50, "float32")
+    else:
+        for shape, size, window, dtype in product(SHAPES, SIZES, (None, 50), DTYPES):
+            yield (*shape, *size, window, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,6 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=share, atol=share)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "rows", "tokens", "window", "dtype"), list(_attended()))
 def test_row_sees_all_up_to_its_position(
     heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
@@ -114,11 +114,10 @@ def test_row_sees_all_up_to_its_position(
     near(attend_from(query, pointers, places, window, width**-0.5), wanted)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (20, 131)] + [(70, 200)] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
+@pytest.mark.parametrize("window", [50])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES if DEVICE == "cuda" else SHAPES[:1])
+@pytest.mark.parametrize(("rows", "tokens"), [(70, 200)] if DEVICE == "cuda" else [(20, 70)])
 def test_weights_of_watched_rows_are_summed(
     rows: int, tokens: int, heads: int, kv_heads: int, width: int, window: int | None, dtype: str
 ) -> None:
@@ -144,10 +143,9 @@ def test_weights_of_watched_rows_are_summed(
     assert not sums.totals.any()
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
-@pytest.mark.parametrize("lengths", [(1,), (70,), (5, 131, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES if DEVICE == "cuda" else SHAPES[:1])
+@pytest.mark.parametrize("lengths", [(5, 131, 64)])
 def test_each_row_sees_its_own_answer(
     lengths: tuple[int, ...], heads: int, kv_heads: int, width: int, dtype: str
 ) -> None:
@@ -189,7 +187,7 @@ def _normalised(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("interleaved", "pairs"), [(False, 16), (True, 16), (False, 12), (True, 6)])
+@pytest.mark.parametrize(("interleaved", "pairs"), [(False, 16), (True, 6)])
 def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str) -> None:
     torch.manual_seed(0)
     whole = randn(1, 3, 50, 32, dtype=dtype)
@@ -205,8 +203,7 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     near(whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("dtype", "rotates"), [("float32", True), ("bfloat16", False)])
 def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: str) -> None:
     from cacheblend_rag.models.gpu.scatter import Source, place
 
@@ -247,10 +244,8 @@ def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: 
         assert torch.equal(found, wanted)
 
 
-# Biases, groups of heads, norms of queries and windows are each in one that the interpreter runs, too.
-@pytest.mark.parametrize(
-    "family", [_long(name) if name in ("llama", "mistral, window", "qwen2", "qwen3") else name for name in FAMILIES]
-)
+# Groups of heads, norms of queries and windows are in the one that the interpreter runs, too.
+@pytest.mark.parametrize("family", [name if name.startswith("qwen3, window") else _long(name) for name in FAMILIES])
 def test_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     monkeypatch.setattr(adapter.ModelAdapter, "plain_layers", None)
@@ -285,7 +280,7 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("mistral, window"), _long("qwen2")])
+@pytest.mark.parametrize("family", [_long("qwen3"), _long("mistral, window")])
 def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def scored() -> tuple[Any, torch.Tensor]:
         fused = fused_by(family, recompute_ratio=0.3, selection="query")
@@ -299,7 +294,7 @@ def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("qwen2"), _long("llama, one key for all heads")])
+@pytest.mark.parametrize("family", [_long("qwen3"), _long("llama, one key for all heads")])
 def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
     """One alone and several of different lengths together, beyond the room that is kept behind rows."""
     model, tokenizer = _model(family), tiny.tokenizer()
@@ -316,7 +311,7 @@ def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
             assert ours.token_ids == also.token_ids == theirs[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", _long("mistral, window"), _long("qwen3")])
+@pytest.mark.parametrize("family", [_long("mistral, window"), _long("qwen3")])
 def test_recomputing_all_equals_full_prefill(family: str) -> None:
     found = fused_by(family, recompute_ratio=1.0)
     with torch.no_grad():

@@ -106,20 +106,6 @@ def test_damaged_file_of_fingerprints_does_no_harm(text: str, saved: Path, hashe
     assert len(hashed) == 2
 
 
-def test_unwritable_home_does_no_harm(saved: Path, hashed: list[str]) -> None:
-    (saved.parent / "cache").write_text("not a folder")
-    assert load(saved) == load(saved)
-    assert len(hashed) == 2
-
-
-def test_few_fingerprints_are_kept(hashed: list[str]) -> None:
-    for number in range(300):
-        identity.remember_fingerprint(f"{number}", "0" * 64, "name")
-    assert identity.known_fingerprint("299") == "0" * 64
-    assert identity.known_fingerprint("0") is None
-    assert identity.known_fingerprint(None) is None
-
-
 def test_engines_of_both_kinds_share_records(saved: Path, hashed: list[str], tmp_path: Path) -> None:
     config = BlendConfig(min_tokens=0)
     for _ in range(2):
@@ -128,7 +114,3 @@ def test_engines_of_both_kinds_share_records(saved: Path, hashed: list[str], tmp
     with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=tmp_path / "kv") as engine:
         assert engine.warm(CHUNKS).present == 2
     assert len(hashed) == 1
-
-
-def test_missing_id_has_no_identity() -> None:
-    assert identity.files_identity("nowhere/at-all", "auto") is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,10 @@ def on_steps(rows: int, width: int, most: int = 15, dtype: torch.dtype = torch.f
     return ((codes - below) * step).view(rows, width).to(dtype)
 
 
-@pytest.mark.parametrize("most", [15, 14, 9, 1, 0], ids=lambda most: f"{most + 1} values")
-@pytest.mark.parametrize(("rows", "width"), [(16, 32), (48, 64), (192, 576), (896, 4864)])
+@pytest.mark.parametrize(
+    ("rows", "width", "most"),
+    [(16, 32, 15), (48, 64, 9), (16, 64, 0), (192, 576, 15), pytest.param(896, 4864, 15, marks=pytest.mark.slow)],
+)
 def test_product_by_found_codes_is_that_of_the_weight_to_rounding(rows: int, width: int, most: int) -> None:
     weight = on_steps(rows, width, most)
     codes = find_codes(weight.to(torch.bfloat16))
@@ -51,14 +51,6 @@ def test_product_by_found_codes_is_that_of_the_weight_to_rounding(rows: int, wid
         plain = nn.functional.linear(given, weight.to(torch.bfloat16))
         assert (found.double() - exact).norm() <= 1.5 * (plain.double() - exact).norm() + EPS / 2 * exact.norm()
         assert torch.equal(int4_product(given, codes, bias), found + bias)
-
-
-def test_codes_are_those_that_the_file_had() -> None:
-    weight = on_steps(64, 128)
-    codes = find_codes(weight.to(torch.bfloat16))
-    assert codes is not None
-    one = torch.eye(128, dtype=torch.bfloat16)
-    assert (int4_product(one, codes, None).float() - weight.float().T).abs().max() <= 3 * EPS * weight.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -89,18 +81,18 @@ def test_codes_of_another_weight_do_not_fit() -> None:
     assert not fits_weight(codes, weight[:, :64].contiguous())
 
 
-@pytest.mark.parametrize("shape", ["last of several", "turned", "every second", "one for all"])
-def test_rows_may_lie_in_memory_in_any_way(shape: str) -> None:
+def test_rows_may_lie_in_memory_in_any_way() -> None:
     weight = on_steps(32, 64).to(torch.bfloat16)
     codes = find_codes(weight)
     assert codes is not None
-    given = {
+    ways = {
         "last of several": torch.randn(3, 5, 64).to(torch.bfloat16)[:, -1:],
         "turned": torch.randn(64, 3).to(torch.bfloat16).T,
         "every second": torch.randn(3, 128).to(torch.bfloat16)[:, ::2],
         "one for all": torch.randn(1, 64).to(torch.bfloat16).expand(3, 64),
-    }[shape]
-    assert torch.equal(int4_product(given, codes, None), int4_product(given.clone().contiguous(), codes, None))
+    }
+    for name, given in ways.items():
+        assert torch.equal(int4_product(given, codes, None), int4_product(given.contiguous(), codes, None)), name
 
 
 @pytest.mark.parametrize("kind", ["infinite", "not a number", "sums too large", "range too large", "empty"])
@@ -163,11 +155,8 @@ def kept(cache: Path) -> list[Path]:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(
-    kind: str, tmp_path: Path, cache: Path, asked: list[int]
-) -> None:
-    with opened(written(tmp_path, kind)) as engine:
+def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(tmp_path: Path, cache: Path, asked: list[int]) -> None:
+    with opened(written(tmp_path)) as engine:
         answer = engine.generate(PROMPT, max_new_tokens=6)
         assert asked
         assert set(asked) <= {1, 2, 3, 4}
@@ -177,18 +166,6 @@ def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(
             asked.clear()
             plain.generate(PROMPT, max_new_tokens=6)
             assert not asked
-
-
-@needs_bfloat16
-def test_scores_by_codes_are_those_of_plain_products_to_rounding(tmp_path: Path, cache: Path, asked: list[int]) -> None:
-    with opened(written(tmp_path)) as engine, torch.no_grad():
-        ids = torch.tensor([engine.tokenize(PROMPT).input_ids])
-        plain = engine.model(ids[:, :3]).logits
-        assert not asked  # our own calls are plain
-        with engine.products():
-            found = engine.model(ids[:, :3]).logits
-        assert asked
-        assert (found.float() - plain.float()).norm() <= 8 * EPS * plain.float().norm()
 
 
 @needs_bfloat16
@@ -209,7 +186,7 @@ def test_codes_are_found_once_and_read_from_then_on(
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other weights", "folder", "short name"])
+@pytest.mark.parametrize("damage", ["cut", "other weights", "folder"])
 def test_damaged_codes_are_found_anew(
     damage: str, tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor]
 ) -> None:
@@ -227,30 +204,12 @@ def test_damaged_codes_are_found_anew(
         path.unlink()
         path.mkdir()
     else:
-        new = {"cut": content[:-100], "empty": b"", "noise": os.urandom(500)}
-        path.write_bytes(new.get(damage, content.replace(b"layers.0.", b"layers.9.")))
+        path.write_bytes(content[:-100])
     searches.clear()
     with opened(file) as engine:
         asked.clear()
         assert engine.generate(PROMPT, max_new_tokens=6).token_ids == first
     assert searches
-    assert asked
-
-
-@needs_bfloat16
-def test_folder_that_cannot_be_written_costs_a_search_each_time(
-    tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    file = written(tmp_path)
-    with opened(file) as engine:
-        folder = Path(engine.model.config._name_or_path)
-    (folder / "codes").write_text("a file in its place", encoding="utf-8")
-    for _ in range(2):
-        searches.clear()
-        with opened(file) as engine, caplog.at_level(logging.DEBUG, "cacheblend_rag"):
-            engine.generate(PROMPT, max_new_tokens=3)
-        assert searches
-        assert "not kept" in caplog.text
     assert asked
 
 
@@ -291,15 +250,11 @@ def farthest(engine: BlendEngine) -> float:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("there", [True, False], ids=["codes kept", "none yet"])
-def test_weights_changed_before_the_first_pass_have_codes_of_their_own(
-    there: bool, tmp_path: Path, cache: Path
-) -> None:
+def test_weights_changed_before_the_first_pass_have_codes_of_their_own(tmp_path: Path, cache: Path) -> None:
     file = written(tmp_path)
-    if there:
-        with opened(file) as engine:
-            engine.generate(PROMPT, max_new_tokens=2)
-            assert farthest(engine) < 0.02
+    with opened(file) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        assert farthest(engine) < 0.02
     with opened(file) as engine:
         alter(engine)
         engine.generate(PROMPT, max_new_tokens=2)
@@ -338,31 +293,6 @@ def test_nothing_else_is_deleted_where_codes_are_kept(tmp_path: Path, cache: Pat
     assert len(left) == 2
     assert left[1] == "letters.txt"
     assert left[0] != f"{'0' * 16}.safetensors"
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
-def test_file_of_other_types_has_no_codes(kind: str, tmp_path: Path, cache: Path, asked: list[int]) -> None:
-    with opened(written(tmp_path, kind)) as engine:
-        engine.generate(PROMPT, max_new_tokens=3)
-        assert not (Path(engine.model.config._name_or_path) / "codes").exists()
-    assert not asked
-
-
-@needs_bfloat16
-def test_model_of_another_form_is_not_looked_at(
-    tmp_path: Path, cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[Any] = []
-    monkeypatch.setattr(kept_codes, "begins_on_steps", lambda *given: looks.append(given))
-    tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
-    with opened(tmp_path / "model") as engine:
-        engine.generate(PROMPT, max_new_tokens=3)
-    assert not looks
-    assert not asked
-    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "model").rglob("*")}
 
 
 @needs_bfloat16

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.attention import onednn as direct_attention
@@ -48,10 +47,7 @@ def _drawn(rows: int, kv_heads: int, tokens: int = TOKENS, batch: int = 1) -> li
     return [torch.randn(batch, heads, count, 8) for heads, count in ((4, rows), (kv_heads, tokens), (kv_heads, tokens))]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 5, 40, 61])
+@pytest.mark.parametrize(("rows", "kv_heads", "batch"), [(1, 4, 1), (40, 2, 2), (61, 1, 1)])
 def test_without_a_mask_rows_are_the_last_positions(
     rows: int, kv_heads: int, batch: int, blocks: list[tuple[int, ...]]
 ) -> None:
@@ -67,10 +63,7 @@ def test_without_a_mask_rows_are_the_last_positions(
     assert largest == 12 if rows >= 2 * size else largest <= 12
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("window", [None, 7, 30])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 11, 45])
+@pytest.mark.parametrize(("rows", "kv_heads", "window"), [(1, 1, 7), (11, 4, None), (45, 2, 30)])
 def test_kept_rows_see_what_the_mask_shows(rows: int, kv_heads: int, window: int | None) -> None:
     query, key, value = _drawn(rows, kv_heads)
     places = torch.randperm(TOKENS)[:rows].sort().values
@@ -156,7 +149,7 @@ def test_softmax_that_spoils_what_it_reads_is_noticed(right: bool, monkeypatch: 
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])  # whose values have a width of their own
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])  # whose values have a width of their own
 def test_blended_prompt_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, ...]]) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
     model: Any = model_named(name) if name in MODELS else tiny.model(name)
@@ -174,11 +167,3 @@ def test_blended_prompt_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch, 
     assert_layers_close(directly.cache.layers, plain.cache.layers, model)
     prefilled = tiny.full_prefill(model, everything.input_ids).logits[0, -1]
     assert_logits_close(everything.logits, prefilled, model, len(everything.input_ids))
-
-
-def test_the_kernel_is_what_it_is_held_against() -> None:
-    query, key, value = _drawn(TOKENS, 2)
-    with torch.no_grad():
-        found = direct_attention.attend_behind(query, key, value, None)
-    expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    assert_close(found, expected, terms=8 + TOKENS)

@@ -96,26 +96,6 @@ def test_rows_taken_back_are_written_anew() -> None:
     assert torch.equal(keys[:, :, 6:], rows(1, 9))
 
 
-def test_forgotten_cache_begins_again() -> None:
-    cache = growing()
-    add(cache, 5, 0)
-    add(cache, 1, 1)
-    cache.reset()
-    keys, _ = add(cache, 3, 2)
-    assert torch.equal(keys, rows(3, 2))
-
-
-def test_gradients_pass_through_what_was_added() -> None:
-    cache = growing()
-    cache.update(rows(5), rows(5), 0)
-    added = rows(1, 1).requires_grad_()
-    first, _ = cache.update(added, rows(1), 0)
-    cache.update(rows(1, 2), rows(1), 0)
-    first.square().sum().backward()
-    assert added.grad is not None
-    torch.testing.assert_close(added.grad, 2 * added.detach())
-
-
 @pytest.mark.parametrize("prompt", [PLAIN, PROMPT], ids=["plain", "blended"])
 def test_answer_is_decoded_in_place(prompt: Any) -> None:
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:

@@ -19,7 +19,7 @@ PROCESSORS = {
 PRODUCTS = {"AVX2": "on", "SSE": "off"}
 # Products, attention, and whole passes of some families against the model's own. Few: each path starts a process.
 TESTS = (
-    "tests/parity/test_onednn_linear.py::test_results_are_the_models_own[llama]",
+    "tests/parity/test_onednn_linear.py::test_results_are_the_models_own[phi3]",
     "tests/parity/test_onednn_attention.py::test_blended_prompt_is_the_same",
     "tests/parity/test_attention.py::test_blocks_of_rows_give_what_the_whole_gives",
     "tests/parity/test_exactness.py::test_windows_and_attention_kernels",
@@ -32,7 +32,8 @@ def _can(name: str) -> bool:
     return able in ("AVX2", "AVX512") or (name == "SSE" and able == "DEFAULT")
 
 
-@pytest.mark.parametrize("name", ["AVX2", pytest.param("SSE", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AVX2", "SSE"])
 def test_other_processors_paths_give_the_same(name: str) -> None:
     if not _can(name):
         pytest.skip("this processor has no such path")

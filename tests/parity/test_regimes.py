@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.parity.test_families import assert_equals_plain, engine_of, plain_tokens
 
 LONG_FAMILIES = [family for family in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(family)]
@@ -40,16 +40,7 @@ def test_regimes_of_a_model() -> None:
         assert (adapter.regime(5000), adapter.regimes) == (0, (0,))
 
 
-@pytest.mark.parametrize("family", LONG_FAMILIES)
-def test_values_differ_between_the_regimes_of_longrope(family: str) -> None:
-    adapter = ModelAdapter(tiny.model(family, "longrope"))
-    ids = list(range(3, 60))
-    short, long = adapter.segment_kv((), ids, 0), adapter.segment_kv((), ids, 256)
-    torch.testing.assert_close(short.values[0], long.values[0])
-    assert (short.values[-1] - long.values[-1]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("family", LONG_FAMILIES)
+@pytest.mark.parametrize("family", others_slow(LONG_FAMILIES, ("phi3",)))
 def test_longrope_on_both_sides(family: str) -> None:
     model = tiny.model(family, "longrope")
     with engine_of(model, recompute_ratio=0.0, condition="prefix") as engine:
@@ -69,7 +60,7 @@ def test_longrope_on_both_sides(family: str) -> None:
         assert_equals_plain(engine.fuse(SHORT), model)
 
 
-@pytest.mark.parametrize("family", LONG_FAMILIES)
+@pytest.mark.parametrize("family", others_slow(LONG_FAMILIES, ("phi3",)))
 def test_longrope_generates_as_the_plain_model_beyond_and_across(family: str) -> None:
     model = tiny.model(family, "longrope")
     across = prompt_of(model, tiny.LONG - 5)
@@ -96,14 +87,16 @@ def test_longrope_at_the_threshold(tokens: int) -> None:
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere2", "glm4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", others_slow(["llama", "gemma3_text", "cohere2", "glm4", "gpt_oss"], ("llama", "gemma3_text"))
+)
 def test_dynamic_ntk_on_both_sides(family: str) -> None:
     def fresh() -> Any:
         return tiny.model(family, "dynamic", max_position_embeddings=tiny.LONG)
 
     model = fresh()
     with engine_of(model, recompute_ratio=1.0) as engine:
-        for tokens in (tiny.LONG - 5, tiny.LONG + 40, tiny.LONG + 9, tiny.LONG, 200):
+        for tokens in (tiny.LONG - 5, tiny.LONG + 40, tiny.LONG):
             prompt = prompt_of(fresh(), tokens)
             engine.warm(prompt.chunks)
             fused = engine.fuse(prompt)

@@ -31,7 +31,7 @@ def plainly(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return rotated
 
 
-@pytest.mark.parametrize("block", [1, 100, 2**18], ids=lambda block: f"block={block}")
+@pytest.mark.parametrize("block", [100])
 @pytest.mark.parametrize("layout", [Layout(), Layout(interleaved=True, cosines="pairs")], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_keys_turn_by_their_angles(

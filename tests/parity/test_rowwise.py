@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -89,7 +88,7 @@ def test_only_ordinary_parts_are_taken() -> None:
     assert row_by_row([norm, network, *others]) == [norm, network]
 
 
-@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, ("llama", "deepseek_v3")))
 def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(30, 2)], "What fell in the end?")
     model = tiny.model(family)
@@ -101,16 +100,6 @@ def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.
         parts = engine.adapter.row_by_row.modules
     assert parts, "each has norms at least"
     assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
-
-
-def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = ModelAdapter(tiny.model("llama"))
-    ids: list[Any] = [list(range(5, 35)), list(range(3, 30))]
-    parted = adapter.segments_kv([1, 2], ids)
-    monkeypatch.setattr("cacheblend_rag.models.cpu.rowwise._ROWS", 1000)
-    for one, other in zip(parted, adapter.segments_kv([1, 2], ids), strict=True):
-        torch.testing.assert_close(one.keys, other.keys)
-        torch.testing.assert_close(one.values, other.values)
 
 
 def test_compiled_model_is_left_alone() -> None:

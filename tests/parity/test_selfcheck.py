@@ -43,11 +43,6 @@ def test_tokens_over_which_rounding_chooses_another_expert_refuse_no_model(monke
     assert len(set(tried)) == 2
 
 
-@pytest.mark.parametrize("rope", tiny.ALL_ROPE_TYPES)
-def test_passes_for_every_rope_type(rope: str) -> None:
-    check_adapter(ModelAdapter(tiny.model("llama", rope)))
-
-
 def test_passes_for_a_model_like_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     model.config.model_type = "llamalike"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models import gguf as conversion
 from cacheblend_rag.models.loading import load_geometry, load_model
 from tests import gguf_files, tiny
@@ -84,7 +84,7 @@ def _rebuilt(model: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("rope", ["linear", "yarn"])
+@pytest.mark.parametrize("rope", ["yarn"])
 def test_rope_scaling_is_taken_from_the_file(rope: str, tmp_path: Path) -> None:
     model = tiny.model("llama", rope)
     settings: dict[str, Any] = {"rope__scaling__type": rope, "rope__scaling__factor": 4.0}
@@ -112,12 +112,6 @@ def test_other_scaled_frequencies_are_refused(tmp_path: Path) -> None:
     model = tiny.model("llama")
     path = gguf_files.write(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": [1.0, 3.0, 2.0, 5.0]})
     with pytest.raises(ModelLoadError, match="RoPE frequencies"):
-        load_model(path)
-
-
-def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
-    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), rope__scaling__type="spiral")
-    with pytest.raises(ModelLoadError, match="'spiral' is not supported"):
         load_model(path)
 
 
@@ -153,17 +147,6 @@ def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], return_dict=False)[-1] == turn
     ids = loaded.model.generation_config
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (1, [2, turn], 0)
-
-
-def test_other_files_of_its_folder_are_not_mixed_in(tmp_path: Path) -> None:
-    model = tiny.model("llama")
-    path = gguf_files.write(tmp_path / "model.gguf", model)
-    tiny.model("qwen2", seed=1).save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    loaded = load_model(path, device="cpu")
-    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
-    assert loaded.tokenizer.chat_template == gguf_files.TEMPLATE
-    assert loaded.tokenizer("fox").input_ids[0] != 1  # the other tokenizer's start
 
 
 def test_engine_answers_from_a_gguf_file_and_knows_its_kv_again(tmp_path: Path) -> None:
@@ -232,14 +215,6 @@ def test_conversion_checks_memory_and_disk_before_it_begins(
     load_model(path, device="cpu")
 
 
-def test_another_file_of_the_same_name_is_another_model(tmp_path: Path, conversions: list[Path]) -> None:
-    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
-    first = load_model(path, device="cpu").fingerprint()
-    gguf_files.write(path, tiny.model("llama", seed=1))
-    assert load_model(path, device="cpu").fingerprint() != first
-    assert len(conversions) == 2
-
-
 def test_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     load_model(path, device="cpu")
@@ -249,29 +224,14 @@ def test_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversio
     assert len(conversions) == 2
 
 
-@pytest.mark.parametrize("by", ["argument", "environment"])
-def test_nothing_is_kept_if_so_chosen(
-    by: str, tmp_path: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_kept_if_so_chosen(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
     model = tiny.model("llama")
     path = gguf_files.write(tmp_path / "model.gguf", model)
-    options = {"keep_converted": False} if by == "argument" else {}
-    if by == "environment":
-        monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "off")
-    prints = [load_model(path, device="cpu", **options) for _ in range(2)]
+    prints = [load_model(path, device="cpu", keep_converted=False) for _ in range(2)]
     torch.testing.assert_close(logits(prints[0].model), logits(model), atol=1e-5, rtol=1e-4)
     assert prints[0].fingerprint() == prints[1].fingerprint()
     assert len(conversions) == 2
     assert not [path for path in cache.rglob("*") if path.is_file()]
-
-
-def test_unknown_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="keep_converted"):
-        load_model(tmp_path / "model.gguf", keep_converted="no")  # type: ignore[arg-type]
-    monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "maybe")
-    with pytest.raises(ConfigError, match="CACHEBLEND_RAG_KEEP_CONVERTED='maybe'"):
-        load_model(tmp_path / "model.gguf")
 
 
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
@@ -286,12 +246,6 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) ->
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
-def test_experts_in_a_llama_are_refused(tmp_path: Path) -> None:
-    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), expert_count=8)
-    with pytest.raises(UnsupportedModelError, match="'llama' with experts"):
-        load_model(path)
-
-
 def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gguf_files._weights
     monkeypatch.setattr(
@@ -302,7 +256,7 @@ def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_model(path)
 
 
-@pytest.mark.parametrize("by", ["name", "setting"])
+@pytest.mark.parametrize("by", ["setting"])
 def test_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
     name = "model-00001-of-00003.gguf" if by == "name" else "model.gguf"
     path = gguf_files.write(tmp_path / name, tiny.model("llama"), **({"split__count": 3} if by == "setting" else {}))
@@ -310,7 +264,7 @@ def test_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
         load_model(path)
 
 
-@pytest.mark.parametrize("share", [0.0005, 0.02, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0.02, 0.99])
 def test_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     os.truncate(path, int(share * path.stat().st_size))

