@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
-from cacheblend_rag.calibration.comparison import blended, time_rounds
-from cacheblend_rag.calibration.timing import medians, timed, timing_prompt
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.calibration.timing import timed
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -26,108 +22,11 @@ from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.models.plain import check_blends
-from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store import KVRecord, KVStore, StoredKV
 
-_CHUNKS = 4
-_RATIOS = (0.15, 0.5)
-_LEAST_CHUNK = 16
 _COPIED = 64 * 10**6
 # Shape of the record by which a store on another machine is measured, in float32.
 _LAYERS, _HEADS, _DIM = 16, 8, 64
-
-
-@dataclass(frozen=True)
-class BlendTime:
-    """Time of a blended pass.
-
-    Parameters
-    ----------
-    tokens : int
-        Of the prompt.
-    fixed_share : float
-        Share of rows that are computed at any ratio, over all layers.
-    row_share : float
-        Share of rows that the ratio added.
-    seconds : float
-        With all stored KV in memory.
-    """
-
-    tokens: int
-    fixed_share: float
-    row_share: float
-    seconds: float
-
-
-def _measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequence[int]) -> PrefillProfile:
-    """Complete what is known of full prefills by what blended passes of the same lengths take.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        Its store is not used.
-    prefill : PrefillProfile
-    lengths : sequence of int
-        Tokens of prompts, about; longer ones than the model is made for are left out.
-    """
-    limit = engine.context_window or max(lengths)
-    # As requests are computed.
-    config = BlendConfig(min_tokens=0, write_back="off", prepack_weights=engine.config.prepack_weights)
-    found: list[BlendTime] = []
-    with BlendEngine(
-        engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint
-    ) as other:
-        for length in sorted(set(lengths)):
-            prompt = timing_prompt(engine.tokenizer, _CHUNKS, max(_LEAST_CHUNK, length // _CHUNKS))
-            tokens = len(other.tokenize(prompt).input_ids)
-            if tokens <= limit and other.adapter.reusable(tokens):
-                found += time_blends(other, prompt)
-    return fit_blend(prefill, found) if found else prefill
-
-
-def time_blends(engine: BlendEngine, prompt: Prompt, repeats: int = 3) -> Iterator[BlendTime]:
-    """Time blended passes of a prompt at a low and a high ratio, in turn, after one that warms up.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        Over a store in memory, with the default rule.
-    prompt : Prompt
-    repeats : int
-        Passes of each ratio, of which the median counts.
-    """
-    engine.warm(prompt.chunks, progress=False)
-    methods = {str(ratio): blended(engine.with_config(recompute_ratio=ratio), prompt) for ratio in _RATIOS}
-    timed = time_rounds(methods, repeats)
-    tokens = len(engine.tokenize(prompt).input_ids)
-    for ratio, (name, seconds) in zip(_RATIOS, medians(timed.seconds).items(), strict=True):
-        share = statistics.mean(timed.last[name].computed) / tokens
-        fixed = max(0.0, (share - ratio) / (1 - ratio))
-        yield BlendTime(tokens, fixed, share - fixed, seconds)
-
-
-def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillProfile:
-    """Least squares of what rows cost, and of what a pass takes beside them, none below 0.
-
-    Parameters
-    ----------
-    prefill : PrefillProfile
-    found : sequence of BlendTime
-        The measured times.
-    """
-    whole = [prefill.seconds(one.tokens) for one in found]
-    beyond = [max(1e-9, one.seconds - one.fixed_share * full) for one, full in zip(found, whole, strict=True)]
-    rows = [one.row_share * full for one, full in zip(found, whole, strict=True)]
-    columns = {2: rows, 1: [float(one.tokens) for one in found], 0: [1.0] * len(found)}
-    if len({one.tokens for one in found}) == 1:  # one length cannot tell what grows with it from what does not
-        del columns[0]
-    parts = least_squares(
-        {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()},
-        torch.tensor(beyond, dtype=torch.float64),
-    )
-    return dataclasses.replace(
-        prefill, blend_constant=parts.get(0, 0.0), blend_linear=parts.get(1, 0.0), row_cost=parts[2] or 1.0
-    )
 
 
 _BLOCK = 2**20
@@ -147,6 +46,8 @@ def _measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int,
 def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
     """Least squares of constant, linear and quadratic part, none below 0.
 
+    Relative errors count, so that short times are not drowned by long ones.
+
     Parameters
     ----------
     seconds : dict of int to float
@@ -161,29 +62,14 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
         raise ConfigError("lengths", (), "use at least one number of tokens")
     lengths = torch.tensor(sorted(seconds), dtype=torch.float64)
     times = torch.tensor([seconds[int(length)] for length in lengths], dtype=torch.float64)
-    powers = (1,) if len(lengths) == 1 else (1, 0, 2) if len(lengths) > 2 else (1, 0)
-    found = least_squares({power: lengths**power for power in powers}, times)
-    return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
-
-
-def least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
-    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
-
-    Parameters
-    ----------
-    columns : mapping of int to Tensor, each [times]
-    times : Tensor, [times]
-        Positive. Relative errors count, so that short times are not drowned by long ones.
-    """
-    kept = dict(columns)
-    first = next(iter(kept))
+    powers = [1] if len(lengths) == 1 else [1, 0, 2] if len(lengths) > 2 else [1, 0]
     while True:
-        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
-        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
-        negative = [name for name, part in parts.items() if part < 0 and name != first]
+        matrix = torch.stack([lengths**power for power in powers], dim=1) / times[:, None]
+        parts = dict(zip(powers, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
+        negative = [power for power, part in parts.items() if part < 0 and power != 1]
         if not negative:
-            return {name: max(0.0, part) for name, part in parts.items()}
-        del kept[min(negative)]
+            return PrefillProfile(parts.get(0, 0.0), max(0.0, parts[1]), parts.get(2, 0.0))
+        powers.remove(min(negative))
 
 
 def measure_folder(folder: Path, size: int = 256 * 10**6) -> Device:
@@ -354,7 +240,6 @@ def profile_machine(
     devices |= {tier.traits.tier: measure_remote(tier, size) for tier in remote}
     with engine.products():  # as requests are computed
         prefill = fit_prefill(_measure_prefill(engine.adapter, lengths))
-    prefill = _measure_blend(engine, prefill, lengths)
     return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
 
 

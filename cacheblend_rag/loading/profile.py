@@ -18,29 +18,17 @@ from cacheblend_rag.errors import ConfigError, StoreError
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds of a full prefill and of a blended pass by the number of tokens.
+    """Seconds of a full prefill by the number of tokens, and of a blended pass as section 5 of the paper assumes.
 
     Parameters
     ----------
     constant, linear, quadratic : float
-        Of a full prefill: seconds, seconds a token, seconds a token squared.
-    blend_constant, blend_linear : float
-        Of a blended pass, beside the rows it computes: seconds, and seconds a token (stored KV is
-        put in place and rotated).
-    row_cost : float
-        Time to compute a share of the rows, as a multiple of this share of a full prefill.
-
-    Notes
-    -----
-    With the last three as they are, a blended pass takes what section 5 of the paper assumes.
+        Seconds, seconds a token, seconds a token squared.
     """
 
     constant: float
     linear: float
     quadratic: float
-    blend_constant: float = 0.0
-    blend_linear: float = 0.0
-    row_cost: float = 1.0
 
     def seconds(self, tokens: int) -> float:
         """Time of a full prefill: ``Prefill(LLM, L)`` in section 5 of the paper."""
@@ -57,12 +45,11 @@ class PrefillProfile:
         ratio : float
             Recompute ratio, of the rest.
         """
-        share = fixed_share + ratio * (1 - fixed_share) * self.row_cost
-        return self.blend_constant + self.blend_linear * tokens + share * self.seconds(tokens)
+        return (fixed_share + ratio * (1 - fixed_share)) * self.seconds(tokens)
 
     def ratio_of(self, seconds: float, tokens: int, fixed_share: float) -> float:
         """The recompute ratio at which a blended pass takes so long; 0 or less if none is small enough."""
-        whole = (1 - fixed_share) * self.row_cost * self.seconds(tokens)
+        whole = (1 - fixed_share) * self.seconds(tokens)
         return (seconds - self.blended_seconds(tokens, fixed_share, 0.0)) / whole if whole > 0 else 0.0
 
 
@@ -206,7 +193,11 @@ class MachineProfile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             return cls(
-                {name: PrefillProfile(**_numbers(found)) for name, found in content["prefill"].items()},
+                {
+                    # Earlier versions saved more.
+                    name: PrefillProfile(*(float(found[part]) for part in ("constant", "linear", "quadratic")))
+                    for name, found in content["prefill"].items()
+                },
                 {name: Device(str(found.pop("name")), **_numbers(found)) for name, found in content["devices"].items()},
                 {name: _settings(found) for name, found in content.get("blends", {}).items()},
             )

@@ -532,7 +532,6 @@ class ModelAdapter(PlainAdapter):
         regime: int = 0,
         heads: Sequence[int] = (),
         behind: Sequence[LayerKV] = (),
-        gradients: bool = False,
     ) -> list[SegmentKV]:
         """KV of several segments in one pass, each computed behind the context as if it were alone.
 
@@ -552,8 +551,6 @@ class ModelAdapter(PlainAdapter):
             How many first tokens of each only serve as its context, and are left out of its KV; by default none.
         behind : sequence of LayerKV
             KV of what stands before the context's ids, as `context_kv` gives it; by default nothing does.
-        gradients : bool
-            Whether gradients flow back to ``behind``.
 
         Returns
         -------
@@ -565,36 +562,24 @@ class ModelAdapter(PlainAdapter):
         alike = not self.mixes_rows and self.positions.alike((before + len(row) for row in rows), regime)
         if len(rows) > 1 and not alike:
             pairs = zip(segments, heads, strict=True)
-            return [self.segments_kv(context_ids, [ids], regime, [head], behind, gradients)[0] for ids, head in pairs]
+            return [self.segments_kv(context_ids, [ids], regime, [head], behind)[0] for ids, head in pairs]
         first, longest = before + len(context_ids), before + max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - before - len(row)) for row in rows], device=self.device)
-        layers = self.layers_of(self._run_decoder(inputs, regime, behind, gradients))
+        layers = self.layers_of(self._run_decoder(inputs, regime, behind))
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
-
-    def passes_gradients(self) -> bool:
-        """Whether gradients get through a projection; those of some quantised weights stop them, or lose them."""
-        rows = torch.ones(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device, requires_grad=True)
-        with self._plain(gradients=True):
-            projected = self.form.project(self._attention(0), rows)
-        if not projected.requires_grad:
-            return False
-        (gradient,) = torch.autograd.grad(projected.sum(), rows, allow_unused=True)
-        return gradient is not None
 
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
         return tuple(self.layers_of(self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)))
 
-    def _run_decoder(
-        self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = (), gradients: bool = False
-    ) -> list[Any]:
+    def _run_decoder(self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = ()) -> list[Any]:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
             DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.to_cached(kv)))
-        with self._plain(gradients), self.row_by_row.in_use(), self.positions.use_regime(regime), suppress(Enough):
+        with self._plain(), self.row_by_row.in_use(), self.positions.use_regime(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 
@@ -602,9 +587,9 @@ class ModelAdapter(PlainAdapter):
         return part_of(self.layers[layer], self.family.attention)
 
     @contextmanager
-    def _plain(self, gradients: bool = False) -> Iterator[None]:
+    def _plain(self) -> Iterator[None]:
         self.positions.settle(self.device)
-        with evaluating(self.model), torch.set_grad_enabled(gradients):
+        with evaluating(self.model), torch.no_grad():
             yield
 
 

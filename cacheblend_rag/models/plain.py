@@ -150,7 +150,7 @@ class PlainAdapter:
                 between(time.perf_counter() - began)
         return Prefill(cache, logits)
 
-    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0, gradients: bool = False) -> torch.Tensor:
+    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
         """The model's own forward pass over ids behind a cache, which grows by them.
 
         Parameters
@@ -159,8 +159,6 @@ class PlainAdapter:
         ids : sequence of int
         logits_to_keep : int
             How many of the last positions give logits; 0 for all.
-        gradients : bool
-            Whether gradients flow back to the cache.
 
         Returns
         -------
@@ -170,7 +168,7 @@ class PlainAdapter:
         kept = {} if cache is None else {cache_argument(self.model): cache, "use_cache": True}
         if takes(self.model, "logits_to_keep"):
             kept["logits_to_keep"] = logits_to_keep
-        with evaluating(self.model), torch.set_grad_enabled(gradients):
+        with evaluating(self.model), torch.no_grad():
             logits: torch.Tensor = keeping_nothing(self.model)(inputs, **kept).logits[0]
         return logits[-logits_to_keep:]
 

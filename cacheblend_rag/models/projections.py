@@ -61,11 +61,6 @@ class PlainKV:
         """The KV in what transformers caches."""
         return LayerKV(keys, values)
 
-    def project(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
-        """One of the projections of rows ``[1, rows, hidden]``, as it comes from its layer."""
-        found: torch.Tensor = getattr(attention, self._family.fused or self._family.keys)(rows)
-        return found
-
     def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
         """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
         # As the model would hand them over: layers that round what they read may look at the dimensions.
@@ -110,11 +105,6 @@ class LatentKV(PlainKV):
         """The KV in latents and rotary parts."""
         first, second = torch.cat((values, keys), dim=-1).chunk(2, dim=-1)
         return LayerKV(first, second)
-
-    def project(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
-        """See `PlainKV.project`."""
-        found: torch.Tensor = attention.kv_a_proj_with_mqa(rows)
-        return found
 
     def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
         latents, rotating = attention.kv_a_proj_with_mqa(normed[None])[0].tensor_split((-self._rotating,), dim=-1)

@@ -13,12 +13,9 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.calibration.profiler import (
-    BlendTime,
-    fit_blend,
     fit_prefill,
     measure_folder,
     profile_machine,
-    time_blends,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import (
@@ -63,19 +60,6 @@ def test_recompute_never_makes_slow_loading_slower() -> None:
         least = fixed + 0.15 * (1 - fixed)
         assert plan.recompute_seconds <= max(load, least) + 1e-9, (load, fixed)
         assert plan.recompute_seconds == pytest.approx(fixed + plan.recompute_ratio * (1 - fixed))
-
-
-def test_measured_cost_of_blended_passes_lowers_the_ratio() -> None:
-    """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
-    slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
-    assert slow.blended_seconds(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
-    assert slow.blended_seconds(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
-    assert slow.ratio_of(slow.blended_seconds(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
-    device = {"disk": Device("disk", 90e6 / 0.7)}
-    plan = LoadingController(MachineProfile({"m": slow}, device)).plan("m", SIX, 1000, device="disk", bounds=WIDE)
-    assert plan.recompute_ratio == pytest.approx(0.40)
-    assert plan.recompute_seconds == pytest.approx(0.02 + 0.05 + 0.4 * 1.5)
-    assert controller(disk=90e6 / 0.7).plan("m", SIX, 1000, device="disk", bounds=WIDE).recompute_ratio == 0.7
 
 
 def test_bounds_hold() -> None:
@@ -207,36 +191,6 @@ def test_the_fit_finds_what_made_the_times() -> None:
     assert fit_prefill({500: 2.0}).seconds(1000) == pytest.approx(4.0)
     with pytest.raises(ConfigError, match="lengths"):
         fit_prefill({})
-
-
-def test_the_fit_of_blended_passes_finds_what_made_the_times() -> None:
-    made = PrefillProfile(0.0, 1e-3, 1e-7, blend_constant=0.01, blend_linear=4e-5, row_cost=1.3)
-    plain = PrefillProfile(0.0, 1e-3, 1e-7)
-    times = [
-        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended_seconds(tokens, fixed, ratio))
-        for tokens, fixed in ((500, 0.08), (1000, 0.06), (2000, 0.05))
-        for ratio in (0.15, 0.5)
-    ]
-    found = fit_blend(plain, times)
-    assert found.seconds(700) == plain.seconds(700)
-    for tokens in (300, 1500, 4000):
-        assert found.blended_seconds(tokens, 0.05, 0.3) == pytest.approx(
-            made.blended_seconds(tokens, 0.05, 0.3), rel=1e-6
-        )
-    one_length = fit_blend(plain, times[-2:])
-    assert one_length.blend_constant == 0
-    assert one_length.blended_seconds(2000, 0.05, 0.3) == pytest.approx(made.blended_seconds(2000, 0.05, 0.3), rel=1e-6)
-
-
-def test_blended_passes_are_timed_over_rows_they_report() -> None:
-    with engine_of(min_tokens=0) as engine:
-        low, high = time_blends(engine, PROMPT, repeats=1)
-        report = engine.with_config(recompute_ratio=0.15).fuse(PROMPT).report
-    rows = sum(report.computed_tokens) / len(report.computed_tokens) / low.tokens
-    assert low.fixed_share + low.row_share == pytest.approx(rows)
-    assert low.row_share < high.row_share
-    assert high.fixed_share == pytest.approx(low.fixed_share, abs=0.05), "rows are rounded down"
-    assert min(low.seconds, high.seconds) > 0
 
 
 def test_folder_is_measured_and_left_clean(tmp_path: Path) -> None:

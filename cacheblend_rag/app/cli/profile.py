@@ -40,8 +40,7 @@ def _profile(parsed: argparse.Namespace) -> int:
         found, path = profile_machine(engine, lengths=parsed.lengths, size=size)
         prefill = found.prefill[engine.fingerprint]
     for tokens in parsed.lengths:
-        rows = "  ".join(f"{prefill.blended_seconds(tokens, 0.0, ratio):.3f} s at {ratio:.0%}" for ratio in (0.15, 0.5))
-        print(f"prefill of {tokens:>6} tokens  {prefill.seconds(tokens):>9.3f} s  rows recomputed: {rows}")
+        print(f"prefill of {tokens:>6} tokens  {prefill.seconds(tokens):>9.3f} s")
     for name, device in found.devices.items():
         print(f"{name:<8} {device.throughput / 1e6:>10,.0f} MB/s {device.latency * 1e6:>10,.1f} µs a read")
     print(f"kept in {path}")

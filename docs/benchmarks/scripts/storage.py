@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
-from cacheblend_rag.calibration.profiler import drop_cache, fit_blend, time_blends
+from cacheblend_rag.calibration.profiler import drop_cache
 from cacheblend_rag.calibration.timing import medians, timed
 from cacheblend_rag.config import CODEC_NAMES, BlendConfig, check_choice
 from cacheblend_rag.engine.engine import BlendEngine
@@ -403,8 +403,7 @@ class _Bench:
             }
             seconds = self._medians(methods)
             layers, size = engine.adapter.num_layers, engine.store.volume()
-            full = PrefillProfile(0.0, seconds["prefill"] / tokens, 0.0)
-            self._prefill = fit_blend(full, list(time_blends(engine, self._prompt)))
+            self._prefill = PrefillProfile(0.0, seconds["prefill"] / tokens, 0.0)
         with self._engine(DiskStore(self._folder)) as engine:
             engine.warm(self._prompt.chunks, progress=False)
         return {**seconds, "tokens": tokens, "layers": layers, "bytes": size}
