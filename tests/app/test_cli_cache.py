@@ -115,7 +115,7 @@ def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: p
     arguments = ["profile", "--model", str(model), "--data-dir", str(tmp_path), "--device", "cpu"]
     assert main([*arguments, "--lengths", "16", "32", "48", "--file-size", "2MB"]) == 0
     seen = capsys.readouterr().out
-    line = r"^prefill of +\d+ tokens +\d+\.\d+ s  rows recomputed: \d+\.\d+ s at 15%  \d+\.\d+ s at 50%$"
+    line = r"^prefill of +\d+ tokens +\d+\.\d+ s$"
     assert len(re.findall(line, seen, re.MULTILINE)) == 3
     assert re.search(r"^disk +[\d,]+ MB/s +[\d,.]+ µs a read$", seen, re.MULTILINE)
     assert set(json.loads((tmp_path / "kv" / "profile.json").read_text())) == {"prefill", "devices"}
