@@ -11,7 +11,6 @@ import hashlib
 import json
 import mmap
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -52,7 +51,6 @@ ARCHITECTURES = {
 # Bytes at the start of a file among which all its settings are.
 _MOST_SETTINGS = 2**28
 _reading = threading.Lock()
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Splits every digit from the rest before merging; transformers knows these names not.
 _DIGITS_APART = ("smollm", "starcoder", "refact")
@@ -89,16 +87,12 @@ def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
     _check_start(path)
     if keep:
         sha256 = _content(path)
-        yield made_once(_gguf_path(path, sha256), _about(sha256), lambda part: convert(path, part))
+        folder, about = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}", {"weights": sha256}
+        yield made_once(folder, about | {"converter": str(CONVERTER)}, lambda part: convert(path, part))
     else:
         with part_folder(models_path() / "gguf" / path.stem) as part:
             convert(path, part)
             yield part
-
-
-def _gguf_path(file: Path, sha256: str) -> Path:
-    """Where the converted file is kept."""
-    return models_path() / "gguf" / f"{file.stem}-{sha256[:12]}"
 
 
 def holds_chat_template(file: str | os.PathLike[str]) -> bool:
@@ -251,10 +245,6 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _about(sha256: str) -> Mapping[str, str]:
-    return {"weights": sha256, "converter": str(CONVERTER)}
-
-
 def _content(path: Path) -> str:
     """SHA-256 of a file; it is read through once, as long as neither its size nor its times change."""
     state = path.resolve().stat()
@@ -281,15 +271,6 @@ def _check_start(path: Path) -> None:
         raise ModelLoadError(
             f"{str(path)!r} is not a GGUF file; name a GGUF file, a folder written by save_pretrained, or a hub id"
         )
-    if (split := _SPLIT.search(path.name)) is not None:
-        raise _is_split(path, int(split[1]))
-
-
-def _is_split(path: Path, parts: int) -> ModelLoadError:
-    return ModelLoadError(
-        f"{str(path)!r} is one of {parts} parts of a model; join them with llama.cpp's "
-        '"llama-gguf-split --merge FIRST_PART JOINED.gguf", and name the joined file'
-    )
 
 
 def _header(path: Path) -> tuple[Any, dict[str, Any]]:
@@ -311,8 +292,11 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -> None:
-    if int(fields.get("split.count", 1)) > 1:
-        raise _is_split(path, int(fields["split.count"]))
+    if (parts := int(fields.get("split.count", 1))) > 1:
+        raise ModelLoadError(
+            f"{str(path)!r} is one of {parts} parts of a model; join them with llama.cpp's "
+            '"llama-gguf-split --merge FIRST_PART JOINED.gguf", and name the joined file'
+        )
     experts = fields.get(f"{architecture}.expert_count", 0) and architecture == "llama"
     if architecture not in ARCHITECTURES or ARCHITECTURES[architecture] not in FAMILIES or experts:
         raise UnsupportedModelError(

@@ -45,8 +45,6 @@ _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfold
 
 # Arguments that transformers took once, and what does the same now.
 _QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
-# Values of device_map that leave the choice to transformers, and places that are no device of computing.
-_PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential", "disk", "meta")
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -228,7 +226,6 @@ def load_model(
     """
     device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
     check_choice("dtype", dtype, DTYPES)
-    _check_device_map(model_kwargs.get("device_map"))
     target = _device(device)
     with _found(model, model_kwargs):
         if (base := _base_of(model)) is not None:
@@ -543,19 +540,3 @@ def _device(device: str) -> torch.device:
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # a build without it raises what it likes
         raise ConfigError("device", device, 'there is none that PyTorch can use; use "auto" or "cpu"') from error
     return target
-
-
-def _check_device_map(device_map: Any) -> None:
-    """Devices that there are, in the forms in which transformers takes them."""
-    places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
-    for place in places:
-        if place is None or place in _PLACINGS:
-            continue
-        try:
-            if not isinstance(place, str | int | torch.device):
-                raise ConfigError("device", place, "use a name, a number or a torch.device")
-            _device(_device_name(place))
-        except ConfigError as error:
-            placings = ", ".join(map(repr, _PLACINGS[:4]))
-            remedy = f"use a device that PyTorch has here, such as 'cpu', or one of {placings}"
-            raise ConfigError("device_map", device_map, remedy) from error

@@ -16,7 +16,6 @@ from cacheblend_rag.models.starters import starter_named, starters_of
 _ALIKE = 0.7
 _TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
 _PLAIN = re.compile(r"[\w.-]+")
-_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 # Files that say how a folder is loaded: a model, an adapter, an embedder.
 _CONFIGS = ("config.json", "adapter_config.json", "modules.json")
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
@@ -42,8 +41,7 @@ def why_no_model(
     ModelLoadError
         If it is a starter of the other kind.
     """
-    name, starters = os.fspath(model), starters_of(kind)
-    remedy = name_remedy(kind)
+    name, remedy = os.fspath(model), name_remedy(kind)
     if not name.strip():
         return remedy
     try:
@@ -57,12 +55,12 @@ def why_no_model(
         return None if elsewhere else _fault_of_folder(path, kind, weights, remedy)
     if tag := tag_remedy(name):
         return tag
-    if found := _URL.fullmatch(name):
-        return f"an address is no name of a model; use {found[1]!r}"
     if path.is_absolute() or name.startswith((".", "~")) or name.lower().endswith(".gguf") or name.count("/") > 1:
-        return f"there is no such file or folder{_beside(path)}; {remedy}"
-    if "/" not in name and (near := _near(name.lower(), starters)):
-        return f"there is no such folder; did you mean the starter model {' or '.join(map(repr, near))}?"
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = "".join(f", but there is {one!r}" for one in get_close_matches(path.name, beside, n=1))
+        return f"there is no such file or folder{near}; {remedy}"
+    if "/" not in name and (alike := get_close_matches(name.lower(), starters_of(kind), n=2, cutoff=_ALIKE)):
+        return f"there is no such folder; did you mean the starter model {' or '.join(map(repr, alike))}?"
     return None
 
 
@@ -96,12 +94,6 @@ def _instead_of(name: str) -> str:
     )
 
 
-def _near(name: str, starters: list[str]) -> list[str]:
-    """The starters that may be meant: those that begin so, or the one that is written most alike."""
-    begun = [one for one in starters if len(name) > 1 and one.startswith(name)]
-    return begun or get_close_matches(name, starters, n=1, cutoff=_ALIKE)
-
-
 def _fault_of_folder(folder: Path, kind: str, weights: bool, remedy: str) -> str | None:
     """The fault of a folder that holds no saved model."""
     names = sorted(one.name for one in folder.iterdir())
@@ -115,11 +107,3 @@ def _fault_of_folder(folder: Path, kind: str, weights: bool, remedy: str) -> str
         fetch = "fetch the model whole, or save it by save_pretrained"
         return f"the folder holds no weights, such as model.safetensors; {fetch}; or {remedy}"
     return None
-
-
-def _beside(path: Path) -> str:
-    """Words on its place: the folder that is missing, or a name that is much like it."""
-    if not path.parent.is_dir():
-        return f", and no folder {str(path.parent)!r}"
-    near = get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1)
-    return f", but there is {near[0]!r}" if near else ""

@@ -226,7 +226,7 @@ with torch.inference_mode():
     resource.setrlimit(resource.RLIMIT_AS, (taken + 3 * copies.nbytes // 4, resource.RLIM_INFINITY))
     with copies.multiplying(answers=True):
         assert torch.equal(layer(rows), expected)
-assert copies.trouble.seen
+assert copies.failed
 """
 
 

@@ -119,18 +119,6 @@ class CopyForward(ForwardOverride):
         return weight if dense and weight.numel() >= max(self.weights.least(), _SAMPLES) else None
 
 
-class _FailureNote:
-    """Whether a product by a copy has failed; it is said once."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def note(self, error: object) -> None:
-        if not self.seen:
-            self.seen = True
-            _log.warning("weights are not prepacked any more, products are plain: %s", error)
-
-
 class _Rows(threading.local):
     """Whose rows the thread that asks computes."""
 
@@ -150,7 +138,9 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         super().__init__(())
-        self.trouble, self.rows = _FailureNote(), _Rows()
+        self.rows = _Rows()
+        self.failed = False
+        """Whether a product by a copy, or making one, has failed; then there are no copies any more."""
         self.renew(layers)
 
     @contextmanager
@@ -224,37 +214,37 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
     def _make_again(self) -> None:
         """Put new copies in the place of those that are in use, one by one."""
         self._look()
-        if self.trouble.seen or not torch.backends.mkldnn.enabled:
-            self._drop()
-            return
-        try:
-            self.make([one for one in self._forwards if one.seen is not None], first=True)
-            for forward in self._forwards:
-                forward.copy = None if forward.seen is None else forward.copy
-        except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
-            self.fail(error)
+        self._make([one for one in self._forwards if one.seen is not None], first=True)
+        for forward in self._forwards:
+            forward.copy = None if forward.seen is None else forward.copy
 
     @torch.no_grad()
     def _put(self) -> None:
         """Bring copies up to date, and put them to use."""
-        if self.trouble.seen or not torch.backends.mkldnn.enabled:
-            self._drop()
-            return
         first = self._samples is None
         # Copies of weights that have changed are made again once the weights rest: training between requests
         # would pay for them again and again.
         if self._unchanged() or first:
-            try:
-                self.make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
-            except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
-                self.fail(error)
+            self._make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
         for forward in self._forwards:
             if forward.copy is not None:
                 forward.put()
 
+    def _make(self, forwards: list[CopyForward], first: bool) -> None:
+        """`make`, if copies are made at all."""
+        if self.failed or not torch.backends.mkldnn.enabled:
+            self._drop()
+            return
+        try:
+            self.make(forwards, first)
+        except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
+            self.fail(error)
+
     def fail(self, error: object) -> None:
         """Make no copies any more, and use none."""
-        self.trouble.note(error)
+        if not self.failed:
+            _log.warning("weights are not prepacked any more, products are plain: %s", error)
+        self.failed = True
         self._drop()
 
     def _drop(self) -> None:

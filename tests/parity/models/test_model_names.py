@@ -66,10 +66,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NAMES = {
     "smolm2": "no such folder; did you mean the starter model 'smollm2'",
-    "qwen2.5-coder": "did you mean the starter model 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b'",
+    "qwen2.5-coder": "did you mean the starter model 'qwen2.5-coder-1.5b' or 'qwen2.5-coder-0.5b'",
     " ": "name a folder of a saved model, a GGUF file, a hub id or the starter model 'smollm2'",
     "ROOT/emty": "no such file or folder, but there is 'empty'; name a folder",
-    "ROOT/none/model": "no such file or folder, and no folder 'ROOT/none'; name a folder",
+    "ROOT/none/model": "no such file or folder; name a folder",
     "./nowhere": "no such file or folder; name a folder",
     "nowhere.gguf": "no such file or folder; name a folder",
     "ROOT/empty": "the folder is empty; name a folder",
@@ -81,7 +81,6 @@ NAMES = {
     "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
     "llama3.2:3b": "a tag of Ollama's library is no name here: name the model's id",
     "llama3.2": "if it is a name of Ollama's, name the model's id .*GGUF file that `ollama show --modelfile llama3.2`",
-    "https://huggingface.co/some/model": "an address is no name of a model; use 'some/model'",
     "nobody/nothing": "not in the local cache, and no hub may be asked .*; check the name and the network",
 }
 
