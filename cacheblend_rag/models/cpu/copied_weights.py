@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
@@ -33,13 +32,11 @@ _SAMPLES = 8
 class WeightState:
     """Identity of a weight when it was looked at, without keeping it alive."""
 
-    __slots__ = ("_address", "_form", "_storage", "_version", "_weight")
+    __slots__ = ("_address", "_form", "_version", "_weight")
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weakref.ref(weight)
         self._version, self._address = weight._version, weight.data_ptr()
-        # Memory that was given back may come again at the same address, a storage never does.
-        self._storage = _storage(weight)
         self._form = _form(weight)
 
     def still(self, weight: object) -> bool:
@@ -53,12 +50,7 @@ class WeightState:
 
     def wholly(self, weight: torch.Tensor) -> bool:
         """Whether a weight still is that in all but its values."""
-        alike = self.still(weight) and _form(weight) == self._form
-        return alike and self._storage == _storage(weight)
-
-
-def _storage(weight: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+        return self.still(weight) and _form(weight) == self._form
 
 
 def _form(weight: torch.Tensor) -> tuple[object, ...]:
@@ -141,7 +133,7 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         self.rows = _Rows()
         self.failed = False
         """Whether a product by a copy, or making one, has failed; then there are no copies any more."""
-        self.renew(layers)
+        self._begin(layers)
 
     @contextmanager
     def multiplying(self, *, answers: bool) -> Iterator[None]:
@@ -186,59 +178,39 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         return sum(weight.nbytes for weight in weights if weight is not None)
 
     def renew(self, layers: Iterable[nn.Linear]) -> None:
-        """Begin again with these layers; copies are made when a pass begins.
-
-        A pass that is under way goes on by copies, which are made now.
-        """
+        """Begin again with these layers when the next pass begins; one that is under way goes on by its copies."""
         with self._lock:
-            known, layers = {one.module: one for one in self._forwards}, list(layers)
-            for module in known.keys() - set(layers):
-                known[module].remove()
-            self._forwards = self._ours(known.get(layer) or CopyForward(layer, self) for layer in layers)
-            if self._users:
-                self._make_again()
-            else:
-                self._forget()
+            self._renewed = list(layers)
+            if not self._users:
+                self._begin(self._renewed)
 
     def forget(self) -> None:
         """Free all copies; the next pass makes them again."""
-        with self._lock:
-            self._forget()
+        self.renew([forward.module for forward in self._forwards])
 
-    def _forget(self) -> None:
-        self._remove()
-        self._drop()
+    def _begin(self, layers: Iterable[nn.Linear]) -> None:
+        self._forwards = self._ours(CopyForward(layer, self) for layer in layers)
+        self._renewed: list[nn.Linear] | None = None
         self._samples: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def _make_again(self) -> None:
-        """Put new copies in the place of those that are in use, one by one."""
-        self._look()
-        self._make([one for one in self._forwards if one.seen is not None], first=True)
-        for forward in self._forwards:
-            forward.copy = None if forward.seen is None else forward.copy
 
     @torch.no_grad()
     def _put(self) -> None:
         """Bring copies up to date, and put them to use."""
+        if self._renewed is not None and self._users == 1:
+            self._begin(self._renewed)
         first = self._samples is None
         # Copies of weights that have changed are made again once the weights rest: training between requests
         # would pay for them again and again.
         if self._unchanged() or first:
-            self._make([one for one in self._forwards if one.seen is not None and one.copy is None], first)
+            wanted = [one for one in self._forwards if one.seen is not None and one.copy is None]
+            try:
+                if not self.failed and torch.backends.mkldnn.enabled:
+                    self.make(wanted, first)
+            except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
+                self.fail(error)
         for forward in self._forwards:
-            if forward.copy is not None:
+            if forward.copy is not None and torch.backends.mkldnn.enabled:
                 forward.put()
-
-    def _make(self, forwards: list[CopyForward], first: bool) -> None:
-        """`make`, if copies are made at all."""
-        if self.failed or not torch.backends.mkldnn.enabled:
-            self._drop()
-            return
-        try:
-            self.make(forwards, first)
-        except (RuntimeError, MemoryError, AttributeError, TypeError) as error:
-            self.fail(error)
 
     def fail(self, error: object) -> None:
         """Make no copies any more, and use none."""
@@ -262,15 +234,10 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         if unchanged and all(map(_is_as_seen, self._forwards, weights)):
             return True
         self._drop()
-        self._look()
-        return False
-
-    def _look(self) -> None:
-        """Note what the weights are now."""
-        weights = [forward.weight() for forward in self._forwards]
         for forward, weight in zip(self._forwards, weights, strict=True):
             forward.seen = None if weight is None else WeightState(weight)
         self._samples = _samples(weights)
+        return False
 
 
 def _samples(weights: Iterable[nn.Parameter | None]) -> torch.Tensor:
