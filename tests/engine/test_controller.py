@@ -6,7 +6,6 @@ import logging
 import stat
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from cacheblend_rag.loading import (
     RatioBounds,
     load_devices,
 )
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.probes import engine_of
 
@@ -165,18 +164,6 @@ def test_damaged_profile_is_an_error_of_ours_and_costs_no_request(
     assert "profile" in caplog.text
 
 
-def test_devices_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "devices.toml"
-    path.write_text("[tape]\nthroughput = 5e6\nlatency = 30\nprice = 0.001\n")
-    assert load_devices(path) == {"tape": Device("tape", 5e6, 30, 0.001)}
-    for bad in ("[tape]\nspeed = 1", "tape = 1", "[tape", "[tape]\nthroughput = 0", "[tape]\nthroughput = 'fast'"):
-        path.write_text(bad)
-        with pytest.raises(ConfigError):
-            load_devices(path)
-    with pytest.raises(ConfigError, match="devices"):
-        load_devices(tmp_path / "none")
-
-
 # Measuring ----------------------------------------------------------------------------------
 
 
@@ -271,17 +258,3 @@ def test_chunk_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> Non
         assert fixed.report.hits == 3, "a ratio the user fixed is the user's choice"
         assert isinstance(engine.store, DiskStore)
         assert engine.store.stats().records == 3
-
-
-def test_tiers_are_planned_by_what_keeps_the_records(tmp_path: Path) -> None:
-    store: Any = TieredStore([MemoryStore(), DiskStore(tmp_path)])
-    assert store.traits.tier == "disk"
-    assert store.traits.folder == tmp_path
-    assert TieredStore([MemoryStore()]).traits.folder is None
-    model = tiny.model()
-    with engine_of(model, store=store) as engine:
-        engine.warm(CHUNKS)
-        profiled(tmp_path, engine.fingerprint, prefill=1.0, disk=1e12)
-    with engine_of(model, store=store) as engine:
-        assert engine.fuse(PROMPT).report.expected is not None
-    store.close()

@@ -225,24 +225,6 @@ def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_c
         assert float((following.logits - plain).norm() / plain.norm()) < 1e-3
 
 
-def test_checkpoints_take_no_more_than_their_bytes() -> None:
-    adapter, owner = PlainAdapter(tiny.plain_model("lfm2"), "it is tried"), Owner("model", "")
-    ids = [list(range(5 + number, 45 + number)) for number in range(4)]
-    caches = [adapter.prefill(one).cache for one in ids]
-    checkpoints = Checkpoints()
-    checkpoints.keep(owner, ids[0], caches[0])
-    bounded = Checkpoints(2 * checkpoints.nbytes)
-    for one, cache in zip(ids[:2], caches, strict=False):
-        bounded.keep(owner, one, cache)
-    assert bounded.find(owner, [*ids[0], 9]) is not None
-    bounded.keep(owner, ids[2], caches[2])
-    assert (len(bounded), bounded.nbytes) == (2, 2 * checkpoints.nbytes)
-    assert bounded.find(owner, [*ids[1], 9]) is None
-    assert bounded.find(owner, ids[0]) is None, "the last token is always computed"
-    assert bounded.find(Owner("other", ""), [*ids[0], 9]) is None
-    Checkpoints(1).keep(owner, ids[3], caches[3])
-
-
 def test_the_longest_kept_beginning_is_found() -> None:
     adapter, owner = PlainAdapter(tiny.plain_model("gpt2"), "it is tried"), Owner("model", "")
     checkpoints, ids = Checkpoints(), list(range(5, 65))

@@ -70,28 +70,6 @@ def test_blocks_of_rows_give_what_the_whole_gives(kv_heads: int, count: int, win
     assert_close(found, plainly(query, key, value, seen), terms=8 + tokens)
 
 
-def test_heads_are_folded_where_that_pays() -> None:
-    def folded(count: int, tokens: int, dtype: torch.dtype) -> bool:
-        rows = torch.arange(tokens - count, tokens)
-        mask = in_blocks(torch.zeros(1, 1, count, tokens, dtype=dtype), rows, None, 4)
-        return any(block.mask.shape[2] > count for block in mask.blocks)
-
-    assert folded(60, 300, torch.bfloat16)
-    assert not folded(70, 300, torch.bfloat16), "no gain in narrow types"
-    assert folded(70, 300, torch.float32)
-    assert not folded(700, 3000, torch.float32), "masks of a group would take too much memory"
-
-
-def test_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
-    adapter = ModelAdapter(tiny.model("llama"))
-    with adapter.blending():
-        assert adapter.kernel_mask(None, torch.arange(17, TOKENS), TOKENS, None) is None
-        mask = adapter.kernel_mask(None, torch.arange(32, TOKENS), TOKENS, None)
-    assert mask is not None
-    assert mask.added.shape == (1, 1, 5, TOKENS)
-    assert mask.added.exp().sum(dim=-1).flatten().tolist() == [33, 34, 35, 36, 37]
-
-
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
 def test_row_attention_refuses_arguments_that_fused_kernels_lack(name: str) -> None:
     query = torch.randn(1, 2, 3, 8)

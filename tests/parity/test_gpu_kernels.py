@@ -413,15 +413,6 @@ def test_kernels_that_do_not_run_are_left_alone(
     gpu.kernels_run_on.cache_clear()
 
 
-def test_numbers_of_rows_are_rounded_up_by_little() -> None:
-    from cacheblend_rag.models.gpu.graphs import round_up_rows
-
-    sizes = [round_up_rows(rows) for rows in range(1, 1025)]
-    assert sizes == sorted(sizes)
-    assert all(rows <= size <= max(rows + 15, rows * 7 / 6) for rows, size in enumerate(sizes, 1))
-    assert len(set(sizes)) < 50
-
-
 def test_other_forms_of_layers_are_left_to_transformers() -> None:
     for family in ("gemma2, not plain", "glm, rotates a part of each head"):
         blended = adapter.ModelAdapter(_model(family))

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.models import loading
 from cacheblend_rag.models.cpu import int4_linear, kept_codes
 from cacheblend_rag.models.cpu import weight_prepacking as prepacking
 from cacheblend_rag.models.cpu.int4_linear import find_codes, fits_weight, int4_product
-from cacheblend_rag.models.identity import fingerprint
 from tests import gguf_files, tiny
 from tests.parity.test_weight_prepacking import needs_bfloat16
 from tests.probes import rows_of
@@ -95,17 +93,15 @@ def test_rows_may_lie_in_memory_in_any_way() -> None:
         assert torch.equal(int4_product(given, codes, None), int4_product(given.contiguous(), codes, None)), name
 
 
-@pytest.mark.parametrize("kind", ["infinite", "not a number", "sums too large", "range too large", "empty"])
+@pytest.mark.parametrize("kind", ["not a number", "sums too large", "empty"])
 def test_weights_beyond_all_numbers_have_no_codes(kind: str) -> None:
     weight = on_steps(16, 64)
-    if kind == "infinite":
-        weight[:, 3] = torch.inf
-    elif kind == "not a number":
+    if kind == "not a number":
         weight[:, 3] = torch.nan
     elif kind == "empty":
         weight = weight[:0]
     else:
-        weight = (torch.randint(0, 16, (16, 64)).float() - 8) * (2e37 if kind == "sums too large" else 4e37)
+        weight = (torch.randint(0, 16, (16, 64)).float() - 8) * 2e37
     assert find_codes(weight.to(torch.bfloat16)) is None
 
 
@@ -262,21 +258,6 @@ def test_weights_changed_before_the_first_pass_have_codes_of_their_own(tmp_path:
     with opened(file) as engine:
         engine.generate(PROMPT, max_new_tokens=2)
         assert farthest(engine) < 0.02, "what was kept is of this file's weights"
-
-
-@needs_bfloat16
-def test_codes_beside_a_model_leave_its_fingerprint_known(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = written(tmp_path)
-    with opened(file) as engine:
-        engine.generate(PROMPT, max_new_tokens=2)
-    assert kept(cache)
-    read: list[Any] = []
-    monkeypatch.setattr(loading, "fingerprint", lambda model: read.append(model) or fingerprint(model))
-    with opened(file) as engine:
-        assert engine.fingerprint
-    assert not read, "weights are not read again"
 
 
 @needs_bfloat16

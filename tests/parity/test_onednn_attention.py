@@ -81,15 +81,6 @@ def test_kept_rows_see_what_the_mask_shows(rows: int, kv_heads: int, window: int
     assert_close(found, expected, terms=8 + TOKENS)
 
 
-def test_keys_and_values_need_not_lie_in_one_piece() -> None:
-    query, key, value = _drawn(20, 2)
-    apart = [torch.stack([one, torch.full_like(one, torch.nan)], -2).flatten(-2)[..., :8] for one in (key, value)]
-    assert not any(one[0, 0].is_contiguous() for one in apart)
-    with torch.no_grad():
-        found = direct_attention.attend_behind(query, apart[0], apart[1], None)
-    torch.testing.assert_close(found, direct_attention.attend_behind(query, key, value, None))
-
-
 @pytest.mark.parametrize("masked", [True, False])
 def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
     query, key, value = (one.bfloat16() for one in _drawn(40, 2))
@@ -106,32 +97,6 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
     # The difference of two sums in float32 may fall to either side of a rounding.
     apart = (8 + TOKENS) * torch.finfo(torch.float32).eps * float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=apart)
-
-
-def test_attention_that_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, attends = torch.device("cpu"), direct_attention.attends_directly
-    assert not attends(20, 4, 50, torch.float32, cpu), "gradients need the kernel"
-    with torch.no_grad():
-        assert attends(20, 4, 50, torch.float32, cpu)
-        assert attends(20, 4, 50, torch.bfloat16, cpu)
-        assert not attends(20, 4, 50, torch.float64, cpu)
-        assert not attends(20, 4, 50, torch.float32, torch.device("meta"))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert not attends(20, 4, 50, torch.float32, cpu)
-        monkeypatch.setattr(direct_attention, "_LEAST", 81)
-        assert not attends(20, 4, 50, torch.float32, cpu)
-        assert attends(21, 4, 50, torch.float32, cpu)
-        monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 21 * 4 * 50 + 1)
-        assert not attends(21, 4, 50, torch.float32, cpu)
-        assert attends(21, 4, 51, torch.float32, cpu)
-        monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
-        monkeypatch.setattr(direct_attention, "agrees", lambda: False)
-        assert not attends(21, 4, 50, torch.float32, cpu)
-        monkeypatch.setattr(direct_attention, "agrees", lambda: True)
-        for rows in (0, 96):  # where few rows are faster by oneDNN, attention is not
-            monkeypatch.setattr(direct_attention, "most_rows", lambda rows=rows: rows)
-            assert not attends(21, 4, 50, torch.float32, cpu)
-        assert not attends(21, 4, 50, torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize("right", [True, False])

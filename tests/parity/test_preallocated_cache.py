@@ -47,7 +47,7 @@ class Watched(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("steps", [(5, 1, 1), (5, 300, 1), (1, *[1] * 300)], ids=["tokens", "many", "past the room"])
+@pytest.mark.parametrize("steps", [(5, 300, 1), (1, *[1] * 300)], ids=["many", "past the room"])
 def test_rows_come_out_as_from_transformers_own_layer(steps: tuple[int, ...]) -> None:
     ours, plain = growing(), DynamicCache()
     for seed, count in enumerate(steps):
@@ -66,8 +66,7 @@ def test_token_moves_no_other_row() -> None:
     assert (cache.layers[0].keys.data_ptr(), cache.layers[0].values.data_ptr()) == before
 
 
-@pytest.mark.parametrize("share", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-@pytest.mark.parametrize("grown", [0, 1], ids=["fresh", "with room"])
+@pytest.mark.parametrize(("share", "grown"), [(copy.copy, 1), (copy.deepcopy, 0)], ids=["copy", "deepcopy"])
 def test_rows_added_to_one_copy_are_not_in_the_other(share: Any, grown: int) -> None:
     one = growing()
     add(one, 5, 0)
@@ -96,12 +95,11 @@ def test_rows_taken_back_are_written_anew() -> None:
     assert torch.equal(keys[:, :, 6:], rows(1, 9))
 
 
-@pytest.mark.parametrize("prompt", [PLAIN, PROMPT], ids=["plain", "blended"])
-def test_answer_is_decoded_in_place(prompt: Any) -> None:
+def test_answer_is_decoded_in_place() -> None:
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
-        cache = engine.fuse(prompt).cache
-        assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
+        for prompt in (PLAIN, PROMPT):
+            assert all(type(layer) is PreallocatedLayer for layer in engine.fuse(prompt).cache.layers), prompt
 
 
 def test_whole_answer_is_made_on_the_callers_thread() -> None:
@@ -118,14 +116,3 @@ def test_whole_answer_is_made_on_the_callers_thread() -> None:
         in_time = engine.stream(PROMPT, timeout=60, **options).complete()
     assert len(set(watched.threads)) > 1  # who reads pieces, or wants a timeout kept, cannot generate meanwhile
     assert single.text == batch[0].text == whole.text == pieces == in_time.text
-
-
-def test_whole_answer_can_be_cancelled_from_elsewhere() -> None:
-    class Cancels(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            stream.cancel()
-            return scores
-
-    with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
-        stream = engine.stream(PROMPT, max_new_tokens=50, logits_processor=[Cancels()])
-        assert len(stream.complete().token_ids) == 1

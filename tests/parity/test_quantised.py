@@ -26,9 +26,8 @@ from cacheblend_rag.models.cpu.rowwise import row_by_row
 from cacheblend_rag.models.gpu.layer import is_plain
 from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import load_model
-from cacheblend_rag.models.quantised import mixes_rows, weights_of
-from cacheblend_rag.models.shape import layer_shape
-from tests import probes, tiny
+from cacheblend_rag.models.quantised import mixes_rows
+from tests import tiny
 from tests.pairwise import others_slow
 from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain
 from tests.probes import CHUNKS
@@ -142,15 +141,6 @@ def test_looking_at_the_identity_leaves_the_model_as_it_is(method: str, saved: P
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "deepseek_v3", "gpt_oss"])
-def test_names_of_weights_are_those_of_a_state_dict(family: str) -> None:
-    model = tiny.model(family)
-    model.lm_head.weight = model.get_input_embeddings().weight
-    assert {name: one.data_ptr() for name, one in weights_of(model)} == {
-        name: one.data_ptr() for name, one in model.state_dict().items()
-    }
-
-
 def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
     """A row's result depends on the others of its call: no prompt depends on what else is computed."""
     model = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_8bit=True)).model
@@ -216,11 +206,6 @@ def in_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def in_software(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "in_hardware", lambda dtype: False)
-
-
-@pytest.fixture
 def with_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "in_hardware", lambda dtype: True)
 
@@ -249,16 +234,6 @@ def test_model_that_transformers_dequantises_is_an_ordinary_model(
     assert {weight.dtype for weight in load_model(folder, device="cpu").model.parameters()} == {torch.bfloat16}
     wide, narrow = (load_model(folder, device="cpu", dtype=kind).fingerprint() for kind in ("float32", "bfloat16"))
     assert wide != narrow
-
-
-def test_dequantised_weights_are_widened_where_a_processor_needs_it(
-    tmp_path: Path, in_software: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = of_float8(tmp_path)
-    assert {weight.dtype for weight in load_model(folder, device="cpu").model.parameters()} == {torch.float32}
-    monkeypatch.setattr(loading, "total_memory", lambda: 1000)
-    with pytest.raises(ConfigError, match="use dtype='bfloat16'"):
-        load_model(folder, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -298,37 +273,3 @@ def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) 
 
 
 # Layers whose codes lie in buffers, as gptqmodel makes them for GPTQ and AWQ ----------------------------
-
-
-class Packed(nn.Module):
-    """Eight codes of four bits in an element of 32."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-        self.qweight = nn.Buffer(torch.zeros(inner.in_features // 8, inner.out_features, dtype=torch.int32))
-        self.scales = nn.Buffer(torch.zeros(inner.in_features // 32, inner.out_features))
-
-
-def test_packed_layers_count_as_what_they_multiply_and_are_not_parted() -> None:
-    model = tiny.model("llama", **WIDE)
-    layer, config = model.model.layers[0], model.config
-    plain = layer_shape(layer, config, 32, False, None)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        setattr(layer.mlp, name, Packed(getattr(layer.mlp, name)))
-    assert layer_shape(layer, config, 32, False, None) == plain
-    assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [("llama", "k_proj"), ("phi3", "qkv_proj"), ("deepseek_v3", "kv_a_proj_with_mqa")]
-)
-def test_projections_read_rows_as_the_model_hands_them_over(family: str, name: str) -> None:
-    """Layers that round each row of ``[batch, tokens, width]`` look at these dimensions."""
-    model, seen = tiny.model(family), set[int]()
-    for module in (model.lm_head, *(getattr(layer.self_attn, name) for layer in model.model.layers)):
-        module.register_forward_pre_hook(lambda module, given: seen.add(given[0].dim()))
-    with probes.engine_of(model, selection="hkvd") as engine:
-        engine.warm(CHUNKS, progress=False)
-        engine.fuse(probes.PROMPT)
-    assert seen == {3}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
@@ -51,19 +50,6 @@ def test_rows_come_in_blocks(small_blocks: None, shape: tuple[int, ...], blocks:
     torch.testing.assert_close(found, wanted)
 
 
-def test_calls_that_are_not_plain_rows_come_whole(small_blocks: None) -> None:
-    module = Watched()
-    rows = torch.randn(20, 4)
-    with computed_in_blocks.get(module, [module]).in_use():
-        module(rows).sum().backward()  # who trains meanwhile trains as ever
-        with torch.no_grad():
-            module(rows, 1.0)
-            module(rows=rows)
-            module(rows[:0])
-    assert module.seen == [(20,), (20,), (20,), (0,)]
-    assert module.inner.weight.grad is not None
-
-
 @torch.no_grad()
 def test_modules_are_as_before_afterwards(small_blocks: None) -> None:
     module, other = Watched(), Watched()
@@ -100,10 +86,3 @@ def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.
         parts = engine.adapter.row_by_row.modules
     assert parts, "each has norms at least"
     assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
-
-
-def test_compiled_model_is_left_alone() -> None:
-    model = tiny.model("llama")
-    assert ModelAdapter(model).row_by_row.modules
-    model.model.layers[0].compile(backend="eager")
-    assert not ModelAdapter(model).row_by_row.modules

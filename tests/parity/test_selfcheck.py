@@ -18,12 +18,9 @@ from tests import tiny
 from tests.pairwise import others_slow
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
-def test_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
-    model = tiny.model(family).to(dtype)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, ("llama", "gpt_oss")))
+def test_passes_for_every_family(family: str) -> None:
+    model = tiny.model(family).bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = [parameter.requires_grad for parameter in model.parameters()]
     check_adapter(ModelAdapter(model))

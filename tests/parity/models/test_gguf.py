@@ -271,19 +271,3 @@ def test_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) ->
     with pytest.raises(ModelLoadError, match="damaged or incomplete"):
         load_model(path)
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
-
-
-def test_files_that_are_no_gguf_or_not_there_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "notes.txt"
-    other.write_text("# notes")
-    with pytest.raises(ModelLoadError, match=r"notes.txt' is not a GGUF file"):
-        load_model(other)
-    with pytest.raises(ModelLoadError, match=r"absent.gguf' could not be loaded: there is no such file"):
-        load_model(tmp_path / "absent.gguf")
-
-
-def test_file_without_the_ending_is_known_by_its_content(tmp_path: Path) -> None:
-    model = tiny.model("llama")
-    path = gguf_files.write(tmp_path / "model.gguf", model).rename(tmp_path / "sha256-0a1b")
-    loaded = load_model(path, device="cpu")
-    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)

@@ -19,7 +19,6 @@ from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError, Un
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.models.loading import load_geometry, load_model
-from cacheblend_rag.models.model_names import why_no_model
 from cacheblend_rag.models.treatment import expected_treatment
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
@@ -145,15 +144,6 @@ def test_embedders_are_refused_alike(folders: Path) -> None:
         with pytest.raises(EmbedderError, match=r"'minilm'") as caught:
             SentenceTransformerEmbeddings(name)
         assert name in str(caught.value)
-
-
-def test_adapter_and_home_folders_are_models(tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert why_no_model(tmp_path) is None
-    monkeypatch.setenv("HOME", str(folders))
-    assert load_model("~/whole", device="cpu").name == "~/whole"
-    assert expected_treatment("~/whole").how == "blended"
 
 
 # Hubs ---------------------------------------------------------------------------------------
