@@ -17,20 +17,19 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.models.cpu import float16_copies as halves
 from cacheblend_rag.models.cpu import weight_prepacking as prepacking
-from cacheblend_rag.models.cpu.float16_copies import Float16Copies, float16_product, packed
+from cacheblend_rag.models.cpu.weight_prepacking import Float16Copies, float16_product, packed
 from tests import tiny
 from tests.parity.test_weight_prepacking import CHANGES, error
 from tests.probes import PROMPT, engine_of, untouched
 
-pytestmark = pytest.mark.skipif(not halves.are_there(), reason="PyTorch has no products by weights in float16 here")
+pytestmark = pytest.mark.skipif(not prepacking.are_there(), reason="PyTorch has no products by weights in float16 here")
 EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(autouse=True)
 def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_LEAST", 0)
+    monkeypatch.setattr(prepacking, "_LEAST", 0)
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(given.shape[:-1].numel())
         return float16_product(given, weight, bias)
 
-    monkeypatch.setattr(halves, "float16_product", counted)
+    monkeypatch.setattr(prepacking, "float16_product", counted)
     return rows
 
 
@@ -203,7 +202,7 @@ def test_operators_that_fail_later_leave_the_plain_path(
     model = model_of()
     expected = plain_tokens(model)
     with engine_over(model) as engine, caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(halves, "float16_product", fail)
+        monkeypatch.setattr(prepacking, "float16_product", fail)
         for _ in range(2):
             assert engine.generate(PROMPT, max_new_tokens=6).token_ids == expected
     assert caplog.text.count("weights are not prepacked") == 1
@@ -213,7 +212,7 @@ _WITHOUT_ROOM = """
 import resource
 import torch
 from torch import nn
-from cacheblend_rag.models.cpu.float16_copies import Float16Copies, are_there
+from cacheblend_rag.models.cpu.weight_prepacking import Float16Copies, are_there
 
 assert are_there()
 torch.set_num_threads(1)

@@ -41,7 +41,7 @@ from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import float16_copies, int4_linear, weight_prepacking
+from cacheblend_rag.models.cpu import int4_linear, weight_prepacking
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import (
     BenchOptions,
@@ -303,10 +303,10 @@ def _run(options: argparse.Namespace) -> None:
     wide = options.dtype == "float32"
     prepack = "auto" if wide else True
     config = BlendConfig(prepack_weights=prepack, prompt_cache=0, write_back="off")
-    switch = _Switch(float16_copies.are_few if wide else int4_linear.are_few)
+    switch = _Switch(weight_prepacking.are_few_for_float16 if wide else int4_linear.are_few)
     with (
         BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,
-        mock.patch.object(float16_copies if wide else weight_prepacking, "are_few", switch),
+        mock.patch.object(weight_prepacking, "are_few_for_float16" if wide else "are_few", switch),
     ):
         result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
         if wide:
