@@ -206,9 +206,6 @@ class LLMBase(DecodeFields):
         """Learn of what retrievers return from now on; each adapter knows how."""
         raise NotImplementedError
 
-    def _check_model(self, model_id: str) -> None:
-        """Refuse a model that is of no use here before it is loaded."""
-
     @staticmethod
     def _texts(documents: Iterable[Any]) -> list[str]:
         """Texts of an adapter's documents, as chunks are stored."""
@@ -218,7 +215,6 @@ class LLMBase(DecodeFields):
         if self.model_id is None:
             raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
         check_names(self.blend.items(), BlendConfig.names())
-        self._check_model(self.model_id)
         config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
         return BlendEngine.from_pretrained(
             self.model_id,

@@ -42,7 +42,6 @@ from cacheblend_rag.langchain.messages import (
 )
 from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
-from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter
 from cacheblend_rag.prompt.calls import parse_calls
@@ -84,18 +83,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-
-    def _check_model(self, model_id: str) -> None:
-        if (
-            self.chat_template_kwargs.get("chat_template")
-            or has_chat_template(model_id, self.model_kwargs) is not False
-        ):
-            return
-        remedy = (
-            "it has no chat template: use CacheBlendLLM, which takes plain text, a model for conversations, or "
-            'chat_template_kwargs={"chat_template": …}'
-        )
-        raise ConfigError("model_id", model_id, remedy)
 
     @property
     def _llm_type(self) -> str:

@@ -289,20 +289,6 @@ _RECURRENT = (
     "zamba",
     "zamba2",
 )
-# For an architecture that mixes other layers with attention: models of the same makers that only attend.
-_ATTENDING = {
-    "bamba": "Granite 3",
-    "falcon_h1": "Falcon 3",
-    "falcon_mamba": "Falcon 3",
-    "granitemoehybrid": "Granite 3, or a Granite 4 without H in its name",
-    "minimax": "MiniMax M2",
-    "nemotron_h": "Llama Nemotron",
-    "olmo_hybrid": "OLMo 3",
-    "qwen3_5_moe_text": "Qwen3",
-    "qwen3_5_text": "Qwen3",
-    "qwen3_next": "Qwen3",
-    "recurrent_gemma": "Gemma 3",
-}
 _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 
@@ -343,7 +329,7 @@ def _recurrent(config: Any) -> str | None:
     if not count and (kinds or config.model_type not in _RECURRENT):
         return None
     layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
-    other = _ATTENDING.get(config.model_type) or "a model all of whose layers attend, such as Qwen3 or Llama 3"
+    other = "a model all of whose layers attend, such as Qwen3, Llama 3 or Granite 3"
     return f"{layers} a recurrent state, of which no part is a chunk's; blended is {other}"
 
 

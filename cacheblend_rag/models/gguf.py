@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -48,8 +47,6 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 """Architectures that both transformers' reader and the blended pass know: the file's name, and the family."""
-# Bytes at the start of a file among which all its settings are.
-_MOST_SETTINGS = 2**28
 _reading = threading.Lock()
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Splits every digit from the rest before merging; transformers knows these names not.
@@ -93,23 +90,6 @@ def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
         with part_folder(models_path() / "gguf" / path.stem) as part:
             convert(path, part)
             yield part
-
-
-def holds_chat_template(file: str | os.PathLike[str]) -> bool:
-    """Whether a GGUF file names a chat template; its other settings are not read.
-
-    Raises
-    ------
-    ModelLoadError
-        If it is no GGUF file, or a damaged one.
-    """
-    path = Path(file).expanduser()
-    _check_start(path)
-    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content.find(b"tokenizer.chat_template", 0, _MOST_SETTINGS) >= 0:
-            return True
-    _header(path)  # a file that is cut off says nothing
-    return False
 
 
 def gguf_config(file: str | os.PathLike[str]) -> Any:

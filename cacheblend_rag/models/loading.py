@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_runs, why_plain
-from cacheblend_rag.models.gguf import holds_chat_template, is_gguf, opened_gguf
+from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
@@ -234,25 +233,6 @@ def load_model(
         with _located(model, keep_converted) as (name, stays):
             loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
     return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
-
-
-def has_chat_template(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any]) -> bool | None:
-    """Whether a model has a chat template, by its small files alone; None where they do not say it."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with _found(model, model_kwargs):
-        if starter_named(model, "language model") is not None:
-            return True
-        if is_gguf(model):
-            return holds_chat_template(model)
-        try:
-            of = partial(cached_file, _expanded(model), **quiet, **_where(dict(model_kwargs)))
-            if of("chat_template.jinja") or of("chat_template.json"):
-                return True
-            settings = of("tokenizer_config.json")
-            read = {} if settings is None else json.loads(Path(settings).read_text("utf-8"))
-            return None if settings is None else bool(read.get("chat_template"))
-        except (OSError, ValueError, AttributeError, TypeError):  # loading it says more
-            return None
 
 
 @contextmanager

@@ -184,30 +184,17 @@ def test_verification_is_an_option_of_decoding_wherever_it_is_given(
         kind.from_engine(engine, verify="off", **verify)
 
 
-def test_base_model_is_refused_as_a_chat_model_before_it_is_loaded(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_base_model_is_refused_as_a_chat_model(saved: Path, tmp_path: Path) -> None:
     base = shutil.copytree(saved, tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(saved)
     tokenizer.chat_template = None
     (base / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(base)
-    file = gguf_files.write(tmp_path / "base.gguf", tiny.model("llama"), chat=False)
-    loaded = CacheBlendLLM.from_model_id(base, **QUICK)
-    assert loaded.invoke("What fell?", max_tokens=2) == CacheBlendLLM.from_model_id(saved, **QUICK).invoke(
-        "What fell?", max_tokens=2
-    )
+    chat = ChatCacheBlend.from_model_id(base, **QUICK)
+    with pytest.raises(ConfigError, match=r"chat_template=None .*use CacheBlendLLM"):
+        chat.invoke("What fell?")
     template = {"chat_template": gguf_files.TEMPLATE}
-    chat = ChatCacheBlend.from_model_id(base, **QUICK, chat_template_kwargs=template)
-    assert chat.invoke("What fell?", max_tokens=2).usage_metadata
-    with monkeypatch.context() as patch:
-        patch.setattr(BlendEngine, "from_pretrained", None)
-        for name in (base, file):
-            with pytest.raises(ConfigError, match="no chat template: use CacheBlendLLM"):
-                ChatCacheBlend.from_model_id(name, **QUICK)
-    chats = gguf_files.write(tmp_path / "chat.gguf", tiny.model("llama"))
-    assert ChatCacheBlend.from_model_id(chats, **QUICK).invoke("What fell?", max_tokens=2).usage_metadata
+    assert chat.invoke("What fell?", max_tokens=2, chat_template_kwargs=template).usage_metadata
 
 
 def test_one_call_alone_is_refused_with_a_remedy(engine: BlendEngine) -> None:
