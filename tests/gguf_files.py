@@ -15,7 +15,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 NAMES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 
-def write(path: Path, model: Any, kind: str = "F32", *, chat: bool = True, **settings: Any) -> Path:
+def write(path: Path, model: Any, kind: str = "F32", **settings: Any) -> Path:
     """Write a model and a byte-level tokenizer.
 
     Parameters
@@ -24,8 +24,6 @@ def write(path: Path, model: Any, kind: str = "F32", *, chat: bool = True, **set
     model : transformers PreTrainedModel
     kind : str
         GGUF's name of the element type of matrices.
-    chat : bool
-        Write a chat template, too.
     **settings
         More settings of the architecture, such as ``rope__scaling__type="linear"``, by their names with ``__`` for a
         point, without the architecture; ``split__count`` and ``tokenizer__…`` are as they are. The tensors of a dict
@@ -37,8 +35,7 @@ def write(path: Path, model: Any, kind: str = "F32", *, chat: bool = True, **set
     writer.add_name("tiny")
     _write_config(writer, config, name)
     _write_tokenizer(writer, config.vocab_size)
-    if chat:
-        writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(TEMPLATE)
     for tensor_name, values in settings.pop("tensors", {}).items():
         writer.add_tensor(tensor_name, np.array(values, dtype=np.float32))
     for setting, value in settings.items():

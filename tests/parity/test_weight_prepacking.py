@@ -236,7 +236,8 @@ def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int])
 # Where it is of no use ----------------------------------------------------------------------
 
 
-def test_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -> None:
+def test_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacking, "_LEAST", 2**15)
     with pytest.raises(ConfigError, match=r"prepack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
         engine_of(tiny.model(), prepack_weights=True)
     with engine_of(tiny.model()) as engine:
