@@ -38,25 +38,6 @@ def joined(pieces: list[CallPiece]) -> list[tuple[str, str]]:
     return list(calls.values())
 
 
-FORMS = {
-    "tagged": TAGGED,
-    "in a list": f"<tool_call>[{CALL}]</tool_call>",
-    "Mistral's mark": f"[TOOL_CALLS] [{CALL}]",
-    "Qwen3-Coder": f"<tool_call>\n{WRITTEN}\n</tool_call>",
-    "behind a line": f"Let me look.\n{TAGGED}",
-}
-
-
-@pytest.mark.parametrize("text", FORMS.values(), ids=FORMS)
-def test_call_is_handed_out_as_it_is_written(text: str) -> None:
-    _, pieces, last, split = streamed(text)
-    assert joined(pieces + last) == [("find", LEAF)]
-    assert last == []
-    assert split.unread == []
-    assert len(pieces) > 1
-    assert pieces[0].name == "find"
-
-
 def test_arguments_come_letter_by_letter() -> None:
     _, pieces, _, split = streamed(TAGGED)
     assert [one.arguments for one in pieces][:5] == ["{", '"what": "', "l", "e", "a"]
@@ -79,14 +60,6 @@ def test_call_behind_a_sentence_waits_until_its_line_ends() -> None:
     assert (said, joined(pieces), last) == ("Let me look.", [("find", LEAF)], [])
     quoted = f"They write “So. {TAGGED}” for that."
     assert streamed(quoted)[:3] == (quoted, [], [])
-
-
-def test_call_that_was_begun_for_the_model_is_certain_at_once() -> None:
-    for opening in ('{"name": "', '<tool_call>\n{"name": "find", "arguments": '):
-        text = TAGGED if opening[0] == "<" else CALL
-        _, pieces, last, _ = streamed(text, opening=opening)
-        assert joined(pieces + last) == [("find", LEAF)]
-        assert len(pieces) > 3
 
 
 def test_calls_of_an_answer_that_may_be_corrected_come_at_the_end() -> None:

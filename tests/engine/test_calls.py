@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from typing import Any
 
 import pytest
@@ -250,24 +248,6 @@ def test_text_is_handed_out_as_soon_as_it_is_certain() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
-    """However the answer is cut into pieces, nothing is handed out that the whole does not have."""
-    chance = random.Random(seed)
-    parts = [TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";"]
-    parts += ["```", "```\n", "\n```\n", "~~~\n", "    ", "`", "So ", f"\n{TAGGED}\n", f"\n{WRITTEN}\n", "<|", "</s>"]
-    parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
-    for _ in range(60):
-        text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
-        held, at, sent = AnswerSplitter(TOOLS), 0, ""
-        while at < len(text):
-            size = chance.choice((1, 2, 7))
-            sent += held.feed(text[at : at + size])[0]
-            at += size
-        assert parse_calls(text, TOOLS).content.startswith(sent), (text, sent)
-        assert held.handed_out == sent
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -279,14 +259,6 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
 )
 def test_calls_behind_numbers_and_before_marks_of_templates_are_found(text: str) -> None:
     assert len(parse_calls(text, TOOLS).calls) == 1
-
-
-def test_many_mentions_of_a_mark_take_little_time() -> None:
-    """Each look at a mark is at the text just before it; 121 s were needed once."""
-    text = 'say <tool_call>{"name":"f"}</tool_call> and ' * 400
-    began = time.process_time()
-    assert parse_calls(text, TOOLS).calls == ()
-    assert time.process_time() - began < 5
 
 
 def test_answer_begun_as_a_call_is_a_call_whatever_follows() -> None:

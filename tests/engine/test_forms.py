@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import random
 import textwrap
 import time
 import unicodedata
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, form_sharer
+from cacheblend_rag.prompt.forms import form_sharer
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.prompt.registry import ChunkRegistry
 from tests import tiny
@@ -52,14 +51,6 @@ def test_word_that_differs_is_no_part_of_a_cut_document() -> None:
     assert seen(f"Was it beyond {document[-90:]}", document).chunks[0] in document
 
 
-@pytest.mark.parametrize("left", [CUT_LEAST - 1, CUT_LEAST])
-def test_cut_document_is_found_only_if_enough_of_it_is_left(left: int) -> None:
-    document = "x1" * 200
-    for cut in (document[:left], document[-left:]):
-        prompt = seen(f"Use: {cut}.", document.replace("x1", "x1", 1))
-        assert (changes(prompt) == [None]) == (left < CUT_LEAST)
-
-
 def test_nothing_before_a_part_becomes_prefix_unless_questions_are_known_to_come_later() -> None:
     text = f"Use: {DOCUMENT[:120]}...\nWho?"
     assert (seen(text, DOCUMENT).prefix, seen(text, DOCUMENT).preamble) == ("", "Use: ")
@@ -88,42 +79,6 @@ def test_only_documents_of_the_request_are_looked_for_in_other_forms() -> None:
         json.dumps(DOCUMENT), ChunkRegistry(), documents=[RetrievedDocument((DOCUMENT,), left_out=True)]
     )
     assert (left_out.chunks, left_out.documents[0].left_out) == ((), True)
-
-
-def test_the_longest_part_is_taken() -> None:
-    header = tiny.text(30, 4)[:100]
-    one, other = f"{header} {tiny.text(30, 5)}", f"{header} {tiny.text(30, 6)}"
-    text = f"{other[:150]}...\n\n{one[:160]}..."
-    prompt = seen(text, one, other)
-    assert [prompt.chunks[place.chunk or 0] for place in prompt.documents] == [one[:160].strip(), other[:150].strip()]
-
-
-def test_quotes_of_both_kinds_are_found_as_python_writes_them() -> None:
-    for document in ("it's late. " + OTHER + ' "So?"', OTHER + " it's", OTHER + ' "So?"', "\\ it's " + OTHER):
-        prompt = seen(f"Use: {[document]}", document)
-        assert prompt.chunks == (repr(document)[1:-1].strip(),)
-
-
-def test_changes_have_names() -> None:
-    assert change_of(DOCUMENT, f" {DOCUMENT}\n") == ""
-    assert change_of(DOCUMENT, " ".join(DOCUMENT.split())) == "white space"
-    assert change_of(DOCUMENT, DOCUMENT.replace("far-off", "far-\noff")) == "line-wrapped"
-    assert change_of(DOCUMENT, json.dumps(DOCUMENT)[20:-20]) == "json-escaped, truncated at the ends"
-    assert change_of(DOCUMENT, OTHER) == "rewritten"
-
-
-def test_twenty_missing_documents_cost_little() -> None:
-    random.seed(1)
-    made = [f"Passage \u201c{n}\u201d.\n\n{tiny.text(170, 100 + n)} <b>\"x\"</b> & 'y'" for n in range(40)]
-    text, missing = "Use:\n\n" + "\n\n".join(made[20:]), [RetrievedDocument((one,)) for one in made[:20]]
-    text = (text * 2)[:20_000]
-    costs = []
-    for _ in range(10):
-        begun = time.thread_time()
-        prompt = match_chunks(text, ChunkRegistry(), documents=missing)
-        costs.append(time.thread_time() - begun)
-    assert changes(prompt) == [None] * 20
-    assert min(costs) < 0.05  # a few milliseconds where nothing else runs
 
 
 WRITTEN: list[Callable[[str], str]] = [

@@ -82,15 +82,6 @@ def test_cut_answer_says_so(engine: BlendEngine) -> None:
     assert stopped.text == '"oak '
 
 
-def test_grammar_overrules_a_processor_that_forbids_all_it_allows(engine: BlendEngine) -> None:
-    def forbid(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, float("-inf"))
-
-    grammar = engine.grammar({"enum": ["oak", "ash"]})
-    answer = engine.generate(prompt(0), grammar=grammar, logits_processor=[forbid], max_new_tokens=20)
-    assert json.loads(answer.text) in ("oak", "ash")
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -114,17 +105,6 @@ def test_answer_ends_when_its_schema_gets_too_complex(engine: BlendEngine) -> No
     ids = [1, one['"'], *(one[letter] for letter in random.Random(0).choices("aeox", k=400))]
     with pytest.raises(ConfigError, match=r"held to \(.*too many"):
         deque(mask(torch.tensor([ids[:n]]), torch.zeros(1, len(engine.tokenizer))) for n in range(1, len(ids)))
-
-
-def test_only_an_end_may_follow_an_end(engine: BlendEngine) -> None:
-    mask, ids = TokenMask(engine.grammar({"const": 7}), [2]), torch.tensor([[1, 5]])
-    for token in (engine.tokenizer.encode("7", add_special_tokens=False)[-1], 2, 2):
-        allowed = torch.isfinite(mask(ids, torch.zeros(1, len(engine.tokenizer) + 8)))[0]
-        assert allowed[token]
-        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-    assert torch.isfinite(mask(ids, torch.zeros(1, 40)))[0].nonzero().tolist() == [[2]]
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        TokenMask(engine.grammar({}), [])
 
 
 def test_forms_of_openai() -> None:
@@ -216,11 +196,6 @@ def test_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[structured\]"):
         engine.grammar({"type": "object"})
-
-
-def test_object_that_is_no_grammar_is_refused(engine: BlendEngine) -> None:
-    with pytest.raises(ConfigError, match=r"grammar=.*engine.grammar\(schema\)"):
-        engine.generate(prompt(0), grammar={"type": "object"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("begin", ["", "[TOOL_CALLS]"])

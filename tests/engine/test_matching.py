@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.registry import ChunkRegistry
@@ -43,12 +42,6 @@ def test_separators_around_known_chunks_are_text() -> None:
         )
 
 
-def test_separators_inside_known_chunks_and_questions_are_text() -> None:
-    tricky = f"A passage that has{SEPARATOR}the separator in it."
-    prompt = match_chunks(f"Use: {tricky}\n\nIs{SEPARATOR}this a question?", registry(tricky), SEPARATOR)
-    assert prompt == Prompt("Use: ", [tricky], f"\n\nIs{SEPARATOR}this a question?", [])
-
-
 @pytest.mark.parametrize("known", [(), (ONE,)])
 def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]) -> None:
     text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}a secret{SEPARATOR}Who{SEPARATOR}is it{SEPARATOR}?"
@@ -81,11 +74,6 @@ def test_the_first_source_wins_over_the_next() -> None:
     prompt = match_chunks(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
     assert prompt.chunks == (ONE, TWO)
     assert match_chunks(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
-
-
-def test_later_source_fills_what_an_earlier_one_left() -> None:
-    prompt = match_chunks(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
-    assert prompt.chunks == (ONE, TWO)
 
 
 def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
@@ -130,33 +118,6 @@ def test_quotes_are_reused_too() -> None:
     assert first == Prompt("[assistant] ", [answer], "\n[user] So?", [])
 
 
-def test_repeated_chunk_is_two_chunks() -> None:
-    assert match_chunks(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
-
-
-def test_registry_can_be_cleared() -> None:
-    known = registry(ONE)
-    assert f" {ONE} " in known
-    known.clear()
-    assert len(known) == 0
-    assert known.find(ONE) == []
-
-
-def test_text_whose_head_is_mostly_white_space_is_known() -> None:
-    wide = "a" + " \n" * 60 + "passage with much room in it"
-    assert match_chunks(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
-
-
-def test_without_known_chunks_separators_decide() -> None:
-    split = match_chunks(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR)
-    assert split == Prompt(f"a{SEPARATOR}", ["b"], f"{SEPARATOR}c", [])
-    assert match_chunks("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
-
-
-def test_changed_chunk_is_not_found() -> None:
-    assert match_chunks(f"Use: {ONE[:-1]}!\n\nWho?", registry(ONE), SEPARATOR).chunks == ()
-
-
 def test_the_registry_forgets_the_longest_unused() -> None:
     known = ChunkRegistry(limit=len(ONE) + len(TWO))
     known.add([ONE, TWO])
@@ -164,18 +125,6 @@ def test_the_registry_forgets_the_longest_unused() -> None:
     third = "A third passage that is new here."
     known.add([third])
     assert (TWO in known, third in known) == (False, True)
-
-
-def test_discarded_chunks_are_not_found() -> None:
-    known = registry(ONE, TWO)
-    known.discard([ONE])
-    assert known.find(ONE) == []
-    assert len(known) == 1
-
-
-def test_the_limit_is_checked() -> None:
-    with pytest.raises(ConfigError, match="limit=0"):
-        ChunkRegistry(limit=0)
 
 
 @given(

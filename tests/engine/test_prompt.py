@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 from typing import Any
 
@@ -116,18 +115,6 @@ def plainly(tokenizer: Any, text: str) -> tuple[int, ...]:
 # Prompt -------------------------------------------------------------------------------------
 
 
-def test_segments_are_kept_as_they_are() -> None:
-    prompt = Prompt(" a # # b ", ["", " # # ", "c"], "\n")
-    assert (prompt.prefix, prompt.chunks, prompt.suffix) == (" a # # b ", ("", " # # ", "c"), "\n")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        prompt.prefix = "other"  # type: ignore[misc]
-
-
-def test_chunks_of_any_iterable_are_all_kept() -> None:
-    assert Prompt("p", (chunk for chunk in CHUNKS), "q").chunks == tuple(CHUNKS)
-    assert Prompt("p", iter(CHUNKS), "q", between=iter(["x", "y"])).between == ("x", "y")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -170,14 +157,6 @@ def test_parse(text: str, expected: Prompt) -> None:
 def test_parse_needs_a_separator() -> None:
     with pytest.raises(PromptError, match="separator"):
         Prompt.parse("text", "")
-
-
-@given(parts=st.lists(st.text("ab #\n", max_size=8).filter(lambda part: SEPARATOR not in part), min_size=2, max_size=6))
-def test_parse_undoes_a_join(parts: list[str]) -> None:
-    text = "<>".join(parts)
-    prompt = Prompt.parse(text, "<>")
-    assert [prompt.prefix, *prompt.chunks, prompt.suffix.removeprefix("<>" if len(parts) == 2 else "")] == parts
-    assert prompt.written("<>").text == text
 
 
 def test_without_texts_between_chunks_the_separator_stands_there() -> None:
@@ -238,27 +217,6 @@ def test_context_of_a_chunk_equals_the_ids_before_it_in_a_prompt(name: str) -> N
     assert segments.start_ids == OPENERS.get(name, ())
 
 
-def test_segments_follow_each_other(name: str) -> None:
-    segments = PromptTokenizer(tokenizer_named(name), SEPARATOR)
-    for prompt in PROMPTS.values():
-        split = segments.tokenize(prompt)
-        edges = [0, split.prefix.stop, *(at for span in split.chunks for at in (span.start, span.stop))]
-        assert edges == sorted(edges)
-        assert split.suffix.start == edges[-1]
-        assert split.suffix.stop == len(split.input_ids)
-
-
-def test_chunk_that_merges_with_what_stands_around_it_is_another_form() -> None:
-    tokenizer = tokenizer_named("byte")
-    segments = PromptTokenizer(tokenizer, "\n\n")
-    text = "quick"  # one piece, which merges with nothing that usually stands around it
-    apart, merged = segments.tokenize(Prompt("", ["the quick fox"], "")), Prompt("x", ["the quick fox"], "x", [])
-    split = segments.tokenize(merged)
-    assert split.input_ids == plainly(tokenizer, "xthe quick foxx")
-    assert all(split.input_ids[at] in apart.input_ids for at in range(split.chunks[0].start, split.chunks[0].stop))
-    assert segments.tokenize(Prompt("", [text], "")).located[0].text == text
-
-
 class _Unaligned:
     """A tokenizer in Python: it does not say which characters its tokens cover."""
 
@@ -299,12 +257,6 @@ def test_text_alone_has_the_ids_its_tokenizer_gives_it_without_an_eos(name: str,
     assert segments.tokenize(Prompt(suffix=text)).input_ids == expected
     assert segments.tokenize(Prompt.parse(text, SEPARATOR)).input_ids == expected
     assert segments.tokenize(Prompt(prefix=text)).input_ids == expected
-
-
-def test_eos_stands_nowhere_in_a_prompt() -> None:
-    for name in ("byte, bos and eos", "byte, eos"):
-        segments = PromptTokenizer(tokenizer_named(name), SEPARATOR)
-        assert 2 not in segments.tokenize(Prompt("Read this:", CHUNKS, "What fell?")).input_ids
 
 
 @pytest.mark.parametrize(

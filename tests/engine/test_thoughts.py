@@ -162,21 +162,6 @@ def test_thought_that_never_ends_is_ended_and_the_answer_goes_on(kind: str) -> N
     )
 
 
-def test_answer_without_a_thought_has_all_its_tokens() -> None:
-    engine = thinking_engine("qwen3")
-    writer = Writer(engine.tokenizer, "<b> It fell.", forever=" old")
-    answer = engine.generate(asked(engine), max_new_tokens=9, logits_processor=[writer], reasoning=True)
-    assert (answer.thought, answer.report.thought_tokens, answer.report.generated_tokens) == ("", 0, 9)
-    assert answer.text.startswith("<b> It")
-
-
-def test_thought_may_end_the_answer_before_it_begins() -> None:
-    engine = thinking_engine("qwen3")
-    writer = Writer(engine.tokenizer, "<think>Hm.")
-    answer = engine.generate(asked(engine), max_new_tokens=9, logits_processor=[writer], reasoning=True)
-    assert (answer.thought, answer.text, answer.report.finish_reason) == ("Hm.", "", "stop")
-
-
 def test_stop_strings_end_the_answer_alone() -> None:
     engine = thinking_engine("qwen3")
     writer = Writer(engine.tokenizer, written("qwen3", answer="It fell. So what?"))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import html
 import json
-import pickle
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core.response_synthesizers import ResponseMode
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import (
     CacheBlendLLM,
     CacheBlendRetriever,
@@ -30,7 +26,6 @@ from cacheblend_rag.langchain import (
 )
 from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
 from cacheblend_rag.langchain.tracking import prompt_key
-from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index import forget_nodes
 from cacheblend_rag.llama_index import tracking as tracking_nodes
 from cacheblend_rag.prompt.registry import WrittenForms
@@ -98,22 +93,6 @@ async def test_model_never_looks_for_what_another_with_its_own_registry_was_give
             assert not any(text in model.known for text in texts_of(foreign))
         shared = kind.from_engine(engine, max_new_tokens=1)  # by default all is known
         assert seen(shared, joined([*here, *there])) == texts_of([*here, *there])
-
-
-def test_attached_documents_go_into_the_models_registry() -> None:
-    @tool(response_format="content_and_artifact")
-    def look_up(query: str) -> tuple[str, list[Document]]:
-        """Look something up."""
-        return json.dumps(texts_of(documents)), documents
-
-    documents = passages(2, seed=63)
-    answer = look_up.invoke({"name": "look_up", "args": {"query": "?"}, "id": "1", "type": "tool_call"})
-    known_chunks.clear()
-    with tiny_engine() as engine:
-        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
-        chat.invoke([SystemMessage("Be short."), answer])
-        assert [text in chat.known for text in texts_of(documents)] == [True, True]
-    assert len(known_chunks) == 0
 
 
 def test_warmed_documents_go_into_the_models_registry_and_leave_it() -> None:
@@ -215,22 +194,6 @@ def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:
             llm.forget(documents[:1])
             chain.invoke(QUESTION)
             assert counts(llm) == (1, 1)
-
-
-def test_copied_registry_knows_the_same() -> None:
-    known = ChunkRegistry(1000, [text := passages(1, seed=71)[0].page_content])
-    known.forms.note(text, text.upper())
-    for one in (pickle.loads(pickle.dumps(known)), copy.deepcopy(known)):
-        assert text in one
-        assert one.forms.find([text]) == [text.upper()]
-        one.add(["another text of a river"])
-        assert len(known) == 1
-
-
-def test_object_that_is_no_registry_is_refused() -> None:
-    for kind in (*KINDS, LlamaIndexLLM):
-        with pytest.raises(ConfigError, match=r"known=.*ChunkRegistry"):
-            kind.from_engine(tiny_engine(), known=["a text"])
 
 
 def test_forms_are_bounded_by_characters() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from langchain.agents import create_agent
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessageChunk
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.llms import ChatMessage
@@ -68,31 +67,6 @@ async def test_langchain_streams_calls_as_they_are_written(said: str, content: s
         early = [one for one in chunks[:-1] if one.tool_call_chunks]
         assert len(early) >= 3 * calls
         assert len({one["id"] for one in merged.tool_calls}) == calls
-
-
-async def test_agent_does_not_make_a_call_that_was_cut() -> None:
-    """LangChain closes what is open in the JSON of a call."""
-    made = list[str]()
-
-    def find(what: str) -> str:
-        """Find something."""
-        made.append(what)
-        return f"The {what} is red."
-
-    for said, calls in ((CUT, 0), (CALL, 1)):
-        made.clear()
-        agent = create_agent(langchain(said), [find])
-        seen = [one async for one in agent.astream({"messages": [HumanMessage("What?")]}, stream_mode="messages")]
-        assert len(made) == calls
-        assert sum(bool(getattr(one, "tool_call_chunks", None)) for one, _ in seen) >= 3
-
-
-def test_call_that_must_be_made_is_streamed() -> None:
-    model = langchain('{"what": "leaf"}}\n</tool_call>').bind_tools([TOOL], tool_choice="find")
-    chunks = list(model.stream("What fell?"))
-    merged = reduce(add, chunks)
-    assert [one["args"] for one in merged.tool_calls] == [{"what": "leaf"}]
-    assert len([one for one in chunks if one.tool_call_chunks]) > 3
 
 
 def test_calls_behind_a_thought_are_streamed_in_every_form() -> None:

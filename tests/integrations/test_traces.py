@@ -126,14 +126,6 @@ def test_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: Any, 
     assert tracer.names[parent_of(span) or 0] == ("RunnableSequence" if streams else "model")
 
 
-def test_answers_of_one_batch_stand_below_what_holds_them_all(told: Told) -> None:
-    tracer = SpanKeeper(told)
-    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=3)
-    with told.tracer.start_as_current_span("all") as own:
-        llm.batch(["Which?", "Why?"], config={"callbacks": [tracer]})
-    assert {parent_of(span) for span in told.answers(2)} == {own.get_span_context().span_id}
-
-
 MESSAGES = [ChatMessage(role="user", content="Which?")]
 FORMS: dict[str, Callable[[LlamaIndexLLM], Any]] = {
     "complete": lambda llm: llm.complete("Which?"),

@@ -11,8 +11,7 @@ from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 
-from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.engine.logits import LogProbs
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
 from tests import tiny
@@ -147,14 +146,3 @@ def test_llama_index_chat(engine: BlendEngine) -> None:
     assert "".join(one.delta or "" for one in pieces) == draft
     assert pieces[-1].message.content == full
     assert_told(pieces[-1].raw["verification"], full, draft)
-
-
-def test_log_probabilities_are_those_of_the_answer_at_the_end(engine: BlendEngine) -> None:
-    prompt = Prompt("Read this:", CHUNKS, "What fell in the end?")
-    noted = {name: LogProbs(engine.tokenizer, 0) for name in ("full", "verified", "draft")}
-    full = engine.with_config(selection="all").generate(prompt, max_new_tokens=9, logits_processor=[noted["full"]])
-    found = engine.generate(prompt, max_new_tokens=9, logits_processor=[noted["verified"]], verify="always")
-    assert found.verification.status == "corrected"
-    ours, theirs = (noted[name].rest(full.token_ids, full.text) for name in ("verified", "full"))
-    assert [one.token for one in ours] == [one.token for one in theirs]
-    assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)

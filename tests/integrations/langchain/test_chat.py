@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import reduce
-from operator import add
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -16,13 +14,10 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import message_spans
-from cacheblend_rag.prompt import Prompt
 from tests.integrations.langchain.models import Script, passages, tiny_engine
 
 DOCUMENTS = passages(3, seed=1)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-CALLED = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
 STUFFED = "\n\n".join(one.page_content for one in DOCUMENTS)
 
 
@@ -49,17 +44,6 @@ def test_chunks_inside_a_message_hit_and_bos_stands_once(chat: ChatCacheBlend) -
     assert (answer.response_metadata["hits"], answer.response_metadata["misses"]) == (3, 0)
     assert answer.response_metadata["input_ids"].count(chat.engine.tokenizer.bos_token_id) == 1
     assert chat.segments(messages).prefix.endswith("[system] Use this:\n")
-
-
-def test_separators_split_the_content_of_a_message_only_on_request(chat: ChatCacheBlend) -> None:
-    messages = [SystemMessage("Use # # a passage # # another # # and so on"), HumanMessage("A # # B?")]
-    text = "<s>[system] Use # # a passage # # another # # and so on\n[user] A # # B?\n[assistant] "
-    assert chat.segments(messages) == Prompt(suffix=text)
-    splitting = chat.engine.with_config(separator=" # # ", split_at_separator=True)
-    prompt = ChatCacheBlend.from_engine(splitting).segments(messages)
-    assert prompt.chunks == ("a passage", "another")
-    assert prompt.suffix == " # # and so on\n[user] A # # B?\n[assistant] "
-    assert prompt.written("").text == text
 
 
 def test_documents_and_answers_of_earlier_turns_hit_again(chat: ChatCacheBlend) -> None:
@@ -105,16 +89,6 @@ def test_documents_that_a_tool_attached_are_noticed(chat: ChatCacheBlend) -> Non
     assert chat.invoke(turns).response_metadata["hits"] == 3
 
 
-def test_messages_are_found_wherever_a_template_puts_them() -> None:
-    messages = [SystemMessage("Be kind."), HumanMessage(" hello "), AIMessage(""), HumanMessage("again")]
-    text = "<s>hello|Be kind.|again"
-    spans = message_spans(text, messages)
-    assert [text[start:stop] for start, stop in spans.parts] == ["Be kind.", "again"]
-    assert spans.questions_from == 3
-    assert message_spans("nothing of it", messages).questions_from == 0
-    assert message_spans("Be kind.", messages[:1]).questions_from == 8
-
-
 def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat.engine.tokenizer, "chat_template", "{{ mood }}: {{ messages[0].content }}")
     asked = [HumanMessage("What fell?")]
@@ -148,65 +122,7 @@ async def test_exactly_one_streamed_chunk_carries_usage(chat: ChatCacheBlend) ->
         assert chunks[-1].response_metadata["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Let me look.\n<tool_call>\n" + '{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>',
-        '{"name": "find", "parameters": {}}',
-        "[1] says so",
-        "a <tool or two",
-        "  ",
-    ],
-)
-async def test_streams_with_tools_hold_back_calls_alone(chat: ChatCacheBlend, text: str) -> None:
-    model = scripted(chat, text).bind_tools([TOOL])
-    whole = model.invoke("What fell?")
-    for chunks in ([*model.stream("What fell?")], [chunk async for chunk in model.astream("What fell?")]):
-        merged = chunks[0]
-        for chunk in chunks[1:]:
-            merged += chunk
-        assert merged.content == whole.content
-        assert [(c["name"], c["args"]) for c in merged.tool_calls] == [(c["name"], c["args"]) for c in whole.tool_calls]
-        assert sum(bool(chunk.usage_metadata) for chunk in chunks) == 1
-
-
 # Tools --------------------------------------------------------------------------------------
-
-
-# Answers to a model that offers tools: the text that is left, and the calls.
-ANSWERS = {
-    "a call behind text": ("Let me look.\n" + CALLED, "Let me look.", 1),
-    "a sentence that names the mark": (
-        "Models write <tool_call> before a call, and </tool_call> behind it.",
-        "Models write <tool_call> before a call, and </tool_call> behind it.",
-        0,
-    ),
-    "a call in a thought": (f"<think>I could say {CALLED} now.</think>It fell.", "It fell.", 0),
-    "a call that cannot be read": ('So: <tool_call>{"name": </tool_call> it is.', None, 0),
-    "a call that was cut": ('Let me look. <tool_call>{"name": "find", "argu', None, 0),
-    "a call quoted in a sentence": (f"Models write {CALLED} for that.", None, 0),
-    "a call in backticks": (f"It is\n`{CALLED}` here.", None, 0),
-    "a call in a block of code": (f"So:\n```xml\n{CALLED}\n```\nThat is all.", None, 0),
-    "a quoted call and one that is meant": (f"As in `{CALLED}`:\n{CALLED}", f"As in `{CALLED}`:", 1),
-    "two calls in one pair of marks": (CALLED.replace("}}", '}}\n{"name": "find", "arguments": null}'), "", 2),
-}
-
-
-@pytest.mark.parametrize(("said", "content", "calls"), ANSWERS.values(), ids=ANSWERS)
-async def test_text_that_is_no_call_stays_text_in_every_mode(
-    chat: ChatCacheBlend, said: str, content: str | None, calls: int
-) -> None:
-    model = scripted(chat, said).bind_tools([TOOL])
-    pieces = [*model.stream("What fell?")]
-    apieces = [chunk async for chunk in model.astream("What fell?")]
-    whole = [model.invoke("What fell?"), await model.ainvoke("What fell?")]
-    merged = [reduce(add, pieces), reduce(add, apieces)]
-    for message in [*whole, *merged]:
-        assert message.content == (said if content is None else content)
-        assert [call["name"] for call in message.tool_calls] == ["find"] * calls
-        assert message.invalid_tool_calls == []
-    begun = not said.startswith("<tool_call>")
-    assert not begun or len([piece for piece in pieces if piece.content]) > 1 or not merged[0].content
 
 
 def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:

@@ -80,21 +80,3 @@ def test_requests_are_served_in_the_order_of_asking() -> None:
     for thread in threads:
         thread.join(10)
     assert order == list(range(8))
-
-
-async def test_many_waiting_calls_leave_the_loop_and_its_threads_free() -> None:
-    """More calls than the loop's own pool has threads: none of them sits in it while it waits."""
-    with tiny_engine() as engine:
-        release = threading.Event()
-
-        class Held:
-            def __call__(self, input_ids: Any, scores: Any) -> Any:
-                release.wait(20)
-                return scores
-
-        held = CacheBlendLLM.from_engine(engine, max_new_tokens=1, logits_processor=[Held()])
-        calls = [asyncio.ensure_future(held.ainvoke(f"Question {number}?")) for number in range(40)]
-        await asyncio.sleep(0.1)
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
-        release.set()
-        assert len(await asyncio.gather(*calls)) == 40

@@ -61,17 +61,6 @@ def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, str
         assert room == 10_000 or written(chat, rest) > 0.8 * room, "most of the room is used"
 
 
-def test_count_equals_the_tokens_of_the_prompt(chat: ChatCacheBlend) -> None:
-    assert chat.get_num_tokens_from_messages(TALK) == written(chat, TALK)
-    assert chat.get_num_tokens_from_messages([]) == 0
-    assert chat.get_num_tokens_from_messages([], tools=[]) == 0
-    counts = [chat.get_num_tokens_from_messages(TALK[-count:]) for count in range(1, len(TALK) + 1)]
-    assert counts == sorted(counts)
-    # What the template refuses is counted nearly as what it takes.
-    for count in range(2, len(TALK), 2):
-        assert abs(counts[count - 1] - (counts[count - 2] + counts[count]) / 2) < 0.1 * counts[count]
-
-
 @pytest.mark.parametrize(
     "messages",
     [

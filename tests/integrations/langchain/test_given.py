@@ -19,7 +19,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
 from pydantic import BaseModel
 
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, tracking_off
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests import tiny
 from tests.integrations.langchain.models import Ended, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
@@ -140,14 +140,6 @@ async def test_documents_sent_to_a_node_hit(mode: str, kind: Any) -> None:
         for counts in ((0, 1), (1, 0)):
             infos = await asked(app, mode, {"found": [], "answers": []})
             assert [(one["hits"], one["misses"]) for one in infos] == [counts] * 3
-
-
-def test_nothing_is_learnt_where_tracking_is_off() -> None:
-    with tiny_engine() as engine, tracking_off():
-        stuff(CacheBlendLLM.from_engine(engine, max_new_tokens=1)).invoke(
-            {"context": passages(2, seed=95), "input": QUESTION}
-        )
-    assert len(known_chunks) == 0
 
 
 # The hint --------------------------------------------------------------------------------------------

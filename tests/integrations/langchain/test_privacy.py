@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,14 +96,3 @@ def test_so_it_does_where_documents_of_the_run_are_rewritten_and_quoted(
             assert len(answer.response_metadata["documents"]) == len(FOUND)
         text = render_turns(engine.tokenizer, turns_of(messages))
     holds_only(store.stored_ids(), [*DOCUMENTS, *REWRITTEN], text[: text.index("[user] ") + len("[user] ")])
-
-
-def test_the_check_sees_what_it_must_not() -> None:
-    tokenizer: Any = tiny_parts()[1]
-    holds_only([tuple(tokenizer.encode("a river", add_special_tokens=False))], ["by a river"], "")
-    for text in ("secret river", "by a river and", "<s>[user] What"):
-        try:
-            holds_only([tuple(tokenizer.encode(text, add_special_tokens=False))], ["by a river"], "<s>[user] ")
-        except AssertionError:
-            continue
-        raise AssertionError(text)

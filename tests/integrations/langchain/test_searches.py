@@ -12,12 +12,10 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.types import Command, Send
 from pydantic import BaseModel
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import ChunkRegistry, known_chunks, switch_on, track, tracking_off
 from cacheblend_rag.langchain.tracking import documents_in
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
@@ -97,14 +95,6 @@ async def test_documents_of_every_search_of_a_tracked_store_are_known() -> None:
             assert known() == [True] * 3
 
 
-def test_documents_of_a_search_within_a_chain_step_are_known() -> None:
-    """The step returns text, so that nothing but the store can tell."""
-    switch_on()
-    store = track(ours())
-    RunnableLambda(lambda question: store.similarity_search(question, k=3)[0].page_content).invoke("What fell?")
-    assert known() == [True] * 3
-
-
 def test_only_what_is_returned_is_known_where_it_is_to_be() -> None:
     own = ChunkRegistry()
     found = track(in_memory(), own).similarity_search("What fell?", k=1)
@@ -120,11 +110,6 @@ def test_langchains_indexing_takes_it() -> None:
     done = index([Document("another text of it", metadata={"source": "a"})], manager, track(store), **options)
     assert (done["num_added"], done["num_deleted"]) == (1, 1)
     assert sorted(one.page_content for one in store.documents()) == sorted([*TEXTS, "another text of it"])
-
-
-def test_object_that_is_no_vector_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vectorstore='VectorStoreRetriever'.*give a LangChain vector store"):
-        track(in_memory().as_retriever())  # type: ignore[type-var]
 
 
 # Documents that runnables and tools return ------------------------------------------------------------
@@ -143,17 +128,6 @@ async def test_documents_that_a_runnable_returns_are_known() -> None:
     with tracking_off():
         search.invoke("What fell?")
     assert known() == [False] * 3
-
-
-def test_documents_that_a_tool_attaches_are_known() -> None:
-    @tool(response_format="content_and_artifact")
-    def find(query: str) -> tuple[str, list[Document]]:
-        """Find something."""
-        return "three", DOCUMENTS
-
-    switch_on()
-    find.invoke({"name": "find", "args": {"query": "What fell?"}, "id": "1", "type": "tool_call"})
-    assert known() == [True] * 3
 
 
 @dataclass

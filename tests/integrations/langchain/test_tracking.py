@@ -105,18 +105,6 @@ async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:
     assert len(documents_of_run(prompts[0])) == 0
 
 
-def test_documents_of_a_run_win_over_those_of_others() -> None:
-    """A parent document that was seen elsewhere holds two of this run's chunks."""
-    parent = "\n\n".join(one.page_content for one in DOCUMENTS[:2])
-    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)
-    known_chunks.add([parent])
-    prompt = f"Use:\n{parent}\n\nWhat fell?"
-    assert llm.match_chunks(prompt).chunks == (parent,)
-    chain = RunnableLambda(lambda q: FixedRetriever(documents=DOCUMENTS[:2]).invoke(q)) | (lambda _: prompt) | llm
-    chain.invoke("?")
-    assert llm.match_chunks(prompt).chunks == (DOCUMENTS[0].page_content, DOCUMENTS[1].page_content)
-
-
 def test_memory_is_bounded() -> None:
     runs = RunDocuments(limit=100)
     roots = [uuid4() for _ in range(20)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate
@@ -23,7 +22,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
 from cacheblend_rag.llama_index.context import see
-from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts
+from cacheblend_rag.llama_index.tracking import find_parts, node_texts
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
@@ -78,27 +77,6 @@ def test_question_before_the_context_is_not_stored(llm: CacheBlendLLM, nodes: li
     assert prompt.prefix == "The original query is as follows: "
     assert prompt.preamble.startswith(QUESTION)
     assert "Ben was." in prompt.preamble
-
-
-def test_messages_of_a_conversation_are_not_stored(nodes: list[TextNode]) -> None:
-    (text,) = texts_of(nodes[:1])
-    messages = [
-        ChatMessage(role="system", content="Be kind."),
-        ChatMessage(role="user", content="Who was born?"),
-        ChatMessage(role="tool", content=text),
-    ]
-    prompt = see(
-        f"[system] Be kind. [user] Who was born? [tool] {text} [assistant]", known_chunks, SEPARATOR, messages=messages
-    )
-    assert prompt.prefix == "[system] Be kind. [user] "
-    assert prompt.chunks == (text,)
-
-
-def test_unknown_context_is_split_at_separators_of_a_template(llm: CacheBlendLLM) -> None:
-    joined = SEPARATOR + SEPARATOR.join(["One river.", "Two mills."]) + SEPARATOR
-    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str=joined, query_str=f"a{SEPARATOR}b{SEPARATOR}c")
-    assert prompt.chunks == ("One river.", "Two mills.")
-    assert seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str="Nothing known.", query_str="a").chunks == ()
 
 
 def test_tracking_can_be_switched_off(llm: CacheBlendLLM) -> None:
@@ -206,14 +184,6 @@ def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[Tex
     assert prompt.chunks[:2] == (first, second)
     assert prompt.chunks[2] == repr(third)[1:-1].strip()
     assert quoted in prompt.suffix
-
-
-def test_recent_nodes_are_bounded_and_forgotten() -> None:
-    recent, made = RecentNodes(limit=2), make_nodes(3, seed=19)
-    recent.add(made)
-    assert recent.texts() == texts_of(made)[:0:-1]
-    recent.discard(texts_of(made)[1:2])
-    assert recent.texts() == texts_of(made)[2:]
 
 
 # Nothing of a question is stored --------------------------------------------------------------------

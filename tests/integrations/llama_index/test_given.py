@@ -10,7 +10,7 @@ from llama_index.core.node_parser import SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor, PrevNextNodePostprocessor
 from llama_index.core.query_engine import CustomQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
-from llama_index.core.response_synthesizers import Refine, TreeSummarize, get_response_synthesizer
+from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool
@@ -21,7 +21,7 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import shared_tracker
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
-from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
+from tests.integrations.llama_index.common import QUESTION, embedding, make_index, make_llm, make_nodes
 from tests.integrations.llama_index.test_matrix import FORCED, force
 from tests.probes import Hooked
 
@@ -64,17 +64,6 @@ async def test_nodes_given_to_a_synthesizer_hit(kind: Any, mode: str) -> None:
     for outcome in ("miss", "hit"):
         response = await answered(mode, synthesizer.synthesize, synthesizer.asynthesize, QUESTION, scored(made))
         assert outcomes(response) == [(outcome, change)] * 3
-
-
-@pytest.mark.parametrize("mode", ["sync", "async", "stream", "astream"])
-@pytest.mark.parametrize("kind", [TreeSummarize, Refine])
-async def test_texts_given_to_a_synthesizer_hit(kind: Any, mode: str) -> None:
-    texts = [node.get_content(MetadataMode.LLM) for node in make_nodes(3, seed=31)]
-    synthesizer = kind(llm=make_llm(), streaming="stream" in mode)
-    for wanted in ((0, 3), (3, 0)):
-        with listening() as answers:
-            await answered(mode, synthesizer.get_response, synthesizer.aget_response, QUESTION, texts)
-        assert tuple(map(sum, zip(*answers.counts, strict=True))) == wanted
 
 
 def test_nodes_that_a_query_engine_found_in_its_own_way_hit() -> None:

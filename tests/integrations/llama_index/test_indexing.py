@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import MetadataMode, TextNode
-from llama_index.core.vector_stores import SimpleVectorStore
 
 from cacheblend_rag.engine.llm_base import known_chunks
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index import (
     CacheBlendLLM,
     CacheBlendPrecompute,
@@ -72,33 +70,6 @@ def test_warming_an_index_says_first_what_it_takes() -> None:
     both = (MetadataMode.LLM, MetadataMode.NONE)
     again = warm_index(index, llm, metadata_modes=both, progress=False, say=said.append)
     assert (again.computed, again.present) == (len(nodes), len(nodes))
-
-
-def test_the_model_is_the_one_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    index, before = SummaryIndex(nodes=make_nodes(seed=31)), Settings._llm
-    with pytest.raises(ConfigError, match="llm="):
-        warm_index(index, progress=False)
-    try:
-        Settings.llm = make_llm()
-        assert warm_index(index, progress=False).computed == 4
-    finally:
-        Settings._llm = before
-    assert "KV of 4 documents" in capsys.readouterr().err
-
-
-class Mute(SimpleVectorStore):
-    """A store that keeps texts, and cannot list its nodes."""
-
-    stores_text: bool = True
-
-    def get_nodes(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_store_that_cannot_list_its_nodes_is_named() -> None:
-    index = VectorStoreIndex.from_vector_store(Mute(), embed_model=embedding())
-    with pytest.raises(ConfigError, match="Mute"):
-        index_nodes(index)
 
 
 def refresh(index: VectorStoreIndex, made: list[Document]) -> None:

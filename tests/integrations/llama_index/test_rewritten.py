@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.query_engine import CitationQueryEngine
 
 from cacheblend_rag.llama_index import CacheBlendLLM, known_chunks
 from tests import tiny
@@ -72,8 +71,7 @@ def outcomes(told: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["outcome"], one["change"]) for one in told["documents"]]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("name", REWRITES)
+@pytest.mark.parametrize(("name", "chat"), zip(REWRITES, [False, True] * len(REWRITES), strict=False))
 async def test_rewritten_nodes_hit_from_the_second_query_on(
     index: VectorStoreIndex, name: str, chat: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,15 +110,6 @@ async def test_missing_node_is_reported(
     assert llm.stats().documents_not_found == 2
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert "1 of 3 retrieved documents were not found" in record.getMessage()
-
-
-async def test_nodes_that_are_cut_for_citation_are_found_in_parts(index: VectorStoreIndex) -> None:
-    engine = CitationQueryEngine.from_args(
-        index, llm=make_llm(), similarity_top_k=3, citation_chunk_size=60, citation_chunk_overlap=0
-    )
-    told = engine.query(QUESTION).metadata["cacheblend"]
-    assert {one["change"].split()[0] for one in told["documents"]} == {"truncated"}
-    assert len(told["documents"]) == 3
 
 
 @pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
