@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
-_IN_KWARGS = "give it in model_kwargs"
 # Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
 # other. The first ones are of answers, and the server says the same of fields of a request.
 _OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -16,11 +15,9 @@ _OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "num_predict": ((), "use max_new_tokens"),
     "max_length": ((), "use max_new_tokens; tokens of the prompt do not count"),
     "repeat_penalty": ((), "use repetition_penalty"),
-    "mirostat": ((0,), "sample with temperature, top_p, top_k or min_p"),
     "format": (("",), 'give response_format={"type": "json_object"} or a schema, or use with_structured_output'),
     "think": ((), "use reasoning: True, False, 'low', 'medium' or 'high'"),
     "keep_alive": ((-1,), "a model of your own process stays in memory; a server's takes `serve --keep-alive`"),
-    "options": ((), "give each of the options by itself"),
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "return_full_text": ((False,), "an answer never repeats its prompt"),
 }
@@ -31,15 +28,12 @@ OTHERS = _OF_ANSWERS | {
     "streaming": ((True, False), "use stream or invoke"),
     "stream_usage": ((True,), "usage is part of every answer"),
     "task": (("text-generation",), "a model answers with text; leave it out"),
-    "repo_id": ((), "use model_id"),
     "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
     "tokenizer": ((), "use from_model for a model with its tokenizer"),
     "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
     "base_url": ((), _NO_SERVER),
     "torch_dtype": ((), "use dtype"),
-    "device_map": ((), _IN_KWARGS),
-    "trust_remote_code": ((False,), _IN_KWARGS),
-    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
+    "device_map": ((), "give it in model_kwargs"),
 }
 # Remedies of requests that have other words.
 _LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LangSmithParams, LanguageModelInput
+from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import get_config_list
 
 from cacheblend_rag import report
 from cacheblend_rag.engine.logits import completion_logprobs
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import BlendFields, within_run
 from cacheblend_rag.langchain.messages import thought_fields
 from cacheblend_rag.prompt import Prompt
@@ -120,52 +117,6 @@ class CacheBlendLLM(BlendFields, BaseLLM):
             stream.cancel()
         yield self._last_chunk(stream)
 
-    def batch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[str]:
-        """As of any LLM; with ``return_exceptions`` a prompt that is too long costs no other its answer."""
-        answers: dict[int, str] = {}
-        for numbers in self._groups(inputs, kwargs) if return_exceptions else [range(len(inputs))]:
-            some, configs = _those(numbers, inputs, config)
-            answers.update(
-                zip(numbers, super().batch(some, configs, return_exceptions=return_exceptions, **kwargs), strict=True)
-            )
-        return [answers[number] for number in range(len(inputs))]
-
-    async def abatch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[str]:
-        """`batch` without blocking the event loop."""
-        groups = await asyncio.to_thread(self._groups, inputs, kwargs) if return_exceptions else [range(len(inputs))]
-        answers: dict[int, str] = {}
-        for numbers in groups:
-            some, configs = _those(numbers, inputs, config)
-            made = await super().abatch(some, configs, return_exceptions=return_exceptions, **kwargs)
-            answers.update(zip(numbers, made, strict=True))
-        return [answers[number] for number in range(len(inputs))]
-
-    def _groups(self, inputs: list[LanguageModelInput], overrides: dict[str, Any]) -> list[Sequence[int]]:
-        """Numbers of the prompts that are answered together, then of each that is too long by itself."""
-        most = self._most(overrides)
-        together, alone = list[int](), list[Sequence[int]]()
-        for number, given in enumerate(inputs):
-            try:
-                self.engine.fitted(self.match_chunks(self._convert_input(given).to_string()), most)
-                together.append(number)
-            except CacheBlendError:  # raised again where it is answered
-                alone.append([number])
-        return [together, *alone] if together else alone
-
     def _prompts(self, prompts: list[str]) -> list[Prompt]:
         return [self.match_chunks(text) for text in prompts]
 
@@ -187,11 +138,3 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         """The info of an answer, with the thought before it, and its log-probabilities if they were asked for."""
         info = {**self._info(answer.report), **thought_fields(answer.thought)}
         return info if answer.logprobs is None else {**info, "logprobs": completion_logprobs(answer.logprobs)}
-
-
-def _those(
-    numbers: Sequence[int], inputs: list[LanguageModelInput], config: RunnableConfig | list[RunnableConfig] | None
-) -> tuple[list[LanguageModelInput], list[RunnableConfig]]:
-    """Some of the inputs of a batch, each with its config."""
-    configs = get_config_list(config, len(inputs))
-    return [inputs[number] for number in numbers], [configs[number] for number in numbers]

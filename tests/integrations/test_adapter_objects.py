@@ -113,7 +113,6 @@ def test_arguments_that_do_not_go_are_refused_with_a_remedy(saved: Path) -> None
         ({"config": {"recompute_ratio": 0.2}}, r"BlendConfig\(recompute_ratio=0.2\)"),
         ({"blend": 3}, "^blend=3 .*use a dict"),
         ({"generate_kwargs": 3}, "^generate_kwargs=3 .*use a dict"),
-        ({"repo_id": "a/b"}, "use model_id"),
         ({"num_ctx": 4096}, "drop_chunks"),
     ]
     for number, (given, remedy) in enumerate(refused):

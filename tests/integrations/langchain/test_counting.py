@@ -49,8 +49,7 @@ def written(chat: ChatCacheBlend, messages: list[BaseMessage]) -> int:
     return len(chat.engine.tokenize(chat.segments(messages)).input_ids)
 
 
-@pytest.mark.parametrize("strategy", ["last", "first"])
-@pytest.mark.parametrize("room", [30, 80, 200, 10_000])
+@pytest.mark.parametrize(("strategy", "room"), [("last", 30), ("first", 80), ("last", 200), ("first", 10_000)])
 def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, strategy: Any, room: int) -> None:
     ends: Any = {"start_on": "human"} if strategy == "last" else {"end_on": "human"}
     kept = trim_messages(TALK, max_tokens=room, token_counter=chat, strategy=strategy, **ends)
@@ -77,8 +76,7 @@ def test_every_kind_of_message_content_is_counted(chat: ChatCacheBlend, messages
 
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
-@pytest.mark.parametrize("kind", [ConversationTokenBufferMemory, ConversationSummaryBufferMemory])
-@pytest.mark.parametrize("room", [1, 40, 100])
+@pytest.mark.parametrize(("kind", "room"), [(ConversationTokenBufferMemory, 1), (ConversationSummaryBufferMemory, 100)])
 async def test_memories_keep_what_fits(chat: ChatCacheBlend, kind: Any, room: int) -> None:
     models = [chat, CacheBlendLLM.from_engine(chat.engine, max_new_tokens=3)]
     for model in models:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ContextLengthError
@@ -51,24 +50,6 @@ async def test_the_error_comes_unchanged_in_every_mode(kind: Any, engine: BlendE
         model.batch(INPUTS)
     with pytest.raises(ContextLengthError):
         await model.abatch(INPUTS)
-
-
-@pytest.mark.parametrize("config", [None, {"max_concurrency": 2}])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_too_long_prompt_leaves_the_rest_of_a_batch_answered(
-    kind: Any, config: RunnableConfig | None, engine: BlendEngine
-) -> None:
-    model = kind(engine=engine, max_new_tokens=4)
-    alone = [model.invoke(INPUTS[0]), model.invoke(INPUTS[2])]
-    for answers in (
-        model.batch(INPUTS, config, return_exceptions=True),
-        await model.abatch(INPUTS, config, return_exceptions=True),
-    ):
-        assert isinstance(answers[1], ContextLengthError)
-        texts = [getattr(answer, "content", answer) for answer in (answers[0], answers[2])]
-        assert texts == [getattr(answer, "content", answer) for answer in alone]
-    assert model.batch([], return_exceptions=True) == []
-    assert isinstance(model.batch([LONG], return_exceptions=True)[0], ContextLengthError)
 
 
 def test_chain_is_cut_as_the_user_says_and_the_trace_tells() -> None:

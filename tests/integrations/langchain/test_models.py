@@ -85,7 +85,7 @@ class Broken(LogitsProcessor):
 # Answers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "kind"), zip(MODES, KINDS * 3, strict=False))
+@pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any, kind: Any, mode: str) -> None:
     model = kind.from_engine(engine, max_new_tokens=12)
     whole = await say(model, mode, "What fell in the end?")
@@ -112,7 +112,7 @@ def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
 # Time, cancellation, errors -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "kind"), zip(MODES, KINDS * 3, strict=False))
+@pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> None:
     slow = Slow()
     model = kind.from_engine(engine, max_new_tokens=2000, timeout=0.15, logits_processor=[slow])
@@ -147,7 +147,7 @@ def test_abandoned_stream_stops_generating(
     assert slow.made < 500
 
 
-@pytest.mark.parametrize(("mode", "kind"), zip(MODES, KINDS * 3, strict=False))
+@pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, mode: str) -> None:
     model = kind.from_engine(engine, max_new_tokens=9, logits_processor=[Broken()])
     with pytest.raises(ZeroDivisionError, match="user's failed"):

@@ -92,7 +92,7 @@ def outcomes(info: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["outcome"], one["change"]) for one in info["documents"]]
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(REWRITES, [CacheBlendLLM, ChatCacheBlend] * 8, strict=False))
+@pytest.mark.parametrize(("name", "kind"), list(zip(REWRITES, [CacheBlendLLM, ChatCacheBlend] * 8, strict=False)))
 def test_rewritten_documents_hit_from_the_second_request_on(
     name: str, kind: type[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -238,7 +238,7 @@ OBJECT_FORMS = ("stream_structured_predict", "astream_structured_predict", "stre
 
 
 @object_forms
-@pytest.mark.parametrize(("form", "way"), zip(OBJECT_FORMS, [*WAYS] * 2, strict=False))
+@pytest.mark.parametrize(("form", "way"), list(zip(OBJECT_FORMS, [*WAYS] * 2, strict=False)))
 async def test_objects_are_streamed(way: str, form: str) -> None:
     options = dict(WAYS[way])
     said = options.pop("said")

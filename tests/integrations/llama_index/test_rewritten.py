@@ -71,7 +71,7 @@ def outcomes(told: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["outcome"], one["change"]) for one in told["documents"]]
 
 
-@pytest.mark.parametrize(("name", "chat"), zip(REWRITES, [False, True] * len(REWRITES), strict=False))
+@pytest.mark.parametrize(("name", "chat"), list(zip(REWRITES, [False, True] * len(REWRITES), strict=False)))
 async def test_rewritten_nodes_hit_from_the_second_query_on(
     index: VectorStoreIndex, name: str, chat: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
