@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,22 +166,3 @@ def test_answer_ends_at_its_time_limit(model: Path, docs: Path, tmp_path: Path, 
         slow.go.set()
         short = {**QUESTION, "stream": False, "max_tokens": 4}  # so that a busy machine answers it in time
         assert client.post(ASK, json=short).status_code == 200
-
-
-async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -> None:
-    served, ends = [0] * 32, time.monotonic() + 2
-
-    async def ask_on(client: httpx.AsyncClient, number: int) -> None:
-        while time.monotonic() < ends:
-            answer = await client.post(ASK, json={"question": f"Which leaf fell on day {number % 8}?"})
-            assert answer.status_code == 200
-            assert "event: report" in answer.text
-            assert "event: error" not in answer.text
-            served[number] += 1
-
-    limits = httpx.Limits(max_connections=32)
-    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
-        await asyncio.gather(*(ask_on(client, number) for number in range(32)))
-    assert min(served) >= 1
-    assert max(served) - min(served) <= 2
-    until(lambda: (server.service.queue.waiting, server.service.queue.served) == (0, 0))

@@ -11,7 +11,6 @@ import numpy as np
 import openai
 import pytest
 import torch
-from langchain_openai import ChatOpenAI
 
 from tests.app.server.common import (
     NO_CALLS,
@@ -483,18 +482,3 @@ def test_embeddings_in_both_forms(client: openai.OpenAI, server: Running) -> Non
     for one, two, three in zip(packed.data, plain.data, own, strict=True):
         np.testing.assert_allclose(one.embedding, two.embedding, rtol=1e-6)
         np.testing.assert_allclose(one.embedding, three, rtol=1e-5, atol=1e-7)
-
-
-async def test_langchains_chat_openai(chatty: Running, chat: openai.OpenAI) -> None:
-    llm = ChatOpenAI(base_url=chatty.url + "/v1", api_key=KEY, model=name_of(chat), max_tokens=6, max_retries=0)
-    whole = llm.invoke("Which leaf fell?")
-    assert whole.usage_metadata["output_tokens"] <= 6
-    chunks = list(llm.stream("Which leaf fell?", stream_usage=True))
-    assert "".join(str(one.content) for one in chunks) == whole.content
-    assert (
-        sum((one.usage_metadata or {}).get("total_tokens", 0) for one in chunks) == whole.usage_metadata["total_tokens"]
-    )
-    stop = str(whole.content)[1:3]
-    stopped = await llm.ainvoke("Which leaf fell?", stop=[stop])
-    assert stopped.content == str(whole.content)[: str(whole.content).index(stop)]
-    assert stopped.response_metadata["finish_reason"] == "stop"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +21,6 @@ from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import (
     NO_CALLS,
     Running,
-    client_of,
     drop_last_prompts,
     passage,
     process_logits,
@@ -31,7 +28,6 @@ from tests.app.server.common import (
     settings_for,
 )
 from tests.integrations.langchain.models import Script
-from tests.waiting import until
 
 KEY = "sk-none-needed-here"
 TOOL = {"type": "function", "name": "look_up", "description": "Look a leaf up.", "parameters": {"type": "object"}}
@@ -190,23 +186,6 @@ def test_the_events_of_calls(chatty: Running, asked: dict[str, Any], monkeypatch
     assert cut[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_call_that_is_never_whole_cannot_be_read(
-    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says(monkeypatch, chatty, CALL)
-    events = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 50})
-    (call,) = events[-1]["response"]["output"]
-    assert events[-1]["type"] == "response.incomplete"
-    assert (call["name"], call["status"]) == ("look_up", "incomplete")
-    deltas = [one["delta"] for one in events if one["type"].endswith("arguments.delta")]
-    assert "".join(deltas) == call["arguments"]
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(call["arguments"])
-    always = {**asked, "tools": [TOOL], "max_output_tokens": 90, "verify": "always"}
-    whole = [one["delta"] for one in streamed(chatty.url, always) if one["type"].endswith("arguments.delta")]
-    assert whole == ['{"leaf": "red"}'], "it may be corrected until it has ended"
-
-
 def test_turns_with_calls_go_on_from_what_came_back(
     client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,26 +307,6 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         client.responses.create(model="gpt-9", input="Which?")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
-
-
-def test_clients_that_leave_keep_nobody_waiting(chatty: Running) -> None:
-    """In the middle of their own request, before the first event, and behind some."""
-    body = {"model": chatty.service.model_name, "input": "red leaf", "max_output_tokens": 1_500, "stream": True}
-    sent = json.dumps(body).encode()
-    head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    place = chatty.server.servers[0].sockets[0].getsockname()
-    for number in range(8):
-        with socket.create_connection(place) as client:
-            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent))
-            client.sendall(sent[: 20 if number % 4 == 3 else None])
-            client.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                for _ in range(number % 4):
-                    client.recv(100)
-    until(lambda: not any(one.waiting or one.served for one in chatty.service.queue._tenants.values()))
-    with client_of(chatty) as client:
-        last = client.post("/v1/responses", json={**body, "max_output_tokens": 1, "stream": False})
-        assert last.json()["status"] == "incomplete"
 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI, asked: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -40,40 +40,29 @@ class Metrics:
         stats: Callable[[], StoreStats | None],
         models: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.registry, name = CollectorRegistry(), _PREFIX
-        one = self.registry
-        self.requests = Counter(name + "requests", "Requests by path and status.", ["path", "status"], registry=one)
-        self.refused = Counter(name + "refused", "Requests that found no slot at the model.", registry=one)
-        self.gone = Counter(name + "clients_gone", "Clients that went away before the end.", registry=one)
-        self.ttft = Histogram(name + "ttft_seconds", "Time to first token.", buckets=_SECONDS, registry=one)
-        self.parts = Histogram(
-            name + "ttft_part_seconds", "Parts of the time to first token.", ["part"], buckets=_SECONDS, registry=one
-        )
-        self.chunks = Counter(
-            name + "chunks", "Chunks of prompts, read from the store or not.", ["found"], registry=one
-        )
-        self.variants = Counter(
-            name + "variants", "Chunks read as an earlier, verified prompt left them.", registry=one
-        )
-        self.found = Counter(
-            name + "found_chunks",
-            "Chunks found because their text repeats, read from the store or not.",
-            ["found"],
-            registry=one,
-        )
-        self.tokens = Counter(
-            name + "tokens", "Tokens: of prompts, reused, of kept prompts, answered.", ["kind"], registry=one
-        )
-        self.ratio = Histogram(name + "recompute_ratio", "Recompute ratio of answers.", buckets=_SHARES, registry=one)
-        self.verified = Counter(
-            name + "verifications", "Answers held against full prefill, by how it ended.", ["status"], registry=one
-        )
-        self.ingested = Counter(name + "documents", "Documents ingested, by how it ended.", ["state"], registry=one)
-        for gauge, text, count in (
-            ("queue_waiting", "Requests that wait.", waiting),
-            ("queue_served", "Requests that are served.", served),
-        ):
-            Gauge(name + gauge, text, registry=one).set_function(count)
+        self.registry = one = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=one)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=one)
+
+        self.requests = counter("requests", "Requests by path and status.", "path", "status")
+        self.refused = counter("refused", "Requests that found no slot at the model.")
+        self.gone = counter("clients_gone", "Clients that went away before the end.")
+        self.ttft = histogram("ttft_seconds", "Time to first token.", _SECONDS)
+        self.parts = histogram("ttft_part_seconds", "Parts of the time to first token.", _SECONDS, "part")
+        self.chunks = counter("chunks", "Chunks of prompts, read from the store or not.", "found")
+        self.variants = counter("variants", "Chunks read as an earlier, verified prompt left them.")
+        repeats = "Chunks found because their text repeats, read from the store or not."
+        self.found = counter("found_chunks", repeats, "found")
+        self.tokens = counter("tokens", "Tokens: of prompts, reused, of kept prompts, answered.", "kind")
+        self.ratio = histogram("recompute_ratio", "Recompute ratio of answers.", _SHARES)
+        self.verified = counter("verifications", "Answers held against full prefill, by how it ended.", "status")
+        self.ingested = counter("documents", "Documents ingested, by how it ended.", "state")
+        Gauge(_PREFIX + "queue_waiting", "Requests that wait.", registry=one).set_function(waiting)
+        Gauge(_PREFIX + "queue_served", "Requests that are served.", registry=one).set_function(served)
         one.register(_Asked(lambda: _store_metrics(stats())))
         one.register(_Asked(lambda: _model_metrics(models())))
         ProcessCollector(registry=one)  # memory and time of the process

@@ -129,17 +129,6 @@ def test_error_is_said_and_can_be_tried_again(page: Page, problems: list[str]) -
     problems.clear()  # the browser notes every refusal
 
 
-def test_ends_of_answers_are_remarked_on(page: Page) -> None:
-    ends: tuple[tuple[str, dict[str, Any], str], ...] = (
-        ("", {}, "The model gave an empty answer."),
-        ("One one one", {"stopped_by": "repetition"}, "Ended: the answer only repeated itself."),
-        ("One", {"finish_reason": "length"}, "Cut off after"),
-    )
-    for answer, more, said in ends:
-        answer_with(page, *told(answer, **more))
-        expect(ask(page, "Which?").locator(".status")).to_contain_text(said)
-
-
 def test_thought_is_folded_and_no_part_of_the_answer(page: Page) -> None:
     answer_with(page, *told("Two leaves.", thought="I count them. One, two.", thought_tokens=12))
     turn = ask(page, "How many?")
@@ -256,16 +245,6 @@ def test_correction_takes_the_place_of_the_answer_and_its_citations(page: Page) 
     asked = answer_with(page, *told("Yes."))
     ask(page, "Sure?")
     assert asked[0]["history"][0]["answer"] == kept + after
-
-
-def test_page_waits_for_a_server_that_is_away(context: BrowserContext, address: str, problems: list[str]) -> None:
-    context.route(re.compile("/api/state$"), lambda route: route.abort("connectionrefused"), times=1)
-    page = context.new_page()
-    page.goto(address)
-    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
-    page.get_by_role("button", name="Try again").click()
-    page.locator("body[data-ready]").wait_for()
-    problems.clear()  # the browser notes what it cannot reach
 
 
 def test_key_is_asked_for_and_nothing_is_left_for_the_next(

@@ -9,7 +9,6 @@ from playwright.sync_api import FilePayload, Locator, Page, Route, expect
 
 from tests.app.server.page.driving import (
     ASK,
-    DOCUMENT,
     LIST,
     PROBES,
     answer_with,
@@ -150,19 +149,3 @@ def test_empty_folder_asks_for_documents(page: Page) -> None:
     expect(page.locator("#send")).to_be_disabled()
     page.get_by_role("button", name="Add documents").click()
     expect(page.locator("#drop")).to_be_visible()
-
-
-def test_failed_deletion_says_so_and_keeps_the_document(page: Page, problems: list[str]) -> None:
-    listed(page, {})
-    page.route(DOCUMENT, lambda route: refuse(route, 403, "read_only", "This document stays."))
-    page.locator("#open-documents").click()
-    page.get_by_role("button", name="Delete island.md").click()
-    page.get_by_role("group").get_by_role("button", name="Delete").click()
-    expect(page.locator("#documents-error")).to_have_text("This document stays.")
-    expect(page.get_by_role("button", name="Delete island.md")).to_be_focused()
-    page.keyboard.press("Escape")
-    answer_with(page, *told("Yes."))
-    ask(page, "Which?").locator(".source").first.click()
-    said = "The document has been deleted since; this is the text that was read."
-    expect(page.locator("#passage .hint").last).to_have_text(said)
-    problems.clear()  # the browser notes every refusal
