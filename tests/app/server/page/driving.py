@@ -13,7 +13,7 @@ from playwright.sync_api import Locator, Page, Route, expect
 from tests.toy.bundle import BundledQuestion, read_questions
 
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
-ASK, STATE, LIST, DOCUMENT = (re.compile(one) for one in ("/ask$", "/api/state$", "/documents$", "/documents/[^/]+$"))
+ASK, STATE, LIST = (re.compile(one) for one in ("/ask$", "/api/state$", "/documents$"))
 VERIFICATION = re.compile(r"/api/answers/[^/]+/verification\?wait=\d+$")
 CHECK = {"id": "a1", "status": "waiting", "position": 0, "before": "", "after": "", "reason": ""}
 REPORT: dict[str, Any] = {
