@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.trials import PreparedPrompt
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV, Generation
@@ -70,11 +68,6 @@ def key_of(engine: BlendEngine, text: str) -> str:
 def segments_of(engine: BlendEngine) -> PromptTokenizer:
     """The tokenizer of an engine's prompts."""
     return PromptTokenizer(engine.tokenizer, engine.config.separator)
-
-
-def prepared_of(model: Any) -> PreparedPrompt:
-    """The prompt, its chunks stored, to be fused by many rules."""
-    return PreparedPrompt(ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), PROMPT)
 
 
 def assert_same(ours: FusedKV, theirs: FusedKV) -> None:

@@ -1,16 +1,12 @@
-"""The spans and metrics that OpenTelemetry got, for tests."""
+"""The spans that OpenTelemetry got, for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.metrics import _internal as metrics
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -24,11 +20,10 @@ STEPS = ["split", "look up", "load", "fuse", "decode"]
 
 
 class Told:
-    """Spans that have ended, and metrics."""
+    """Spans that have ended."""
 
     def __init__(self) -> None:
-        self._exporter, self._reader = InMemorySpanExporter(), InMemoryMetricReader()
-        self.tracers, self.meters = TracerProvider(), MeterProvider([self._reader])
+        self._exporter, self.tracers = InMemorySpanExporter(), TracerProvider()
         self.tracers.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer = self.tracers.get_tracer("tests")
 
@@ -54,17 +49,9 @@ class Told:
         assert all(one.get_span_context().trace_id == here.trace_id for one in found)
         return sorted(found, key=lambda one: (one.start_time or 0, one.end_time or 0))
 
-    def points(self, name: str) -> list[Any]:
-        """The values of a metric for each set of attributes."""
-        data = self._reader.get_metrics_data()
-        scopes = [scope for one in (data.resource_metrics if data else ()) for scope in one.scope_metrics]
-        found = [metric for scope in scopes for metric in scope.metrics if metric.name == name]
-        return [point for metric in found for point in metric.data.data_points]
-
     def text(self) -> str:
         """Everything that was told, as a text."""
-        data = self._reader.get_metrics_data()
-        return "".join(span.to_json() for span in self.spans) + (data.to_json() if data else "")
+        return "".join(span.to_json() for span in self.spans)
 
 
 @contextmanager
@@ -73,5 +60,4 @@ def telling() -> Iterator[Told]:
     told = Told()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_TRACER_PROVIDER", told.tracers)
-        patch.setattr(metrics, "_METER_PROVIDER", told.meters)
         yield told

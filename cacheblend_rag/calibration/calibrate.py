@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from tqdm import tqdm
+
 from cacheblend_rag.calibration.profiler import keep_profile
-from cacheblend_rag.calibration.progress import Progress
-from cacheblend_rag.calibration.prompts import Corpus
-from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import ComputeKV, FullAnswers, TrialSet
-from cacheblend_rag.config import check_above_zero, check_whole
-from cacheblend_rag.engine.decode import end_ids_of
+from cacheblend_rag.calibration.quality import ReferenceAnswer, full_recompute
+from cacheblend_rag.calibration.statistics import Interval, interval
+from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
+from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES, SelectionRule
+from cacheblend_rag.fusor.selection import (
+    RULES,
+    SelectBoundary,
+    SelectHKVD,
+    SelectionRule,
+    SelectNone,
+    SelectQuery,
+)
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.models.plain import check_blends
-from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt import Prompt
 
-_BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
+_log = logging.getLogger(__name__)
+_BEHIND = {"sink": "the start of a text alone", "context": "contexts"}
+_CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from prompt to prompt
+RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
+"""Shares that are tried."""
+_Make = Callable[[float], SelectionRule]
+KINDS: Mapping[str, tuple[_Make, Sequence[float]]] = {
+    # As a rule whose share can be raised later, and that recomputes nothing now.
+    "nothing recomputed": (SelectBoundary, (0.0,)),
+    "chunk starts": (SelectBoundary, RATIOS),
+    "the question's attention": (SelectQuery, RATIOS),
+    "KV deviation": (partial(SelectHKVD, (1,)), RATIOS),
+}
+"""Kinds of rules that are tried, by name, each with its shares from the least upward."""
+_SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
+# A rule that does more work than this is not worth its trouble.
+_MOST_WORK = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +104,7 @@ def calibrate(
     corpus : sequence of str
         All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
     progress : bool, optional
-        Say what will be done, how long that may take, and how far it is. By default a bar shows the last on a terminal,
-        and elsewhere a line every half a minute. False says nothing.
+        Show a progress bar; by default if standard error is a terminal.
 
     Returns
     -------
@@ -97,54 +122,61 @@ def calibrate(
     options = options or CalibrationOptions()
     if len(prompts) < 6:
         raise ConfigError("prompts", len(prompts), "use at least 6")
-    searched, checks = _divide(prompts, options.check_share)
-    segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
-    with ExitStack() as stack:
-        end_ids = end_ids_of(engine.model.generation_config, engine.tokenizer)
-        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids)
-        computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
-        about = f"{len(prompts)} prompts: {len(searched)} are searched on, {len(checks)} only check the result"
-        passes = _expected_passes(len(searched), len(checks), options.most, len(computes))
-        bar = stack.enter_context(Progress("calibrating", about, passes, exact=False, shown=progress))
+    searched, checks = divided(prompts, options.check_share)
+    decoding = DecodeOptions(max_new_tokens=options.answer_tokens, temperature=0.0)
 
-        def trials(condition: str, of: Sequence[Prompt], most: int) -> TrialSet:
-            return TrialSet(
-                engine.adapter,
-                segments,
-                of,
-                full=full,
-                most=most,
-                compute=computes[condition],
-                on_prompt=bar.update,
-            )
+    @lru_cache(3 * options.most)
+    def answer(prompt: Prompt) -> ReferenceAnswer:
+        made = full_recompute(engine, prompt)()
+        return ReferenceAnswer(engine, engine.tokenize(prompt).input_ids, made, decoding)
 
-        stack.enter_context(engine.products())
-        conditions = {
-            name: TrialSets(
-                trials(name, searched, options.most),
-                partial(trials, name, checks, 2 * options.most),
-            )
-            for name in computes
-        }
-        found = Search(conditions, engine.adapter.num_layers, options.tolerance).run()
-    settings = settings_of(found, options.tolerance)
-    return settings, found
+    hidden = None if progress is None else not progress
+    with (
+        ExitStack() as stack,
+        tqdm(desc="calibrating", unit=" passes", disable=hidden) as bar,
+        engine.products(),  # full prefill too is computed as requests are
+    ):
+
+        def trials(behind: BlendEngine, of: Sequence[Prompt], most: int) -> TrialSet:
+            return TrialSet(behind, of, answer, most, on_prompt=bar.update)
+
+        engines = {name: stack.enter_context(_behind(engine, name, prompts, corpus)) for name in _BEHIND}
+        sets = {name: trials(one, searched, options.most) for name, one in engines.items()}
+
+        def held_back(name: str) -> TrialSet:
+            return trials(engines[name], checks, 2 * options.most)
+
+        found = Search(sets, held_back, engine.adapter.num_layers, options.tolerance).run()
+    return settings_of(found, options.tolerance), found
 
 
-def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[str]) -> dict[str, ComputeKV | None]:
-    """Functions that compute chunks, by condition; None where the engine does it by itself."""
-    return {"sink": None, "context": Corpus(engine.adapter, tokenizer, chunks).compute}
+@contextmanager
+def _behind(
+    engine: BlendEngine, condition: str, prompts: Sequence[Prompt], corpus: Sequence[str]
+) -> Iterator[BlendEngine]:
+    """An engine over a store of its own that has the chunks of prompts, computed under a condition as warming does."""
+    config = BlendConfig(
+        condition=condition,
+        codec="raw",
+        min_tokens=0,
+        prompt_cache=0,
+        write_back="inline",
+        separator=engine.config.separator,
+        prepack_weights=engine.config.prepack_weights,
+    )
+    wanted = dict.fromkeys(chunk.strip() for prompt in prompts for chunk in prompt.chunks)
+    texts = list(dict.fromkeys([*(text.strip() for text in corpus), *wanted]))
+    with (
+        TemporaryDirectory() as folder,
+        BlendEngine(
+            engine.model, engine.tokenizer, config=config, store=folder, fingerprint=engine.fingerprint
+        ) as made,
+    ):
+        made.chunks.warm(texts, only=wanted.keys(), progress=False)
+        yield made
 
 
-def _expected_passes(searched: int, checks: int, most: int, conditions: int) -> int:
-    """Passes over prompts of a search that gives no rule up early, and keeps the first that it checks."""
-    tried = min(most, searched)
-    halvings = sum(math.ceil(math.log2(len(ratios) + 1)) for _, ratios in KINDS.values())
-    prepared = conditions * searched + checks
-    return prepared + (conditions + halvings) * tried + min(2 * most, checks)
-
-
-def _divide(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
+def divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to search on, and those that only check the result."""
     searched: list[Prompt] = []
     checks: list[Prompt] = []
@@ -152,6 +184,234 @@ def _divide(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt]
         held_back = int((number + 1) * check_share) > int(number * check_share)
         (checks if held_back else searched).append(prompt)
     return searched, checks
+
+
+@dataclass(frozen=True)
+class TriedRule:
+    """A rule on some prompts.
+
+    Parameters
+    ----------
+    rule : SelectionRule
+    divergences : tuple of float
+        KL divergence from full prefill for each prompt, mean over the tokens that full prefill generates. That of a
+        prompt which stands for others is there as often.
+    work : float
+        Mean work as a share of full prefill's.
+    whole : bool
+        Whether all prompts were tried, or it was given up before.
+    """
+
+    rule: SelectionRule
+    divergences: tuple[float, ...]
+    work: float
+    whole: bool
+
+    @property
+    def divergence(self) -> Interval:
+        """Mean with its 95% interval over prompts."""
+        return interval(self.divergences)
+
+    def merge(self, other: TriedRule) -> TriedRule:
+        """The same rule on these prompts and on others."""
+        counts = len(self.divergences), len(other.divergences)
+        work = (counts[0] * self.work + counts[1] * other.work) / sum(counts)
+        return TriedRule(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
+
+
+class TrialSet:
+    """Prompts on which rules are tried, each held against full prefill's own answer.
+
+    Most prompts lose nothing by full KV reuse, and no rule loses anything on them; a few lose much. Of many prompts,
+    rules are therefore tried on those that reuse gets most wrong, and on a few others that stand for the rest.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store has the chunks.
+    prompts : sequence of Prompt
+    answer : callable
+        Full prefill's answer to a prompt.
+    most : int
+        Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
+        full prefill, the others drawn from the rest, which they stand for.
+    on_prompt : callable
+        Called after each prompt that was tried.
+    """
+
+    def __init__(
+        self,
+        engine: BlendEngine,
+        prompts: Sequence[Prompt],
+        answer: Callable[[Prompt], ReferenceAnswer],
+        most: int,
+        on_prompt: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._engine, self._answer, self._on_prompt = engine, answer, on_prompt
+        self._known: dict[SelectionRule, TriedRule] = {}
+        self._prompts = len(prompts)
+        self._trials = [(prompt, 1) for prompt in prompts]  # with how many prompts each stands for
+        if most < len(prompts):
+            ranked = sorted(prompts, key=lambda prompt: -self._try(prompt, SelectNone())[0])
+            hard, rest = ranked[: most // 2], ranked[most // 2 :]
+            drawn = random.Random(0).sample(rest, most - most // 2)
+            each, over = divmod(len(rest), len(drawn))
+            self._trials = [(prompt, 1) for prompt in hard]
+            self._trials += [(prompt, each + (place < over)) for place, prompt in enumerate(drawn)]
+
+    def __len__(self) -> int:
+        return self._prompts
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many prompts each of those that are tried stands for."""
+        return tuple(count for _, count in self._trials)
+
+    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> TriedRule:
+        """Fuse every prompt by a rule.
+
+        It is given up early if its mean divergence is sure to pass a tolerance, or if it does clearly more work than it
+        should stay below.
+        """
+        known = self._known.get(rule)
+        if known is None or not (known.whole or self._given_up(known.divergences, known.work, tolerance, below)):
+            known = self._known[rule] = self._measure(rule, tolerance, below)
+        return known
+
+    def _measure(self, rule: SelectionRule, tolerance: float, below: float) -> TriedRule:
+        found: list[tuple[float, tuple[Prompt, int]]] = []
+        divergences: list[float] = []
+        works: list[float] = []
+        for trial in self._trials:
+            if works and self._given_up(divergences, fmean(works), tolerance, below):
+                break
+            prompt, count = trial
+            divergence, work = self._try(prompt, rule)
+            found.append((divergence, trial))
+            divergences += [divergence] * count
+            works += [work] * count
+        whole = len(divergences) == self._prompts
+        if whole:  # from now on the hard ones first, so that what fails is soon seen
+            self._trials = [trial for _, trial in sorted(found, key=lambda one: -one[0])]
+            divergences.sort(reverse=True)
+        return TriedRule(rule, tuple(divergences), fmean(works), whole)
+
+    def _given_up(self, divergences: Sequence[float], work: float, tolerance: float, below: float) -> bool:
+        """Whether the mean passes the tolerance even if nothing is lost on other prompts, or the work is too much."""
+        return sum(divergences) > tolerance * self._prompts or work > _CLEARLY * below
+
+    def _try(self, prompt: Prompt, rule: SelectionRule) -> tuple[float, float]:
+        """Divergence and work of a rule on a prompt."""
+        engine, answer = self._engine.with_config(selection=rule), self._answer(prompt)
+        fused = engine.fuse(prompt)
+        if fused.report.misses:  # of a chunk whose ids differ in this prompt; it is stored now
+            fused = engine.fuse(prompt)
+        self._on_prompt()
+        return answer.divergence(fused.cache, fused.logits), fused.report.work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a search.
+
+    Parameters
+    ----------
+    condition : str
+        The best condition for chunks, as in `BlendConfig`.
+    reuse : mapping of str to TriedRule
+        By condition, what is lost without any recompute.
+    chosen : TriedRule or None
+        The cheapest rule within the tolerance, on the prompts of the search; None if none is.
+    checked : TriedRule or None
+        The same on prompts that had no part in the search.
+    candidates : sequence of (str, TriedRule)
+        Rules that were checked, the chosen one last: the name of the kind, and its result on the prompts of the search.
+    """
+
+    condition: str
+    reuse: Mapping[str, TriedRule]
+    chosen: TriedRule | None
+    checked: TriedRule | None
+    candidates: Sequence[tuple[str, TriedRule]]
+
+
+class Search:
+    """The search: the cheapest rule that keeps a model's answers within a tolerance of full prefill's.
+
+    1. Chunks are computed behind contexts and behind the start of a text alone. Rules are tried on the side where full
+       KV reuse is nearer to full prefill.
+    2. For each kind of rule, the least share is found that keeps the tolerance on the prompts of the search. A rule
+       that does more work than the best kind so far is left after one prompt.
+    3. The cheapest is checked on prompts that were held back until then. If it fails there, its share is too small, and
+       the search goes on.
+
+    Parameters
+    ----------
+    searched : mapping of str to TrialSet
+        By condition, prompts that rules are searched on.
+    checks : callable
+        Of a condition makes the prompts that the result is checked on, once they are needed.
+    tolerance : float
+        Mean KL divergence from full prefill that is allowed, in nats a token. The upper end of the 95%
+        interval must keep it on all prompts, and the mean on those held back.
+    """
+
+    def __init__(
+        self,
+        searched: Mapping[str, TrialSet],
+        checks: Callable[[str], TrialSet],
+        layers: int,
+        tolerance: float,
+    ) -> None:
+        self._searched, self._make_checks, self._tolerance = searched, checks, tolerance
+        self._rules = {kind: [make(ratio).fit(layers) for ratio in ratios] for kind, (make, ratios) in KINDS.items()}
+        self._too_small = dict.fromkeys(KINDS, 0)  # how many shares of a kind are, by the prompts held back
+
+    def run(self) -> Finding:
+        """Search, choose and check.
+
+        Divergence sits in a few prompts of many, so neither a mean nor a few prompts are enough: the interval over
+        all of them decides.
+        """
+        reuse = {name: one.try_rule(SelectNone()) for name, one in self._searched.items()}
+        condition = min(reuse, key=lambda name: reuse[name].divergence.mean)
+        checks: TrialSet | None = None
+        candidates: list[tuple[str, TriedRule]] = []
+        while (found := self._cheapest(self._searched[condition])) is not None:
+            kind, one = found
+            candidates.append(found)
+            if checks is None:
+                checks = self._make_checks(condition)
+            checked = checks.try_rule(one.rule, self._tolerance)
+            _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
+            together = one.merge(checked)
+            if together.whole and max(checked.divergence.mean, together.divergence.high) <= self._tolerance:
+                return Finding(condition, reuse, one, checked, candidates)
+            self._too_small[kind] = self._rules[kind].index(one.rule) + 1
+        return Finding(condition, reuse, None, None, candidates)
+
+    def _cheapest(self, trials: TrialSet) -> tuple[str, TriedRule] | None:
+        """The least work that may keep the tolerance, by the prompts of the search, and the kind of its rule."""
+        best: tuple[str, TriedRule] | None = None
+        for kind in KINDS:
+            found = self._least(kind, trials, best[1].work if best else _MOST_WORK)
+            best = best if found is None else (kind, found)
+        return best
+
+    def _least(self, kind: str, trials: TrialSet, below: float) -> TriedRule | None:
+        """The least share of a kind that keeps the tolerance with less work than ``below``, by halving, if any does."""
+        rules, allowed, found = self._rules[kind], _SLACK * self._tolerance, None
+        low, high = self._too_small[kind], len(rules)
+        while low < high:
+            middle = (low + high) // 2
+            tried = trials.try_rule(rules[middle], allowed, below)
+            if tried.whole and tried.divergence.mean <= allowed:
+                high, found = middle, tried if tried.work < below else found
+            elif tried.work > below:
+                high = middle
+            else:
+                low = middle + 1
+        return found
 
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:

@@ -1,4 +1,4 @@
-"""Prompts made of a user's own chunks, without labels: something to be asked, and KV computed as warming does it."""
+"""Prompts made of a user's own chunks, without labels, and of questions in a file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ import math
 import os
 import random
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from langchain_core.documents import Document
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
-from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF, render_turns
-from cacheblend_rag.prompt.contexts import CONTEXTS, contexts_beside
 
-_KEPT = 8  # groups whose contexts' KV stays in memory
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
 _WORD = re.compile(r"\w+")
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -35,53 +29,6 @@ _QUESTIONS = (
     "What do the passages say about {a} and about {b}?",
     "Summarise in one sentence what is known about {a}.",
 )
-
-
-class Corpus:
-    """A corpus whose chunks are computed behind contexts.
-
-    Parameters
-    ----------
-    adapter : ModelAdapter
-    tokenizer : PromptTokenizer
-    chunks : sequence of str
-        Those of a document one after another.
-    count : int
-        How many contexts each chunk has.
-    """
-
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        tokenizer: PromptTokenizer,
-        chunks: Sequence[str],
-        count: int = CONTEXTS,
-    ) -> None:
-        self._adapter = adapter
-        texts = list(dict.fromkeys(text.strip() for text in chunks))
-        sizes = [len(tokenizer.chunk(text).ids) for text in texts]
-        beside = contexts_beside(tokenizer, texts, sizes, count, adapter.context_window)
-        self._contexts = dict(zip(texts, beside, strict=True))
-        self._known: OrderedDict[str, ContextKV] = OrderedDict()
-        # Rows that a prompt still holds, for other prompts with the same chunk.
-        self._held: WeakValueDictionary[tuple[object, ...], SegmentKV] = WeakValueDictionary()
-
-    def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:
-        """KV of a chunk of the corpus; see `ComputeKV`."""
-        key = (text.strip(), before, ids, regime)
-        if (held := self._held.get(key)) is None:
-            held = self._held[key] = self._compute(*key)
-        return held
-
-    def _compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
-        contexts = self._contexts[text]
-        if contexts.digest not in self._known:
-            self._known[contexts.digest] = ContextKV(self._adapter, contexts.ids)
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(contexts.digest)
-        kv = self._known[contexts.digest]
-        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [contexts.numbers_for(ids)])[0]
 
 
 def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:

@@ -1,22 +1,334 @@
-"""``cacheblend-rag eval``: how near answers stay to full prefill's, and how many stay right, on own prompts."""
+"""How near answers stay to full prefill's: the four ways of section 7 of the paper to answer a prompt, side by side.
+
+``cacheblend-rag eval`` (`measure_quality`), ``ask --compare`` and the server (`compare`) and ``cacheblend-rag
+calibrate`` stand over one measure, `ReferenceAnswer`: the KL divergence over the tokens of full prefill's own answer.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+import random
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
+import torch
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.comparison import METHODS, MethodResult, compare
 from cacheblend_rag.calibration.statistics import Interval, best_f1, exact_match, first_line, interval, paired
 from cacheblend_rag.config import check_whole
+from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.work import RowsDone
+from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import BlendReport
 
-_NEW_TOKENS = 32
+METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
+ROUNDS = 3
+"""Rounds in which methods are timed; the passes that answer have warmed up for them."""
+COMPARED_TOKENS = 64
+"""Tokens of each answer of a comparison where no number is given: each method takes all of them."""
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How near one method's answer is to full prefill's.
+
+    Parameters
+    ----------
+    kl : float
+        Mean KL divergence from full prefill, in nats a token, over the tokens of full prefill's own answer.
+    same_answer : bool
+        Whether both wrote the same text.
+    order_kl : float or None
+        The divergence of full prefill of the same passages in another order; None if that was not measured.
+    """
+
+    kl: float
+    same_answer: bool
+    order_kl: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Either "same words" or "other words", and whether it is nearer than another order of the passages.
+
+        Where two tokens are almost equally likely, an answer goes on otherwise after a rounding. How far another order
+        moves an answer depends on the model, so it is measured on the prompt itself.
+        """
+        said = "same words" if self.same_answer else "other words"
+        if self.order_kl is None:
+            return said
+        return f"{said}, {'nearer' if self.kl <= self.order_kl else 'further'} than another order"
+
+
+class ReferenceAnswer:
+    """Full prefill's own greedy answer to a prompt, which other methods are held against.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    ids : sequence of int
+        The prompt.
+    made : PrefillResult
+        By full prefill; its cache stays as it is.
+    options : DecodeOptions
+    """
+
+    def __init__(self, engine: BlendEngine, ids: Sequence[int], made: PrefillResult, options: DecodeOptions) -> None:
+        self._adapter, decoded = engine.adapter, decode_from(engine, ids, made, options)
+        self.token_ids, self.text = decoded.token_ids, decoded.text.strip()
+        self._log_probs = answer_log_probs(self._adapter, shared_cache(made.cache), made.logits, self.token_ids)
+
+    def divergence(self, cache: Any, logits: torch.Tensor) -> float:
+        """Mean KL divergence of a method, in nats a token, by its KV of the prompt and its logits of the last position.
+
+        Its cache stays as it is.
+        """
+        found = answer_log_probs(self._adapter, shared_cache(cache), logits, self.token_ids)
+        return float(kl_divergence(self._log_probs, found).mean())
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A prompt's KV and last logits, by whichever method.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+    logits : Tensor, [vocab]
+    computed : tuple of int
+        Rows computed on each layer.
+    report : BlendReport or None
+        The engine's report, if the engine made it.
+    done : RowsDone or None
+        All rows that were worked on; None if these are the whole prompt's.
+    """
+
+    cache: Any
+    logits: torch.Tensor
+    computed: tuple[int, ...]
+    report: BlendReport | None = None
+    done: RowsDone | None = None
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """The result of one method for a prompt.
+
+    Parameters
+    ----------
+    name : str
+        One of `METHODS`.
+    text : str
+        The answer.
+    ttft : float
+        Time to first token, in seconds.
+    computed : float
+        Mean share of the prompt's rows computed a layer.
+    nearness : Nearness
+        How near it is to full recompute.
+    rounds : int
+        Rounds that the time is the median of; 0 if it is that of the pass that gave the answer.
+    """
+
+    name: str
+    text: str
+    ttft: float
+    computed: float
+    nearness: Nearness
+    rounds: int = 0
+
+
+def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], PrefillResult]]:
+    """One prefill a method, each from text to the logits of the first token.
+
+    "Full recompute" is transformers' own forward pass. "Prefix caching" is the same behind an
+    exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
+    form that costs it no loading. "Full reuse" and "blended" read the engine's store.
+    """
+    engine = engine.with_config(prompt_cache=0)  # as if nobody had asked before
+    reuse = engine.with_config(selection="none", min_tokens=0)
+    plain = full_recompute(engine, prompt), prefix_caching(engine, prompt)
+    return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))
+
+
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
+    """Transformers' own prefill."""
+
+    def run() -> PrefillResult:
+        ids = engine.tokenize(prompt).input_ids
+        result = engine.adapter.prefill(ids)
+        return PrefillResult(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
+
+    return run
+
+
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
+    """The same behind prefix and first chunk, whose cache is made now.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt has nothing before its question, or nothing but that.
+    """
+    tokens = engine.tokenize(prompt)
+    known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
+    if len(known) == len(tokens.input_ids):
+        raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
+    if not known:
+        raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
+    ready = engine.adapter.prefill(known).cache
+
+    def run() -> PrefillResult:
+        ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
+        cache = shared_cache(ready)
+        logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
+        done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
+        return PrefillResult(cache, logits, (len(ids) - len(known),) * layers, done=done)
+
+    return run
+
+
+def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
+    """The prefill of an engine, by whichever rule its config names."""
+
+    def run() -> PrefillResult:
+        fused = engine.fuse(prompt)
+        return PrefillResult(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each method in every timed round, and what its last round gave."""
+
+    seconds: dict[str, list[float]]
+    last: dict[str, PrefillResult]
+
+
+class _HasLogits(Protocol):
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+
+_Made = TypeVar("_Made", bound=_HasLogits)
+
+
+def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
+    """Seconds until a method's first token is known to the host, and what it made."""
+    started = time.perf_counter()
+    result = method()
+    int(result.logits.argmax())
+    return time.perf_counter() - started, result
+
+
+def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int) -> Timings:
+    """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
+
+    The last round's results come without their caches: those of many methods take much memory.
+    """
+    timed = Timings({name: [] for name in methods}, {})
+    for number in range(rounds + 1):
+        for name, method in methods.items():
+            took, result = time_once(method)
+            timed.last[name] = replace(result, cache=None)
+            del result  # what it holds is released before the next method's time begins
+            if number:
+                timed.seconds[name].append(took)
+    return timed
+
+
+def compare(
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf, reorder: bool = True
+) -> Iterator[list[MethodResult]]:
+    """Answer a prompt by every method and time all of them, step by step.
+
+    A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its answer,
+    full recompute first, and all results come again after each round in which every method is timed in turn. Other
+    steps give nothing. One of them is full prefill of the same passages in another order: how far that moves full
+    recompute's answer stands beside each method.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store keeps the chunks: the comparison is of warm requests.
+    prompt : Prompt
+    max_new_tokens : int
+        Most tokens of each answer.
+    seconds : float
+        After this time no further round is begun.
+    reorder : bool
+        Whether another order is measured, where there are several passages.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model is answered plainly.
+    """
+    check_blends(engine.adapter)
+    ends = time.monotonic() + seconds
+    engine.warm(prompt.chunks, progress=False)
+    methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids
+    yield []
+    found: dict[str, MethodResult] = {}
+    order_kl: float | None = None
+    full: ReferenceAnswer | None = None
+    options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0)
+    for name, method in methods.items():
+        engine.flush()  # storing must not run beside what is timed
+        took, made = time_once(method)
+        if full is None:
+            full, near = ReferenceAnswer(engine, ids, made, options), Nearness(0.0, same_answer=True)
+            text = full.text
+        else:
+            text = decode_from(engine, ids, made, options).text.strip()
+            near = Nearness(full.divergence(made.cache, made.logits), text == full.text, order_kl)
+        found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
+        del made  # others need the memory meanwhile
+        yield [found[name]]
+        if len(found) == 1 and reorder and len(set(prompt.chunks)) > 1:
+            other = full_recompute(engine, another_order(prompt))()
+            order_kl = full.divergence(other.cache, other.logits)
+            del other
+            yield []
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(1, ROUNDS + 1):
+        if time.monotonic() > ends:
+            return
+        for name, method in methods.items():
+            engine.flush()
+            times[name].append(time_once(method)[0])
+            yield []
+        yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
+
+
+def another_order(prompt: Prompt) -> Prompt:
+    """The same prompt with its chunks, of which two differ at least, in another order."""
+    chunks, chooser = list(prompt.chunks), random.Random(0)
+    while tuple(chunks) == prompt.chunks:
+        chooser.shuffle(chunks)
+    return Prompt(prompt.prefix, chunks, prompt.suffix, prompt.between, preamble=prompt.preamble)
+
+
+def decode_from(engine: BlendEngine, ids: Sequence[int], made: PrefillResult, options: DecodeOptions) -> DecodedAnswer:
+    """The answer that a method's KV leads to; its cache stays as it is."""
+    given = {"input_ids": ids, "cache": shared_cache(made.cache), "logits": made.logits, "options": options}
+    with engine.products(decoding=True):
+        return decode(engine.model, engine.tokenizer, **given)
+
+
+def shared_cache(cache: Any) -> Any:
+    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
 
 
 @dataclass(frozen=True)
@@ -26,7 +338,7 @@ class MethodQuality:
     Parameters
     ----------
     name : str
-        One of `comparison.METHODS`.
+        One of `METHODS`.
     prompts : int
     kl : Interval
         Mean KL divergence from full recompute, in nats a token of full recompute's own answer.
@@ -58,7 +370,7 @@ def measure_quality(
     prompts: Sequence[Prompt],
     golds: Sequence[Sequence[str]] = (),
     *,
-    max_new_tokens: int = _NEW_TOKENS,
+    max_new_tokens: int = 32,
     corpus: Sequence[str] = (),
     progress: bool | None = None,
 ) -> list[MethodQuality]:
@@ -97,17 +409,50 @@ def measure_quality(
     wanted = [number for number, size in enumerate(sizes) if limit is None or size <= limit]
     if not wanted:
         raise ConfigError("prompts", len(prompts), "use some that fit the model, with fewer or shorter chunks")
-    hidden = None if progress is None else not progress
     if corpus:
         engine.warm(corpus, progress=progress)
-    scored = []
+    found: dict[str, list[MethodResult]] = {name: [] for name in METHODS}
     with engine.products():  # full prefill too is computed as requests are
-        for number in tqdm(wanted, desc="evaluating", disable=hidden):
+        for number in tqdm(wanted, desc="evaluating", disable=None if progress is None else not progress):
             # The time of each method is that of the pass that answers.
-            steps = compare(engine, prompts[number], max_new_tokens, 0.0, reorder=False)
-            right = golds[number] if golds else ()
-            scored.append([_score(one, right) for results in steps for one in results])
-    return list(_summed_up(scored))
+            for results in compare(engine, prompts[number], max_new_tokens, 0.0, reorder=False):
+                for one in results:
+                    found[one.name].append(one)
+    rows = [
+        MethodQuality(
+            name,
+            len(results),
+            interval([one.nearness.kl for one in results]),
+            statistics.mean(one.nearness.same_answer for one in results),
+            statistics.median(one.ttft for one in results),
+            statistics.mean(one.computed for one in results),
+        )
+        for name, results in found.items()
+    ]
+    return _with_known(rows, found, [golds[number] for number in wanted]) if golds else rows
+
+
+def _with_known(
+    rows: Sequence[MethodQuality], found: Mapping[str, Sequence[MethodResult]], golds: Sequence[Sequence[str]]
+) -> list[MethodQuality]:
+    """The same with how many answers are right."""
+
+    def said(text: str, right: Sequence[str]) -> str:
+        return text if any("\n" in gold.strip() for gold in right) else first_line(text)
+
+    answers = {
+        name: [said(one.text, right) for one, right in zip(of, golds, strict=True)] for name, of in found.items()
+    }
+    scores = {name: list(map(best_f1, texts, golds)) for name, texts in answers.items()}
+    return [
+        replace(
+            row,
+            f1=statistics.mean(scores[row.name]),
+            exact=statistics.mean(map(exact_match, answers[row.name], golds)),
+            lost=paired(scores[row.name], scores[METHODS[0]]),
+        )
+        for row in rows
+    ]
 
 
 def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
@@ -138,40 +483,6 @@ def quality_table(rows: Sequence[MethodQuality], left_out: int = 0) -> str:
     if left_out:
         lines.append(f"{left_out} prompts were left out because they do not fit the model.")
     return "\n".join(lines)
-
-
-def _score(result: MethodResult, golds: Sequence[str]) -> dict[str, Any]:
-    """A result by name, with F1 and exact match if the right answer is known."""
-    near = {"kl": result.nearness.kl, "same": result.nearness.same_answer}
-    found = {"name": result.name, "ttft": result.ttft, "computed": result.computed, **near}
-    if golds:
-        short = not any("\n" in gold.strip() for gold in golds)
-        answer = first_line(result.text) if short else result.text
-        found |= {"f1": best_f1(answer, golds), "exact": exact_match(answer, golds)}
-    return found
-
-
-def _summed_up(found: Sequence[Sequence[dict[str, Any]]]) -> Iterator[MethodQuality]:
-    by_method = {name: [one for results in found for one in results if one["name"] == name] for name in METHODS}
-    full = by_method[METHODS[0]]
-    for name, results in by_method.items():
-        right: dict[str, Any] = {}
-        if "f1" in results[0]:
-            scores = [one["f1"] for one in results]
-            right = {
-                "f1": statistics.mean(scores),
-                "exact": statistics.mean(one["exact"] for one in results),
-                "lost": paired(scores, [one["f1"] for one in full]),
-            }
-        yield MethodQuality(
-            name,
-            len(results),
-            interval([one["kl"] for one in results]),
-            statistics.mean(one["same"] for one in results),
-            statistics.median(one["ttft"] for one in results),
-            statistics.mean(one["computed"] for one in results),
-            **right,
-        )
 
 
 def _show(found: Interval, form: str) -> str:

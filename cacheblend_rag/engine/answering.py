@@ -22,7 +22,7 @@ from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
-from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
+from cacheblend_rag.engine.traces import Noted, SpanNames, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
@@ -160,7 +160,7 @@ class Answering:
         options: DecodeOptions,
         sink: Cancelled | None,
         held: AbstractContextManager[ModelTime],
-    ) -> Iterator[Untraced]:
+    ) -> Iterator[Noted]:
         """Trace an answer, and wait for its turn."""
         with traced(self.names, prompt, options, self.pipeline.config, sink) as trace, held as spent:
             trace.begins()

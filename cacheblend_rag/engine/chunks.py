@@ -42,7 +42,14 @@ class Chunks:
     prefetcher: Prefetcher
     verifications: Verifications
 
-    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+    def warm(
+        self,
+        chunks: Iterable[str],
+        *,
+        prefix: str = "",
+        progress: bool | None = None,
+        only: Collection[str] | None = None,
+    ) -> WarmReport:
         """Compute and store the KV of chunks ahead of time, several in one pass.
 
         Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
@@ -61,6 +68,8 @@ class Chunks:
             The prefix they will stand behind; needed with ``condition="prefix"`` only.
         progress : bool, optional
             Show a progress bar; by default if standard error is a terminal.
+        only : collection of str, optional
+            Those of the chunks that are computed, each as it would be among all; by default all.
 
         Raises
         ------
@@ -76,6 +85,8 @@ class Chunks:
         pairs = [(text, found) for text in texts if (found := self._fitting(text, prefix)) is not None]
         texts, fitting = [text for text, _ in pairs], [segment for _, segment in pairs]
         segments = self.pipeline.segments.behind_each_other(texts, fitting)
+        if only is not None:
+            segments = [segment for text, segment in zip(texts, segments, strict=True) if text in only]
         return WarmUp(self.pipeline, self.turns.in_background).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:

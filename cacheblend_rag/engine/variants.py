@@ -13,7 +13,7 @@ import logging
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ _LEAST_FIT = 0.5
 _BETWEEN = 8
 # Variants of one chunk that are kept.
 _MOST = 8
-# Tenants whose variants are known; the store is asked again for any other.
-_TENANTS = 1_000
+# Chunks whose variants are known; the store is asked again for any other.
+_CHUNKS = 50_000
 
 
 class Place(NamedTuple):
@@ -47,13 +47,13 @@ class Place(NamedTuple):
 
     Parameters
     ----------
-    prefix : str
-        Digest of the prefix's ids.
+    alike : tuple of str
+        What a variant must have in common with it: the model, the digest of the chunk's ids, that of the prefix's.
     chunks : tuple of str
         Digests of the ids of the chunks before it, in their order.
     """
 
-    prefix: str
+    alike: tuple[str, ...]
     chunks: tuple[str, ...]
 
     def fit(self, earlier: Place) -> float:
@@ -62,70 +62,17 @@ class Place(NamedTuple):
         The share that both have of all chunks that either has before it, and a little more where the same one stands
         directly before it, or none does. From 0 to 1.1; behind another prefix 0.
         """
-        if self.prefix != earlier.prefix:
+        if self.alike != earlier.alike:
             return 0.0
         here, there = {*self.chunks}, {*earlier.chunks}
         both = len(here & there)
         either = len(here) + len(there) - both
         return (both / either if either else 1.0) + 0.1 * (self.chunks[-1:] == earlier.chunks[-1:])
 
-
-_Group = tuple[str, str]  # fingerprint of the model, digest of a chunk's ids
-
-
-class _Known:
-    """The variants of one tenant, by their chunks; of one chunk, those used least recently come first."""
-
-    def __init__(self) -> None:
-        self.asked = set[str]()
-        """Digests of the chunks that the store was asked for."""
-        self.more: bool | None = None
-        """Whether the store may have some of other chunks; None until it is asked."""
-        self._groups: dict[_Group, OrderedDict[Place, str]] = {}
-        self._of: dict[str, tuple[_Group, Place]] = {}  # by key
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def has(self, group: _Group) -> bool:
-        """Whether there is a variant of a chunk."""
-        return group in self._groups
-
-    def best(self, group: _Group, place: Place) -> tuple[Place, str] | None:
-        """Place and key of the variant that fits best; None if none fits well enough."""
-        found: Mapping[Place, str] = self._groups.get(group, {})
-        fits = [(place.fit(earlier), earlier == place, earlier) for earlier in found]
-        fit, _, best = max(fits, key=itemgetter(0, 1), default=(0.0, False, place))
-        return (best, found[best]) if fit >= _LEAST_FIT else None
-
-    def use(self, key: str) -> bool:
-        """Note that a variant is used; whether it is there."""
-        if key not in self._of:
-            return False
-        group, place = self._of[key]
-        self._groups[group].move_to_end(place)
-        return True
-
-    def add(self, group: _Group, place: Place, key: str, most: int | None = None) -> list[str]:
-        """Add a variant; keys of those that go for it, as there are more than ``most`` or it stands in their place."""
-        places = self._groups.setdefault(group, OrderedDict())
-        gone = [places[place]] if places.get(place, key) != key else []
-        places[place], self._of[key] = key, (group, place)
-        places.move_to_end(place)
-        if most is not None:
-            gone += list(places.values())[: max(0, len(places) - most)]
-        for old in gone:
-            self.drop(old)
-        return gone
-
-    def drop(self, key: str) -> None:
-        """Forget a variant."""
-        group, place = self._of.pop(key, (("", ""), None))
-        places = self._groups.get(group, OrderedDict[Place, str]())
-        if place is not None and places.get(place) == key:
-            del places[place]
-            if not places:
-                del self._groups[group]
+    @property
+    def before(self) -> tuple[str, ...]:
+        """As a record names it; see `RecordInfo.before`."""
+        return (self.alike[-1], *self.chunks)
 
 
 class Variants:
@@ -142,36 +89,48 @@ class Variants:
 
     def __init__(self, store: KVStore) -> None:
         self._store, self._lock = store, threading.Lock()
-        self._tenants: OrderedDict[str, _Known] = OrderedDict()  # those used last come last
+        self._any: dict[str, bool] = {}  # of each tenant, by the beginning of its keys
+        # Of each chunk that was asked for, by the beginning of its keys: those used least recently come first.
+        self._known: OrderedDict[str, OrderedDict[str, Place]] = OrderedDict()
 
-    def _known(self, salt: str, chunks: Iterable[str] = ()) -> _Known:
-        """The variants of a tenant, with those that the store has of some chunks, by their digests."""
+    def _ask(self, tenant: str, chunks: Iterable[str]) -> None:
+        """Learn which variants of some chunks there are, by the beginnings of their keys."""
         with self._lock:
-            known = self._tenants.setdefault(salt, _Known())
-            self._tenants.move_to_end(salt)
-            while len(self._tenants) > _TENANTS:
-                self._tenants.popitem(last=False)
-            new = () if known.more is False else tuple({*chunks} - known.asked)
-            known.asked.update(new)
+            new = [] if self._any.get(tenant) is False else [one for one in {*chunks} if one not in self._known]
+            for one in new:
+                self._known[one] = OrderedDict()
+            while len(self._known) > _CHUNKS:
+                self._known.popitem(last=False)
         if new and any(one.traits.remote for one in (self._store, *self._store.traits.tiers)):  # it may take long
-            threading.Thread(target=self._ask, args=(known, salt, new), name="variants", daemon=True).start()
+            threading.Thread(target=self._look_through, args=(tenant, new), name="variants", daemon=True).start()
         elif new:
-            self._ask(known, salt, new)
-        return known
+            self._look_through(tenant, new)
 
-    def _ask(self, known: _Known, salt: str, chunks: Sequence[str]) -> None:
+    def _look_through(self, tenant: str, chunks: Sequence[str]) -> None:
         found: list[tuple[str, RecordInfo]] = []
         try:
-            if known.more is None:
-                known.more = next(iter(self._store.infos(_tenants_keys(salt))), None) is not None
-            for chunk in chunks if known.more else ():
-                found += self._store.infos(f"{_tenants_keys(salt)}{chunk}-")
+            if tenant not in self._any:
+                self._any[tenant] = next(iter(self._store.infos(tenant)), None) is not None
+            for chunk in chunks if self._any[tenant] else ():
+                found += self._store.infos(chunk)
         except StoreError as error:
             _log.warning("variants of chunks that are stored are not used: %s", error)
         with self._lock:
             for key, info in reversed(found):  # a folder names those used last first
                 if info.before:
-                    known.add((info.fingerprint, digest(info.token_ids)), Place(info.before[0], info.before[1:]), key)
+                    self._add(key, _place_of(info))
+
+    def _add(self, key: str, place: Place, most: int | None = None) -> list[str]:
+        """Add a variant; keys of those that go for it, as there are more than ``most`` or it stands in their place."""
+        places = self._known.setdefault(_beginning(key), OrderedDict())
+        gone = [other for other, at in places.items() if at == place and other != key]
+        places[key] = place
+        places.move_to_end(key)
+        if most is not None:
+            gone += [other for other in places if other not in gone][: max(0, len(places) - len(gone) - most)]
+        for other in gone:
+            del places[other]
+        return gone
 
     def instead_of(self, usual: Sequence[Segment], split: TokenizedPrompt, segments: Segments) -> tuple[Segment, ...]:
         """The segments of a prompt's chunks, with a variant in place of each for which one fits.
@@ -184,22 +143,24 @@ class Variants:
             The whole prompt.
         segments : Segments
         """
-        known = self._known(segments.config.salt)
-        if known.more is False and not known:
+        tenant = _tenants_keys(segments.config.salt)
+        if not usual or self._any.get(tenant) is False:
             return tuple(usual)
-        places, chunks = places_of(split, segments)
-        self._known(segments.config.salt, chunks)
-        groups = [(fingerprint_in(one.model, one.regime), digest(one.token_ids)) for one in usual]
-        numbers = range(len(split.located) - len(usual), len(split.located))
-        chosen = list[Segment]()
+        places = places_of(split, segments, usual[0].regime)
+        self._ask(tenant, (keys for keys, _ in places))
+        first, chosen = len(places) - len(usual), list[Segment]()
         with self._lock:
-            for number, one, group in zip(numbers, usual, groups, strict=True):
-                before = split.input_ids[: split.located[number].span.start]
-                exact = one.exact_in_place and before == one.context_ids  # nothing is nearer
-                found = None if exact or not one.token_ids else known.best(group, places[number])
-                chosen.append(one if found is None else _variant(one, *found))
-                if found is not None:
-                    known.use(found[1])
+            for (keys, place), chunk, one in zip(places[first:], split.located[first:], usual, strict=True):
+                exact = one.exact_in_place and split.input_ids[: chunk.span.start] == one.context_ids
+                known = self._known.get(keys) if one.token_ids and not exact else None  # nothing is nearer than exact
+                fits = [(place.fit(earlier), earlier == place, key) for key, earlier in (known or {}).items()]
+                fit, _, key = max(fits, key=itemgetter(0, 1), default=(0.0, False, ""))
+                if known is None or fit < _LEAST_FIT:
+                    chosen.append(one)
+                    continue
+                known.move_to_end(key)
+                kind = {"key": key, "regime": one.regime, "model": one.model, "before": known[key].before}
+                chosen.append(Segment("variant", (), one.token_ids, usual=one, **kind))
         return tuple(chosen)
 
     def jobs(self, split: TokenizedPrompt, cache: Any, segments: Segments, regime: int) -> Mapping[str, Job]:
@@ -216,33 +177,37 @@ class Variants:
         """
         if any(_shortened(layer, len(split.input_ids)) for layer in cache.layers):
             return {}
-        adapter, salt, jobs = segments.model.blended, segments.config.salt, dict[str, Job]()
-        layers, (places, chunks) = adapter.layers_of(cache.layers), places_of(split, segments)
-        known = self._known(salt, chunks)
+        adapter, jobs = segments.model.blended, dict[str, Job]()
+        layers, places = adapter.layers_of(cache.layers), places_of(split, segments, regime)
+        self._ask(_tenants_keys(segments.config.salt), (keys for keys, _ in places))
         end, behind = split.prefix.stop, tuple[int, ...]()
-        for place, chunk in zip(places, split.located, strict=True):
+        for (keys, place), chunk in zip(places, split.located, strict=True):
             span, own = chunk.span, segments.tokenizer.chunk(chunk.text).ids
             if not len(span):
                 continue
             if span.start - end > _BETWEEN:
                 break
             segment = segments.describe("variant", split.input_ids[: span.start], split.ids(span), regime)
-            key = chunks_keys(salt, own) + segment.key
-            info = dataclasses.replace(segments.info(segment), behind=behind, before=(place.prefix, *place.chunks))
+            key, info = keys + segment.key, segments.info(segment)
+            info = dataclasses.replace(info, behind=behind, before=place.before)
             end, behind = span.stop, behind + own[:OPENS]
+            with self._lock:
+                known = self._known.get(keys, OrderedDict[str, Place]())
+                if key in known:
+                    known.move_to_end(key)
             # Behind the prefix alone, a record that is computed behind the prefix is as exact.
-            if (segments.condition == "prefix" and not place.chunks) or known.use(key):
+            if (segments.condition == "prefix" and not place.chunks) or key in known:
                 continue
             held = sum(2 * layer.keys[:, :, span.start : span.stop].nbytes for layer in layers)
-            store = partial(self._store_one, known, key, info, partial(_cut, adapter, layers, span, regime), segments)
-            jobs[key] = Job(store, held, partial(_same, info))
+            store = partial(self._store_one, key, info, partial(_cut, adapter, layers, span, regime))
+            jobs[key] = Job(store, held, lambda info=info: info)  # type: ignore[misc]
         return jobs
 
-    def _store_one(self, known: _Known, key: str, info: RecordInfo, cut: Any, segments: Segments) -> None:
+    def _store_one(self, key: str, info: RecordInfo, cut: Callable[[], SegmentKV]) -> None:
         self._store.put(key, KVRecord(info, cut()))
-        group, place = (info.fingerprint, digest(info.token_ids)), Place(info.before[0], info.before[1:])
         with self._lock:
-            gone = known.add(group, place, key, _MOST)
+            gone = self._add(key, _place_of(info), _MOST)
+            self._any[_beginning(_beginning(key))] = True
         for old in gone:
             discard(self._store, old)
 
@@ -250,8 +215,7 @@ class Variants:
         """Use these no more, if they are variants: they are gone from the store."""
         with self._lock:
             for key in keys:
-                for known in self._tenants.values():
-                    known.drop(key)
+                self._known.get(_beginning(key), OrderedDict[str, Place]()).pop(key, None)
 
 
 def digest(ids: tuple[int, ...]) -> str:
@@ -259,11 +223,19 @@ def digest(ids: tuple[int, ...]) -> str:
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
 
 
-def places_of(split: TokenizedPrompt, segments: Segments) -> tuple[list[Place], tuple[str, ...]]:
-    """The place of each chunk of a prompt, and the digests of all chunks, of the ids that they have elsewhere."""
-    prefix = digest(split.ids(split.prefix))
-    chunks = tuple(digest(segments.tokenizer.chunk(chunk.text).ids) for chunk in split.located)
-    return [Place(prefix, chunks[:number]) for number in range(len(chunks))], chunks
+def places_of(split: TokenizedPrompt, segments: Segments, regime: int) -> list[tuple[str, Place]]:
+    """Of each chunk of a prompt the beginning of its variants' keys, and its place."""
+    model, prefix = fingerprint_in(segments.model.fingerprint, regime), digest(split.ids(split.prefix))
+    own = [segments.tokenizer.chunk(chunk.text).ids for chunk in split.located]
+    chunks = tuple(map(digest, own))
+    return [
+        (chunks_keys(segments.config.salt, ids), Place((model, digest(split.ids(chunk.span)), prefix), chunks[:number]))
+        for number, (chunk, ids) in enumerate(zip(split.located, own, strict=True))
+    ]
+
+
+def _place_of(info: RecordInfo) -> Place:
+    return Place((info.fingerprint, digest(info.token_ids), info.before[0]), info.before[1:])
 
 
 def chunks_keys(salt: str, ids: tuple[int, ...]) -> str:
@@ -283,10 +255,9 @@ def _tenants_keys(salt: str) -> str:
     return f"{KEY_PREFIX}{hashlib.sha256(salt.encode()).hexdigest()[:16]}-"
 
 
-def _variant(usual: Segment, place: Place, key: str) -> Segment:
-    """The segment of a variant; the ids before it are those that its record names."""
-    before = (place.prefix, *place.chunks)
-    return Segment("variant", (), usual.token_ids, key, usual.regime, model=usual.model, before=before, usual=usual)
+def _beginning(key: str) -> str:
+    """The key without its last part: of a variant that of its chunk, and of that the tenant's."""
+    return key.rstrip("-").rpartition("-")[0] + "-"
 
 
 def _shortened(layer: Any, tokens: int) -> bool:
@@ -300,7 +271,3 @@ def _cut(adapter: ModelAdapter, layers: Sequence[LayerKV], span: Span, regime: i
     at = slice(span.start, span.stop)
     rows: list[Any] = [LayerKV(layer.keys[:, :, at], layer.values[:, :, at]) for layer in layers]
     return cut_out(rows, [len(span)], [0], 0, adapter.rotary(len(span), span.start, regime))[0]
-
-
-def _same(info: RecordInfo) -> RecordInfo:
-    return info

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from langchain_core.documents import Document
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.calibrate import (
     CalibrationOptions,
-    _divide,
+    Finding,
+    Search,
+    TrialSet,
+    TriedRule,
     calibrate,
     keep_settings,
     report,
     settings_of,
 )
-from cacheblend_rag.calibration.prompts import Corpus, chunk_prompts, question_prompts
-from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
+from cacheblend_rag.calibration.prompts import chunk_prompts, question_prompts
+from cacheblend_rag.calibration.quality import ReferenceAnswer, full_recompute
 from cacheblend_rag.calibration.statistics import interval
-from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet, TriedRule
+from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.prompt import PromptTokenizer
 from docs.benchmarks.evaluation.runner import settings_rule, variants
 from tests import tiny
 from tests.probes import engine_of
 
 TOLERANCE = 0.05
-COUNT = 24  # prompts that models are calibrated on
+COUNT = 12  # prompts that models are calibrated on
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -72,18 +72,6 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
     return results
 
 
-def full_of(adapter: ModelAdapter, answer_tokens: int = 8) -> FullAnswers:
-    """Full prefill's answer, in so many tokens."""
-    return FullAnswers(adapter, answer_tokens, [2])
-
-
-def trials_of(adapter: ModelAdapter, segments: PromptTokenizer, of: list[Prompt], condition: str) -> TrialSet:
-    """Prompts whose chunks are computed under a condition."""
-    beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks])
-    compute = beside.compute if condition == "context" else None
-    return TrialSet(adapter, segments, of, full=full_of(adapter), compute=compute)
-
-
 def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
     calm, middling, wild = (found[name][0] for name in MODELS)
     assert calm.tolerates
@@ -100,172 +88,85 @@ def test_different_models_get_different_settings(found: dict[str, tuple[BlendSet
     assert all("full KV reuse, chunks computed behind" in one for one in words.values())
 
 
-def test_the_tolerance_holds_on_prompts_nobody_has_seen(
-    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
-) -> None:
-    for name in ("calm", "middling"):
-        settings, _ = found[name]
-        assert settings.divergence <= settings.highest <= settings.tolerance == TOLERANCE
-        adapter, segments = ModelAdapter(models[name]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-        fresh = trials_of(adapter, segments, prompts(100, 16), settings.condition)
-        tried = fresh.try_rule(settings_rule(settings).fit(6))
-        assert tried.divergence.mean <= TOLERANCE
-        assert tried.work == pytest.approx(settings.work, abs=0.05)
+class Said(TrialSet):
+    """Prompts of which each rule's share says how far its answers are."""
 
+    def __init__(self, *divergences: float, least: float = 0.0, reuse: float = 1.0) -> None:
+        self.divergences, self.least, self.reuse = divergences, least, reuse
+        self.tried: list[SelectionRule] = []
 
-def test_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    searched, checks = stubbed(models)
-    few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
-
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
+    def try_rule(self, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
+        self.tried.append(rule)
         share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
-        if trials is searched:
-            return TriedRule(rule, (0.02 if share >= 0.05 else 1.0,) * 6, 0.1 + share, True)
-        return TriedRule(rule, even if share >= 0.15 else few_bad, 0.1 + share, True)
+        far = (self.reuse,) * 6 if isinstance(rule, SelectNone) or share < self.least else self.divergences
+        return TriedRule(rule, far, 0.1 + share, True)
 
-    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+
+def searched(trials: Said, checks: Said) -> Finding:
+    return Search({"sink": trials}, lambda condition: checks, 6, TOLERANCE).run()
+
+
+def test_mean_within_the_tolerance_is_not_enough() -> None:
+    few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
     assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
-    found = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
+
+    class Checks(Said):
+        def try_rule(self, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
+            good = isinstance(rule, SelectBoundary) and rule.recompute_ratio >= 0.15
+            return replace(super().try_rule(rule), divergences=even if good else few_bad)
+
+    found = searched(Said(*(0.02,) * 6, least=0.05), Checks())
     assert found.chosen is not None
     assert found.chosen.rule == SelectBoundary(0.15), "with less, one prompt of the six held back is far beyond"
     assert found.checked is not None
     assert found.checked.divergences == even
 
 
-@pytest.mark.slow
-def test_no_cheaper_rule_was_passed_over(
-    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
-) -> None:
-    _, finding = found["middling"]
-    assert finding.chosen is not None
-    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    _, checks = _divide(prompts(0, COUNT), 0.67)
-    assert len(checks) == COUNT * 2 // 3
-    assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
-    assert finding.candidates[-1][1] is finding.chosen
-    held_back = trials_of(adapter, segments, checks, finding.condition)
-    searched, cheaper = trials_of(adapter, segments, _divide(prompts(0, COUNT), 0.67)[0], finding.condition), 0
-    for make, ratios in KINDS.values():
-        for ratio in ratios:
-            tried = searched.try_rule(make(ratio).fit(6), below=finding.chosen.work)
-            if tried.whole and tried.work < finding.chosen.work:
-                cheaper += 1
-                unseen = held_back.try_rule(tried.rule)
-                over_all = interval((*tried.divergences, *unseen.divergences))
-                assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
-    assert cheaper
-
-
-def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
-    """Prompts to search on and to check on, for searches that look rules up."""
-    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    adapter = ModelAdapter(models["calm"])
-    first, second = (TrialSet(adapter, segments, prompts(at, 6), full=full_of(adapter, 2)) for at in (0, 6))
-    return first, second
-
-
-def test_search_tries_the_next_share_where_a_rule_fails(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_tries_the_next_share_where_a_rule_fails() -> None:
     """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
-    searched, checks = stubbed(models)
-
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
-        share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
-        good = share >= (0.05 if trials is searched else 0.2)
-        return TriedRule(rule, (0.0 if good else 1.0,) * 6, 0.1 + share, True)
-
-    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
-    finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
+    finding = searched(Said(*(0.0,) * 6, least=0.05), Said(*(0.0,) * 6, least=0.2))
     assert finding.chosen is not None
     assert finding.chosen.rule == SelectBoundary(0.2)
     tried = [(kind, one.rule) for kind, one in finding.candidates]
     assert tried == [("chunk starts", SelectBoundary(share)) for share in (0.05, 0.075, 0.1, 0.15, 0.2)]
 
 
-@pytest.mark.parametrize("nearer", ["context", "sink"])
-def test_rules_are_tried_where_reuse_is_nearer(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, nearer: str
-) -> None:
-    sets = {"context": stubbed(models), "sink": stubbed(models)}
-    ruled: list[TrialSet] = []
-
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
-        if isinstance(rule, SelectNone):
-            return TriedRule(rule, (0.1 if trials is sets[nearer][0] else 0.3,) * 6, 0.05, True)
-        ruled.append(trials)
-        return TriedRule(rule, (0.0,) * 6, 0.1, True)
-
-    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
-    conditions = {name: TrialSets(of[0], lambda of=of: of[1]) for name, of in sets.items()}  # type: ignore[misc]
-    finding = Search(conditions, 6, TOLERANCE).run()
-    assert finding.condition == nearer
-    assert set(ruled) == set(sets[nearer])
-    settings = settings_of(finding, TOLERANCE)
-    assert settings.condition == nearer
-    said = report(settings, finding)
-    assert "behind contexts: " in said
-    assert "behind the start of a text alone: " in said
+def test_rules_are_tried_where_reuse_is_nearer() -> None:
+    for nearer in ("context", "sink"):
+        sets = {name: Said(*(0.0,) * 6, reuse=0.1 if name == nearer else 0.3) for name in ("context", "sink")}
+        checks = {name: Said(*(0.0,) * 6) for name in sets}
+        finding = Search(sets, checks.__getitem__, 6, TOLERANCE).run()
+        settings = settings_of(finding, TOLERANCE)
+        assert finding.condition == settings.condition == nearer
+        assert [name for name, of in sets.items() if len(of.tried) > 1] == [nearer]
+        said = report(settings, finding)
+        assert "behind contexts: " in said
+        assert "behind the start of a text alone: " in said
 
 
-def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    searched, checks = stubbed(models)
-    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, *bounds: TriedRule(rule, (1.0,) * 6, 0.1, True))
-    finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
+def test_nothing_that_saves_work_is_no_blending() -> None:
+    finding = searched(Said(*(1.0,) * 6), Said())
     assert (finding.chosen, finding.checked, finding.candidates) == (None, None, [])
     assert settings_of(finding, TOLERANCE).selection == "all"
 
 
-def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
-    model, (prompt,) = models["middling"], prompts(5, 1)
-    adapter = ModelAdapter(model)
-    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    trials = TrialSet(adapter, segments, [prompt], full=full_of(adapter, 5))
-    with engine_of(model, selection="all") as engine:
-        answer = engine.generate(prompt, max_new_tokens=5)
-    full = full_of(adapter, 5).answer(segments.tokenize(prompt).input_ids)
-    ids, log_probs = full.ids, full.log_probs
-    assert ids == answer.token_ids
-    assert log_probs.argmax(dim=-1).tolist() == ids
-    assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
+@pytest.fixture(scope="module")
+def trials(models: dict[str, Any]) -> Iterator[TrialSet]:
+    """Seven prompts, of which four are tried."""
+    options = DecodeOptions(max_new_tokens=5, temperature=0.0)
+    with engine_of(models["middling"]) as engine:
+
+        def answer(prompt: Prompt) -> ReferenceAnswer:
+            return ReferenceAnswer(engine, engine.tokenize(prompt).input_ids, full_recompute(engine, prompt)(), options)
+
+        yield TrialSet(engine, prompts(0, 7), answer, 4)
+
+
+def test_rules_are_tried_on_the_hardest_prompts_and_on_some_that_stand_for_the_rest(trials: TrialSet) -> None:
+    assert sorted(trials.counts) == [1, 1, 2, 3]
+    assert len(trials.try_rule(SelectNone()).divergences) == len(trials) == 7
     assert trials.try_rule(SelectNone()).divergence.mean > 0
-
-
-def test_rule_with_too_much_work_is_left_after_one_prompt(models: dict[str, Any]) -> None:
-    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    trials = TrialSet(adapter, segments, prompts(0, 4), full=full_of(adapter, 4))
-    dear = SelectBoundary(0.5)
-    left = trials.try_rule(dear, below=0.2)
-    assert (left.whole, len(left.divergences)) == (False, 1)
-    assert left.work > 0.2
-    assert trials.try_rule(dear, below=0.9).whole, "with more allowed it is tried to the end"
-    assert trials.try_rule(dear, below=0.2).whole, "what is known is not tried again"
-
-
-def test_prompts_share_chunk_kv_and_full_answers(models: dict[str, Any]) -> None:
-    """The KV of a chunk, and full prefill's answer, for as long as a prompt holds them."""
-    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    (prompt,) = prompts(0, 1)
-    other = Prompt(prompt.prefix, prompt.chunks[::-1], prompt.suffix)
-    beside, full = Corpus(adapter, segments, prompt.chunks), full_of(adapter, 4)
-    one, two = (PreparedPrompt(adapter, segments, of, beside.compute) for of in (prompt, other))
-    chunk = (prompt.chunks[0], (), segments.chunk(prompt.chunks[0]).ids)
-    kv = beside.compute(*chunk)
-    assert beside.compute(*chunk) is kv
-    answer = full.answer(one.tokens.input_ids)
-    assert full.answer(one.tokens.input_ids) is answer
-    assert full.answer(two.tokens.input_ids) is not answer
-    expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks).compute)
-    rule = SelectBoundary(0.2).fit(6)
-    assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
-
-
-def test_options_are_checked(models: dict[str, Any]) -> None:
-    with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="prompts"):
-        calibrate(engine, prompts(0, 3))
-    for changes in ({"tolerance": 0}, {"check_share": 1.0}, {"answer_tokens": 0}):
-        with pytest.raises(ConfigError):
-            CalibrationOptions(**changes)  # type: ignore[arg-type]
+    assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
 
 
 # Prompts ------------------------------------------------------------------------------------
@@ -408,9 +309,6 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main([*given, *small, "--tolerance", "5"]) == 0
     told = capsys.readouterr()
     assert "chosen: chunks behind" in told.out
-    about, first, *_ = [line for line in told.err.splitlines() if line.startswith("calibrating")]
-    assert about == "calibrating on 6 prompts: 2 are searched on, 4 only check the result"
-    assert re.fullmatch(r"calibrating: the first pass took .* s: roughly .* in all, for about \d+ passes", first)
     assert "Loading weights" not in told.err
     path = tmp_path / "data" / "kv" / "profile.json"
     assert f"kept in {path}" in told.out

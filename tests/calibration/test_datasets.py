@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.errors import ConfigError, DatasetError
-from docs.benchmarks.evaluation.datasets import FORMATS, Passage, digest, load_cases
+from cacheblend_rag.errors import DatasetError
+from docs.benchmarks.evaluation.datasets import Passage, digest, load_cases
 from tests.calibration.conftest import question, write_questions
-
-# The folder of the open question sets, where there is one; see SOURCE.md in it.
-DATA = os.environ.get("CACHEBLEND_RAG_TEST_DATA")
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -62,49 +58,6 @@ def test_malformed_lines_are_refused_with_their_numbers(tmp_path: Path) -> None:
     assert [line.strip()[: len(start)] for line, start in zip(lines[1:], starts, strict=True)] == starts
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"answers": "one"}, "'answers' must be a list of texts"),
-        ({"answers": [1]}, "'answers' must be a list of texts"),
-        ({"answers": [" "]}, "none that is empty"),
-        ({"passages": []}, "'passages' is empty"),
-        ({"passages": ["text"]}, "'passages' must be a list of objects"),
-        ({"passages": [{"text": 3}]}, "'text' is a int"),
-        ({"passages": [{"text": "x", "support": "yes"}]}, "'support' of passage 0"),
-        ({"question": None}, "'question' is missing"),
-    ],
-)
-def test_dataset_error_says_line_and_fault(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "bad.jsonl", question(0), {**question(1), **change})
-    with pytest.raises(DatasetError, match="line 2: ") as caught:
-        load_cases(path)
-    assert said in str(caught.value)
-
-
-def test_many_bad_lines_are_counted_not_listed(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="and 7 more"):
-        load_cases(write(tmp_path / "bad.jsonl", *["?"] * 12))
-
-
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="cannot be read"):
-        load_cases(tmp_path / "nothing.jsonl")
-    with pytest.raises(DatasetError, match="no questions"):
-        load_cases(write(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(DatasetError, match="is not JSON"):
-        load_cases(write(tmp_path / "cut.json", "[{"))
-    with pytest.raises(DatasetError, match="no known format"):
-        load_cases(write(tmp_path / "other.jsonl", {"text": "a"}))
-    with pytest.raises(DatasetError, match="question 2 has the id 'q0'"):
-        load_cases(write(tmp_path / "twice.jsonl", question(0), question(0)))
-    with pytest.raises(ConfigError, match="format"):
-        load_cases(write(tmp_path / "fine.jsonl", question(0)), "squad")
-    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9"}'.encode("latin-1"))
-    with pytest.raises(DatasetError, match="cannot be read"):
-        load_cases(tmp_path / "latin.jsonl")
-
-
 def test_musique(tmp_path: Path) -> None:
     record = {
         "id": "2hop__1_2",
@@ -142,42 +95,14 @@ HUB = {
 WIKI = {key: value for key, value in HOTPOT.items() if key != "level"}
 
 
-@pytest.mark.parametrize("record", [HOTPOT, HUB, WIKI], ids=["hotpotqa", "hub", "2wikimqa"])
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_hotpotqa_and_2wikimultihopqa(record: dict[str, Any], suffix: str, tmp_path: Path) -> None:
-    path = write(tmp_path / f"dev.{suffix}", [record] if suffix == "json" else record)
-    (case,) = load_cases(path)
-    assert (case.id, case.kind, case.answers) == ("h1", "bridge", ("an owl",))
-    assert case.passages == (
-        Passage("Owls", "An owl watched. It was grey.", True),
-        Passage("Oaks", "An oak fell.", False),
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("context", [["Owls"]]),
-        ("context", [["Owls", ["An owl watched.", 3]]]),
-        ("context", [3]),
-        ("context", None),
-        ("context", {"title": ["Owls"], "sentences": ["An owl watched."]}),
-        ("title", {"title": None, "sentences": [["An owl watched."]]}),
-        ("supporting_facts", [3]),
-        ("supporting_facts", None),
-    ],
-)
-def test_multihop_records_that_are_wrong(key: str, value: Any, tmp_path: Path) -> None:
-    wrong = {**HOTPOT, "_id": "h2", "context" if key == "title" else key: value}
-    with pytest.raises(DatasetError, match=f"record 2: '{key}'"):
-        load_cases(write(tmp_path / "dev.json", [HOTPOT, wrong]), "hotpotqa")
-
-
-def test_wrong_format_is_refused_by_what_is_missing(tmp_path: Path) -> None:
-    path = write(tmp_path / "questions.jsonl", question(0))
-    for form in set(FORMATS) - {"own"}:
-        with pytest.raises(DatasetError, match=r"line 1: '\w+'"):
-            load_cases(path, form)
+def test_hotpotqa_and_2wikimultihopqa(tmp_path: Path) -> None:
+    for suffix, record in (("json", [HOTPOT]), ("jsonl", HUB), ("jsonl", WIKI)):
+        (case,) = load_cases(write(tmp_path / f"dev.{suffix}", record))
+        assert (case.id, case.kind, case.answers) == ("h1", "bridge", ("an owl",))
+        assert case.passages == (
+            Passage("Owls", "An owl watched. It was grey.", True),
+            Passage("Oaks", "An oak fell.", False),
+        )
 
 
 def test_samsum_gets_worked_examples(tmp_path: Path) -> None:
@@ -189,20 +114,6 @@ def test_samsum_gets_worked_examples(tmp_path: Path) -> None:
         "Dialogue: A: 2?\nB: yes\nSummary: B agrees 2 times.",
         "Dialogue: A: 0?\nB: yes\nSummary: B agrees 0 times.",
     ]
-
-
-def test_multinews_as_two_files_and_as_one(tmp_path: Path) -> None:
-    document = "An owl watched. NEWLINE_CHAR It was grey. ||||| An oak fell. |||||"
-    (tmp_path / "test.src.cleaned").write_text(document + "\n", encoding="utf-8")
-    (tmp_path / "test.tgt.cleaned").write_text("– Owl sees oak fall.\n", encoding="utf-8")
-    (two,) = load_cases(tmp_path / "test.src.cleaned")
-    (one,) = load_cases(write(tmp_path / "test.jsonl", {"document": document, "summary": "– Owl sees oak fall."}))
-    assert two == one
-    assert (one.task, one.question, one.answers) == ("summary", "", ("Owl sees oak fall.",))
-    assert [passage.text for passage in one.passages] == ["An owl watched. \n It was grey.", "An oak fell."]
-    (tmp_path / "test.tgt.cleaned").write_text("a\nb\n", encoding="utf-8")
-    with pytest.raises(DatasetError, match="has 1 lines"):
-        load_cases(tmp_path / "test.src.cleaned")
 
 
 def test_longbench(tmp_path: Path) -> None:
@@ -222,11 +133,3 @@ def test_longbench(tmp_path: Path) -> None:
         "Dialogue: B: bye\nSummary: They part.",
     ]
     assert chat.question.endswith("Summary:")
-
-
-@pytest.mark.skipif(DATA is None, reason="CACHEBLEND_RAG_TEST_DATA names no folder of question sets")
-@pytest.mark.parametrize(("name", "count", "passages"), [("musique_train", 100, 20), ("2wiki_train", 500, 10)])
-def test_the_open_question_sets(name: str, count: int, passages: int) -> None:
-    cases = load_cases(Path(str(DATA)) / f"{name}.jsonl")
-    assert len(cases) == count
-    assert all(len(case.passages) == passages and case.answers for case in cases)

@@ -14,7 +14,6 @@ from docs.benchmarks.evaluation import command
 from docs.benchmarks.evaluation.datasets import load_cases
 from docs.benchmarks.evaluation.runner import METHODS
 from docs.benchmarks.scripts.figures import FIGURES
-from tests.programs import run_program
 from tests.toy import CASES_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,10 +42,11 @@ def test_the_first_commands_run(
     for name in "abc":
         (docs / f"{name}.md").write_text(f"The harbour {name} was dredged in 1912.", encoding="utf-8")
     (block,) = blocks("bash")
+    short = ["--max-new-tokens", "4", "--prompts", "1"]
     for line in block.splitlines():
         program, *arguments = shlex.split(line.replace("~/contracts", str(docs)))
         assert program == "cacheblend-rag"
-        assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu", "--max-new-tokens", "4"]) == 0
+        assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu", *short]) == 0
         assert "\n  blended " in capsys.readouterr().out
 
 
@@ -58,7 +58,7 @@ def test_the_scripts_first_command_runs(
     assert [*program, data, file] == ["python", "-m", "docs.benchmarks.evaluation", "--data", "questions.jsonl"]
     monkeypatch.chdir(tmp_path)
     first_cases(6, tmp_path / "questions.jsonl")
-    short = ["--limit", "2", "--chunks", "2", "--max-new-tokens", "4"]
+    short = ["--limit", "1", "--chunks", "2", "--max-new-tokens", "4"]
     assert command.main([*shlex.split(line)[3:], *short, "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
     assert "| hkvd 0.15 " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
@@ -71,12 +71,15 @@ def test_documented_line_is_a_case(tmp_path: Path) -> None:
     assert load_cases(tmp_path / "questions.jsonl")[0].answers == ("an owl",)
 
 
-def test_example_of_idle_verification_runs(tmp_path: Path) -> None:
+def test_example_of_idle_verification_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (code,) = blocks("python")
     assert '"smollm2"' in code
     code = code.replace('"smollm2"', repr(str(MODEL_PATH)))
-    done = run_program(["-c", code], tmp_path)
-    assert "VerificationStatus(waiting=0, " in done.stdout, done.stderr
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "evaluation.md", "exec"), {})
+    assert "VerificationStatus(waiting=0, " in capsys.readouterr().out
 
 
 def test_tables_are_complete() -> None:

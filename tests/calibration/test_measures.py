@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-from cacheblend_rag.calibration.statistics import best_f1, exact_match, f1, first_line, interval, normalise, paired
-from cacheblend_rag.errors import ConfigError, MissingExtraError
-from docs.benchmarks.evaluation.runner import best_rouge_l, rouge_scorer
+from cacheblend_rag.calibration.statistics import best_f1, exact_match, f1, interval
+from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.evaluation.runner import best_rouge_l
 
 
-def test_normalising() -> None:
-    assert normalise("The  Owl's nest, an old one!") == "owls nest old one"
-    assert normalise("theatre anthem") == "theatre anthem"  # articles are whole words
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "value"),
-    [
+def test_f1_and_exact_match() -> None:
+    for answer, gold, value in (
         ("an owl", "The owl!", 1.0),
         ("grey owl", "owl", 2 / 3),  # precision 1/2, recall 1
         ("owl owl oak", "owl oak oak elm", 4 / 7),  # owl once, oak once: precision 2/3, recall 2/4
         ("oak", "owl", 0.0),
         ("", "owl", 0.0),
-        ("the", "a", 0.0),
-    ],
-)
-def test_f1(answer: str, gold: str, value: float) -> None:
-    assert f1(answer, gold) == pytest.approx(value)
+    ):
+        assert f1(answer, gold) == pytest.approx(value), (answer, gold)
 
-
-def test_the_best_of_several_answers_counts() -> None:
     assert best_f1("grey owl", ["oak", "grey owl on a branch", "owl"]) == pytest.approx(2 / 3)
     assert best_f1("owl", []) == 0.0
     assert exact_match("The owl.", ["oak", "an Owl"])
@@ -47,41 +34,14 @@ def test_rouge_l() -> None:
     assert best_rouge_l("owls watched", ["owl watching", "nothing"]) == pytest.approx(1.0)  # by their stems
 
 
-def test_rouge_l_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    rouge_scorer.cache_clear()
-    monkeypatch.setitem(sys.modules, "rouge_score", None)
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[benchmarks\]"):
-        best_rouge_l("owl", ["owl"])
-    rouge_scorer.cache_clear()
-
-
-def test_short_answer_is_its_first_line() -> None:
-    assert first_line("\n  an owl \nQuestion: what else?") == "an owl"
-    assert first_line(" \n") == ""
-
-
 def test_intervals_cover_the_mean_about_as_often_as_they_say() -> None:
     generator = torch.Generator().manual_seed(0)
     covered = 0
-    for draw in range(400):
+    for draw in range(100):
         sample = torch.rand(40, generator=generator, dtype=torch.float64).square()  # skewed, mean 1/3
         found = interval(sample.tolist(), rounds=400, seed=draw)
         covered += found.low <= 1 / 3 <= found.high
-    assert 0.90 <= covered / 400 <= 0.98
-
-
-def test_pairing_removes_what_questions_have_in_common() -> None:
-    generator = torch.Generator().manual_seed(1)
-    hard = torch.randn(200, generator=generator, dtype=torch.float64)
-    worse = hard - 0.1 + 0.05 * torch.randn(200, generator=generator, dtype=torch.float64)
-    found = paired(worse.tolist(), hard.tolist())
-    assert found.low < -0.1 < found.high < 0
-    assert found.high - found.low < 0.02
-    alone = interval(worse.tolist())
-    assert alone.high - alone.low > 0.2
-    with pytest.raises(ConfigError, match="baseline"):
-        paired([1.0], [])
+    assert 0.88 <= covered / 100 <= 0.98
 
 
 def test_groups_are_drawn_whole() -> None:

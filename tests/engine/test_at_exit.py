@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairwise import others_slow
 from tests.programs import run_program
 from tests.toy import MODEL_PATH
 from tests.waiting import until
@@ -51,7 +52,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", others_slow([*ENDS], ("failed", "on a daemon thread")))
 def test_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_path: Path) -> None:
     program, status = ENDS[end]
     done = run_program(["-c", START + program], tmp_path, whole_end=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.report import Generation, Seconds
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
@@ -23,12 +22,6 @@ from tests.contract.faults import record_of
 from tests.probes import CountingStore, engine_of, key_of, record_files
 
 TEXTS = [tiny.text(12, seed) for seed in range(5)]
-
-
-def test_prompts_with_chunks_in_common_are_neighbours() -> None:
-    assert by_common_chunks([["a", "b"], ["x"], ["b", "c"], ["x", "y"], ["c"]]) == [0, 2, 4, 1, 3]
-    assert by_common_chunks([]) == []
-    assert by_common_chunks([[], []]) == [0, 1]
 
 
 # A batch over an engine -----------------------------------------------------------------------
@@ -57,9 +50,8 @@ def timeless(answer: Generation) -> Any:
 PROMPTS = [prompt_of(0, 1), prompt_of(2, 3), prompt_of(1, 0), prompt_of(1, 4)]
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 3])
-def test_record_of_several_prompts_is_read_once(tmp_path: Path, max_concurrent: int) -> None:
-    with warm_engine(DiskStore(tmp_path), max_concurrent=max_concurrent) as (engine, store):
+def test_record_of_several_prompts_is_read_once(tmp_path: Path) -> None:
+    with warm_engine(DiskStore(tmp_path), max_concurrent=3) as (engine, store):
         alone = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
         store.forget()
         together = engine.generate_batch(PROMPTS, max_new_tokens=3)
@@ -70,16 +62,6 @@ def test_record_of_several_prompts_is_read_once(tmp_path: Path, max_concurrent: 
         assert calls == {"open_all": 4, "read_into": reads.total(), "close": 12}
         assert (store.most_held, store.most_open) == (0, 3)
     assert list(map(timeless, together)) == list(map(timeless, alone))
-
-
-def test_batch_of_one_shares_no_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with warm_engine(DiskStore(tmp_path)) as (engine, store):
-        expected = engine.generate(PROMPTS[0], max_new_tokens=2)
-        store.forget()
-        monkeypatch.delattr("cacheblend_rag.engine.answering.SharedKV")
-        (answer,) = engine.generate_batch(PROMPTS[:1], max_new_tokens=2)
-        assert [call[0] for call in store.calls][:2] == ["open_all", "read_into"]
-    assert timeless(answer) == timeless(expected)
 
 
 def test_jobs_in_the_background_store_what_a_batch_missed(tmp_path: Path) -> None:
@@ -108,30 +90,6 @@ def test_damaged_record_is_a_miss_for_every_prompt_of_a_batch(tmp_path: Path) ->
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.report.hits for one in found] == [1, 2, 1, 1]
     assert sum(one.report.lost for one in found) == 1, "the others did not find it"
-
-
-def test_requests_to_another_machine_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")
-    from cacheblend_rag.store import s3
-
-    monkeypatch.setattr(s3, "_HEAD_BYTES", 4096)  # the header, and nothing of the layers
-    asked: list[tuple[str, int]] = []
-    read = s3.S3Store.read
-
-    def noted(store: s3.S3Store, path: str, start: int, stop: int) -> memoryview:
-        asked.append((path, start))
-        return read(store, path, start, stop)
-
-    monkeypatch.setattr(s3.S3Store, "read", noted)
-    store = s3.S3Store("memory:///")
-    with engine_of(store=store, recompute_ratio=0.5) as engine:
-        engine.warm(TEXTS, progress=False)
-        engine.generate_batch([prompt_of(0, 1), prompt_of(1, 2)], max_new_tokens=2)  # stores the prefix
-        asked.clear()
-        engine.generate_batch([prompt_of(0, 1), prompt_of(1, 2)], max_new_tokens=2)
-        assert len({path for path, _ in asked}) == 4
-        assert len(set(asked)) == len(asked)
-    store.close()
 
 
 # What is kept ---------------------------------------------------------------------------------
@@ -188,30 +146,6 @@ def test_shared_kv_is_freed_after_the_last_prompt_that_needs_it(store: CountingS
     with pytest.raises(KeyError), shared.read_by(third):
         raise KeyError("the last prompt fails before it reads")
     assert shared.size == 0
-
-
-def test_prompts_that_are_answered_at_once_share_too(store: CountingStore) -> None:
-    shared = SharedKV(["a", "a"])
-    with shared.read_by("a"):
-        with shared.read_by("a"):
-            assert read(shared, store, "a") > read(shared, store, "a") == 0
-            assert shared.size == kv_bytes(0)
-        assert shared.size == kv_bytes(0)
-        assert shared.holds("a", 0)
-        assert read(shared, store, "a") == shared.size == 0
-    assert not shared.holds("a", 0)
-
-
-def test_layers_beyond_the_limit_are_read_again(store: CountingStore) -> None:
-    layers = record_of(0).info.layers
-    limit = kv_bytes(0) // layers
-    shared = SharedKV(["a", "a"], limit=limit)
-    with shared.read_by("a"):
-        assert read(shared, store, "a") == layers
-        assert shared.size == limit
-    with shared.read_by("a"):
-        assert read(shared, store, "a") == layers - 1
-        assert shared.size == 0
 
 
 def test_nothing_is_kept_of_memory_of_other_records_or_after_the_end(store: CountingStore) -> None:

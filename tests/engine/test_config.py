@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,13 @@ def test_every_option_has_a_case_here() -> None:
     assert set(FROM_ENVIRONMENT) == set(BlendConfig.names())
 
 
-@pytest.mark.parametrize("name", FROM_ENVIRONMENT)
-def test_environment_variable_is_read_and_argument_wins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, value = FROM_ENVIRONMENT[name]
-    default = getattr(BlendConfig(), name)
-    assert default != value
-    monkeypatch.setenv(ENV_PREFIX + name.upper(), text)
-    assert getattr(BlendConfig(), name) == value
-    assert getattr(BlendConfig(**{name: default}), name) == default
+def test_environment_variable_is_read_and_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (text, value) in FROM_ENVIRONMENT.items():
+        default = getattr(BlendConfig(), name)
+        assert default != value, name
+        monkeypatch.setenv(ENV_PREFIX + name.upper(), text)
+        assert getattr(BlendConfig(), name) == value, name
+        assert getattr(BlendConfig(**{name: default}), name) == default, name
 
 
 @pytest.mark.parametrize(
@@ -129,11 +127,6 @@ def test_bad_value_names_option_value_and_remedy(name: str, value: object) -> No
 def test_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"recompute_share=0\.1 .*no such option; did you mean 'recompute_ratio'"):
         BlendConfig(recompute_share=0.1)  # type: ignore[call-arg]
-
-
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BlendConfig().salt = "other"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import Contexts, context_tokens, finder, side_by_side
+from cacheblend_rag.prompt.contexts import Contexts, finder, side_by_side
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.probes import engine_of
@@ -115,17 +115,6 @@ def test_every_chunk_in_a_context_can_be_found_there() -> None:
                 assert not part or finder([known])(ids)
 
 
-def test_prose_stands_before_few_chunks() -> None:
-    tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
-    alone, few = contexts([]), contexts(TEXTS[:1])
-    assert [len(ids) for ids in alone.ids] == [len(ids) for ids in few.ids] == [60, 60]
-    assert alone.digest != few.digest
-    assert alone.ids[1] == few.ids[1], "a single chunk is in one of them"
-    assert few.numbers_for(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
-    four = contexts([], 4, 350)
-    assert len(set(four.ids)) == 4 == len(four.ids)
-
-
 def test_chunks_that_follow_one_another_share_contexts() -> None:
     groups = side_by_side([150] * 40, 350)
     assert [number for group in groups for number in group] == list(range(40))
@@ -135,27 +124,7 @@ def test_chunks_that_follow_one_another_share_contexts() -> None:
     assert side_by_side([5, 9000, 5], 350) != [[0, 1, 2]]
 
 
-def test_context_is_as_long_as_the_text_before_a_chunk() -> None:
-    assert context_tokens([150, 250], 8192) == context_tokens([200], None) == 600, "as three chunks"
-    assert [context_tokens(sizes, 8192) for sizes in ([10], [25, 25], [60], [150], [480])] == [
-        100,
-        150,
-        350,
-        450,
-        700,
-    ]
-    assert context_tokens([480], 1024) == 256, "a quarter of the window at most"
-
-
 # In the engine --------------------------------------------------------------------------------
-
-
-def test_chunk_hits_behind_any_prefix_and_at_any_place(model: Any) -> None:
-    with engine_with(model) as engine:
-        engine.warm(TEXTS)
-        for order in itertools.permutations(range(3)):
-            report = engine.fuse(Prompt(f"Prefix {order[0]}:", [TEXTS[at] for at in order], "And?")).report
-            assert (report.hits, report.misses) == (3, 0)
 
 
 def test_ratio_one_is_a_full_prefill_behind_contexts_too(model: Any) -> None:
@@ -228,18 +197,3 @@ def test_forgetting_a_chunk_forgets_what_was_computed_behind_it(model: Any) -> N
         assert not any(gone(info.behind) or gone(info.token_ids) for _, info in engine.store.infos(""))
         left = engine.fuse(Prompt("Read this:", TEXTS, "And?")).report
         assert left.hits == len(TEXTS) - 1 - len(behind)
-
-
-def test_forgetting_leaves_another_tenants_records_alone(model: Any) -> None:
-    with engine_with(model, salt="one") as engine:
-        other = engine.with_config(salt="two")
-        engine.warm(TEXTS)
-        other.warm(TEXTS)
-        engine.forget(TEXTS[:1])
-        assert other.fuse(Prompt("Read this:", TEXTS, "And?")).report.hits == len(TEXTS)
-
-
-def test_estimate_equals_the_bytes_that_warming_takes(model: Any, tmp_path: Path) -> None:
-    with engine_with(model, store=tmp_path) as engine:
-        expected = engine.chunks.estimate_bytes(TEXTS)
-        assert engine.warm(TEXTS).bytes == expected

@@ -15,9 +15,9 @@ from cacheblend_rag import Prompt
 from cacheblend_rag.engine.decode import DecodeOptions, _TextAssembler
 from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.report import Generation
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.probes import engine_of
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -48,12 +48,11 @@ def greedy(engine: Any) -> Generation:
 # Greedy -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("prompt", [PLAIN, PROMPT], ids=["plain", "recomputed"])
-def test_greedy_equals_the_models_own_generate(family: str, prompt: Any) -> None:
+@pytest.mark.parametrize("family", others_slow(tiny.FAMILIES, tiny.DIFFERENT))
+def test_greedy_equals_the_models_own_generate(family: str) -> None:
     model = tiny.model(family)
     with engine_of(model, recompute_ratio=1.0) as engine:
-        answer = engine.generate(prompt, max_new_tokens=16)
+        answer = engine.generate(PROMPT, max_new_tokens=16)
     ids = torch.tensor([answer.report.input_ids])
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0
@@ -62,40 +61,12 @@ def test_greedy_equals_the_models_own_generate(family: str, prompt: Any) -> None
     assert answer.text == engine.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
 
 
-def test_the_first_token_is_that_of_the_fused_logits(engine: Any) -> None:
-    fused = engine.fuse(PROMPT)
-    answer = engine.generate(PROMPT, max_new_tokens=1)
-    assert answer.token_ids == [int(fused.logits.argmax())]
-    assert answer.report.generated_tokens == 1
-    assert answer.report.finish_reason == "length"
-
-
-def test_no_pass_over_the_model_is_spent_on_the_first_token(engine: Any) -> None:
-    calls: list[int] = []
-    take = BatchedDecode.__call__
-
-    def counted(self: BatchedDecode, asked: Any) -> list[torch.Tensor]:
-        calls.append(len(asked))
-        return take(self, asked)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchedDecode, "__call__", counted)
-        engine.generate(PROMPT, max_new_tokens=1)
-        assert calls == []
-        engine.generate(PROMPT, max_new_tokens=4)
-    assert calls == [1, 1, 1]
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_max_new_tokens(engine: Any, greedy: Generation, tokens: int) -> None:
     answer = engine.generate(PROMPT, max_new_tokens=tokens)
     assert answer.token_ids == greedy.token_ids[:tokens]
     assert answer.report.finish_reason == "length"
     assert answer.report.generated_tokens == tokens
-
-
-def test_the_default_is_512_new_tokens(engine: Any) -> None:
-    assert len(engine.generate(PROMPT).token_ids) == 512
 
 
 def test_eos_ends_the_answer_and_is_no_text(engine: Any, greedy: Generation) -> None:
@@ -108,19 +79,6 @@ def test_eos_ends_the_answer_and_is_no_text(engine: Any, greedy: Generation) -> 
         assert answer.report.finish_reason == "stop"
 
 
-def test_the_tokenizers_eos_is_used_if_the_config_names_none(engine: Any, greedy: Generation) -> None:
-    class Ending(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            done = input_ids.shape[1] - len(greedy.report.input_ids) == 3
-            return torch.full_like(scores, -1e9).index_fill_(1, torch.tensor([2]), 0.0) if done else scores
-
-    config = GenerationConfig(max_new_tokens=20)
-    answer = engine.generate(PROMPT, generation_config=config, logits_processor=[Ending()])
-    assert answer.token_ids == [*greedy.token_ids[:3], 2]
-    assert answer.report.finish_reason == "stop"
-    assert "</s>" not in answer.text
-
-
 # Stop strings -------------------------------------------------------------------------------
 
 
@@ -129,8 +87,7 @@ def cut(text: str, *stops: str) -> str:
     return text[: min(found)] if found else text
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 9])
-@pytest.mark.parametrize("start", [0, 1, 7, 15])
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 5), (15, 9)])
 def test_stop_string_anywhere_ends_the_answer_before_it(
     engine: Any, greedy: Generation, start: int, length: int
 ) -> None:
@@ -143,38 +100,11 @@ def test_stop_string_anywhere_ends_the_answer_before_it(
     assert stop not in before, "generation goes on only until the stop string is complete"
 
 
-def test_stop_string_of_several_tokens_ends_the_answer(engine: Any, greedy: Generation) -> None:
-    pieces = [engine.tokenizer.decode([token]) for token in greedy.token_ids]
-    at = next(number for number in range(3, 20) if all(pieces[number : number + 3]))
-    stop = pieces[at][-1] + pieces[at + 1] + pieces[at + 2][:1]
-    answer = engine.generate(PROMPT, max_new_tokens=24, stop=stop)
-    assert answer.text == cut(greedy.text, stop)
-    assert len(answer.token_ids) <= at + 3
-
-
-def test_the_earliest_of_several_stops_wins(engine: Any, greedy: Generation) -> None:
-    stops = [greedy.text[20:24], greedy.text[9:12], "never said"]
-    answer = engine.generate(PROMPT, max_new_tokens=24, stop=stops)
-    assert answer.text == cut(greedy.text, *stops)
-
-
-@pytest.mark.parametrize("stop", [(), [], None, ["never said"], [" never", "neither"]])
+@pytest.mark.parametrize("stop", [None, [" never", "neither"]])
 def test_stops_that_do_not_occur_change_nothing(engine: Any, greedy: Generation, stop: Any) -> None:
     answer = engine.generate(PROMPT, max_new_tokens=24, stop=stop)
     assert (answer.text, answer.token_ids) == (greedy.text, greedy.token_ids)
     assert answer.report.finish_reason == "length"
-
-
-def test_stop_strings_of_a_generation_config_work_as_ours(engine: Any, greedy: Generation) -> None:
-    stop = greedy.text[6:9]
-    config = GenerationConfig(max_new_tokens=24, stop_strings=[stop], pad_token_id=0)
-    answer = engine.generate(PROMPT, generation_config=config)
-    assert answer.text == cut(greedy.text, stop)
-    assert answer.report.finish_reason == "stop"
-    assert config.stop_strings == [stop], "the caller's config stays as it is"
-
-
-ALPHABET = tiny.tokenizer()
 
 
 class _Feed:
@@ -195,7 +125,7 @@ class _Feed:
         self.result = assembler.result()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     ids=st.lists(st.integers(3, 399), min_size=1, max_size=30),
     stops=st.lists(st.text("abet he#o", min_size=1, max_size=4), max_size=3),
@@ -221,15 +151,14 @@ def test_pieces_join_to_the_text_and_never_show_a_stop(style: str, ids: list[int
 TOKENIZERS = {"byte": tiny.tokenizer(), "metaspace": tiny.tokenizer(style="metaspace")}
 
 
-@pytest.mark.parametrize("text", ["né à Zürich – 東京 🦉 done", "🦉🦉", "e\u0301"])
-def test_character_of_several_tokens_is_handed_out_whole(text: str) -> None:
-    ids = TOKENIZERS["byte"].encode(text, add_special_tokens=False)
-    assert len(ids) > len(text)
+def test_character_of_several_tokens_is_handed_out_whole() -> None:
+    ids = TOKENIZERS["byte"].encode("né à Zürich – 東京 🦉 done", add_special_tokens=False)
+    assert len(ids) > len("né à Zürich – 東京 🦉 done")
     feed = _Feed(TOKENIZERS["byte"], ids, ())
-    assert "".join(feed.pieces) == feed.result.text == text
+    assert "".join(feed.pieces) == feed.result.text == "né à Zürich – 東京 🦉 done"
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in feed.pieces)
-    stopped = _Feed(TOKENIZERS["byte"], ids, (text[-1],))
-    assert stopped.result.text == cut(text, text[-1])
+    stopped = _Feed(TOKENIZERS["byte"], ids, ("né à Zürich – 東京 🦉 done"[-1],))
+    assert stopped.result.text == cut("né à Zürich – 東京 🦉 done", "né à Zürich – 東京 🦉 done"[-1])
 
 
 def test_text_is_handed_out_as_soon_as_no_stop_can_take_it_back() -> None:
@@ -252,21 +181,6 @@ def test_seed_makes_sampling_repeatable_and_leaves_the_global_generator_alone(en
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
     assert answers[0] != greedy.token_ids[:16]
-
-
-def test_sampling_without_a_seed_follows_the_global_generator(engine: Any) -> None:
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(11)
-        runs.append([engine.generate(PROMPT, max_new_tokens=12, temperature=1.5).token_ids for _ in range(2)])
-    assert runs[0] == runs[1]
-    assert runs[0][0] != runs[0][1]
-
-
-def test_greedy_decoding_draws_no_random_number(engine: Any, greedy: Generation) -> None:
-    state = torch.random.get_rng_state()
-    assert engine.generate(PROMPT, max_new_tokens=24, temperature=0.0, top_p=0.5).token_ids == greedy.token_ids
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_tiny_nucleus_is_greedy_and_temperature_matters(engine: Any, greedy: Generation) -> None:
@@ -306,35 +220,10 @@ def test_generation_config_is_taken_and_options_win_over_it(engine: Any, greedy:
     assert (config.max_new_tokens, config.do_sample, config.temperature) == (5, True, 40.0)
 
 
-def test_the_models_own_config_does_not_make_it_sample_unasked() -> None:
-    model = tiny.model()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=30.0, top_k=20, top_p=0.9)
-    with engine_of(model) as engine:
-        answers = [engine.generate(PLAIN, max_new_tokens=8).token_ids for _ in range(2)]
-    assert answers[0] == answers[1]
-
-
-def test_beams_in_the_models_own_config_are_left_out() -> None:
-    model = tiny.model()
-    with engine_of(model) as engine:
-        expected = engine.generate(PLAIN, max_new_tokens=8).token_ids
-        model.generation_config.num_beams = 3
-        model.generation_config.num_return_sequences = 2
-        assert engine.generate(PLAIN, max_new_tokens=8).token_ids == expected
-
-
-@pytest.mark.parametrize("changes", [{"use_cache": False}, {"cache_implementation": "static"},
-                                     {"return_dict_in_generate": True, "output_scores": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("changes", [{"use_cache": False}, {"cache_implementation": "static"}], ids=str)
 def test_config_cannot_take_the_fused_cache_away(engine: Any, greedy: Generation, changes: dict[str, Any]) -> None:
     config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **changes)
     assert engine.generate(PROMPT, generation_config=config).token_ids == greedy.token_ids[:8]
-
-
-def test_repetition_penalty_counts_the_prompt(engine: Any, greedy: Generation) -> None:
-    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, repetition_penalty=1e6)
-    answer = engine.generate(PROMPT, generation_config=config)
-    assert not set(answer.token_ids) & set(answer.report.input_ids)
-    assert answer.token_ids != greedy.token_ids[:8]
 
 
 def test_logits_processor_is_applied_to_the_first_token_too(engine: Any, greedy: Generation) -> None:
@@ -360,29 +249,12 @@ def test_logits_processor_is_applied_to_the_first_token_too(engine: Any, greedy:
     ("name", "value"),
     [
         ("max_new_tokens", 0),
-        ("max_new_tokens", -3),
-        ("max_new_tokens", 2.5),
-        ("max_new_tokens", "10"),
-        ("max_new_tokens", True),
-        ("temperature", -0.1),
         ("temperature", float("nan")),
-        ("temperature", "hot"),
-        ("top_p", 0),
         ("top_p", 1.1),
-        ("top_p", float("nan")),
-        ("top_p", "0.9"),
         ("do_sample", "yes"),
-        ("top_k", -1),
-        ("top_k", 2.5),
         ("top_k", 5),
-        ("top_p", 0.5),
-        ("repetition_penalty", 0),
         ("repetition_penalty", 8.7e-167),  # scores divided by it are not finite
-        ("stop", ""),
         ("stop", ["a", ""]),
-        ("stop", [5]),
-        ("stop", 5),
-        ("seed", "x"),
         ("seed", 1.5),
     ],
 )
@@ -393,14 +265,3 @@ def test_bad_options_name_field_value_and_remedy(engine: Any, name: str, value: 
         assert caught.value.field == name
         assert f"{name}=" in str(caught.value)
         assert "use " in str(caught.value)
-
-
-@pytest.mark.parametrize("changes", [{"num_beams": 4}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
-def test_more_than_one_sequence_is_refused(engine: Any, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        engine.generate(PROMPT, generation_config=GenerationConfig(max_new_tokens=3, **changes))
-
-
-def test_unknown_option_is_refused(engine: Any) -> None:
-    with pytest.raises(ConfigError, match=r"max_tokens=5 .*did you mean .max_new_tokens"):
-        engine.generate(PROMPT, max_tokens=5)

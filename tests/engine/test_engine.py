@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ import pytest
 import torch
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.engine.decode import DecodeOptions, decode
-from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, PromptError, UnsupportedModelError
-from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError
 from cacheblend_rag.models.modules import cache_argument
-from cacheblend_rag.store import DiskStore, MemoryStore
-from docs.benchmarks.scripts.common import read_plainly
+from cacheblend_rag.store import DiskStore
 from tests import tiny
-from tests.probes import Hooked, engine_of, key_of
+from tests.probes import Hooked, engine_of
 from tests.tolerance import assert_logits_close
 from tests.waiting import until
 
@@ -62,24 +58,10 @@ class Broken(LogitsProcessor):
         raise ZeroDivisionError("a processor of the user's failed")
 
 
-def test_modules_that_train_beside_frozen_ones_stay_so_through_decoding() -> None:
-    model = tiny.model()
-    with engine_of(model) as engine:
-        fused = engine.fuse(PROMPT)
-        for module in (model, model.model.layers[1].mlp):
-            module.training = True
-        before = picture(model)
-        options = DecodeOptions(max_new_tokens=2)
-        decode(
-            model, engine.tokenizer, input_ids=fused.input_ids, cache=fused.cache, logits=fused.logits, options=options
-        )  # fmt: skip
-        assert picture(model) == before
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "attention", "training"),
+    [("llama", "sdpa", True), ("gemma2", "eager", False), ("gpt_oss", "eager", True), ("qwen3_vl", "sdpa", False)],
+)
 def test_nothing_is_left_behind_on_the_model(family: str, attention: str, training: bool) -> None:
     model = tiny.model(family)
     model.set_attn_implementation(attention)
@@ -111,15 +93,6 @@ def test_nothing_is_left_behind_on_the_model(family: str, attention: str, traini
     assert torch.is_grad_enabled() == grad
 
 
-def test_results_carry_no_gradient() -> None:
-    with engine_of() as engine:
-        engine.warm(CHUNKS)
-        fused = engine.fuse(PROMPT)
-        assert not fused.logits.requires_grad
-        assert not any(layer.keys.requires_grad for layer in fused.cache.layers)
-        assert not engine.fuse("plain").logits.requires_grad
-
-
 def test_training_mode_changes_no_result() -> None:
     model = tiny.model(attention_dropout=0.5)
     with engine_of(model, recompute_ratio=0.3) as engine:
@@ -131,23 +104,7 @@ def test_training_mode_changes_no_result() -> None:
         assert engine.generate("What fell?", max_new_tokens=12).token_ids == plain
 
 
-def test_engine_still_works_after_an_error_of_a_processor() -> None:
-    with engine_of() as engine:
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(PROMPT, logits_processor=[Broken()])
-        engine.generate(PROMPT, max_new_tokens=2)
-        assert engine.generate(PROMPT, max_new_tokens=2).report.hits == 3
-
-
 # Made from what -----------------------------------------------------------------------------
-
-
-def test_unknown_family_is_named_with_the_known_ones() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama.*mistral.*qwen2.*qwen3"):
-        ModelAdapter(other)
 
 
 @pytest.mark.parametrize("what", ["no such/model", "empty"])
@@ -156,35 +113,6 @@ def test_unloadable_model_is_an_error_of_ours(what: str, tmp_path: Path, monkeyp
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelLoadError, match="could not be loaded"):
         BlendEngine.from_pretrained(tmp_path / what)
-
-
-@pytest.mark.parametrize(("name", "value"), [("dtype", "int3"), ("device", "abacus")])
-def test_bad_load_options_are_named(name: str, value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=name):
-        BlendEngine.from_pretrained(tmp_path, **{name: value})  # type: ignore[arg-type]
-
-
-def test_from_pretrained_takes_a_dtype(tmp_path: Path) -> None:
-    tiny.model().save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    config = BlendConfig(min_tokens=0, write_back="inline")
-    with BlendEngine.from_pretrained(str(tmp_path), config=config, dtype="bfloat16", device="cpu") as engine:
-        engine.warm(CHUNKS)
-        fused = engine.fuse(PROMPT)
-        assert fused.report.hits == 3
-        assert fused.cache.layers[0].keys.dtype == torch.bfloat16
-        assert engine.generate(PROMPT, max_new_tokens=2).token_ids
-
-
-@pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], b"bytes"])
-def test_object_that_is_no_prompt_is_refused(prompt: Any) -> None:
-    with engine_of() as engine:
-        for call in (engine.fuse, engine.generate):
-            with pytest.raises(PromptError, match="give a Prompt or a text"):
-                call(prompt)
-        for call in (engine.warm, engine.forget, engine.chunks.estimate_bytes):
-            with pytest.raises(PromptError, match="list of texts"):
-                call("one text")
 
 
 # Reports ------------------------------------------------------------------------------------
@@ -217,37 +145,6 @@ def test_the_report_counts_what_happened() -> None:
     assert (report.generated_tokens, report.finish_reason) == (5, "length")
 
 
-def test_reported_seconds_are_those_that_passed() -> None:
-    store = Hooked()
-    with engine_of(store=store) as engine, read_plainly():
-        engine.warm(CHUNKS)
-        store.reading = lambda key, layer: time.sleep(0.01)  # time that is to be found in the report
-        store.opened = lambda key: time.sleep(0.02)
-        started = time.perf_counter()
-        answer = engine.generate(PROMPT, max_new_tokens=1)
-        passed = time.perf_counter() - started
-    assert answer.report.seconds.load >= 3 * 4 * 0.01
-    assert answer.report.seconds.look_up >= 3 * 0.02
-    assert 0.18 <= answer.report.ttft <= passed
-
-
-def test_time_spent_on_a_lost_record_is_part_of_ttft() -> None:
-    store = Hooked()
-    with engine_of(store=store, write_back="off") as engine, read_plainly():
-        engine.warm(CHUNKS)
-
-        def fail(key: str, layer: int) -> None:
-            if layer == 3:
-                store.reading = lambda key, layer: None
-                time.sleep(0.05)  # time that is to be found in the report
-                raise OSError("gone")
-
-        store.reading = fail
-        report = engine.generate(PROMPT, max_new_tokens=1).report
-    assert report.lost == 1
-    assert report.ttft >= 0.05
-
-
 def test_decoding_from_a_fused_cache_by_hand_goes_on_where_the_prompt_ends() -> None:
     model = tiny.model()
     with engine_of(model, recompute_ratio=0.2) as engine:
@@ -267,9 +164,8 @@ def test_decoding_from_a_fused_cache_by_hand_goes_on_where_the_prompt_ends() -> 
 # Warming and forgetting ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_warm_report(on_disk: bool, tmp_path: Path) -> None:
-    with engine_of(store=tmp_path if on_disk else None) as engine:
+def test_warm_report(tmp_path: Path) -> None:
+    with engine_of(store=tmp_path) as engine:
         first = engine.warm([CHUNKS[0], CHUNKS[1], CHUNKS[0]], progress=False)
         assert (first.computed, first.present, first.skipped) == (2, 1, 0)
         assert first.tokens == sum(map(len, engine.tokenize(PROMPT).chunks[:2]))
@@ -279,43 +175,6 @@ def test_warm_report(on_disk: bool, tmp_path: Path) -> None:
         assert (second.computed, second.present, second.skipped) == (1, 2, 0)
         none = engine.warm(iter([]), progress=False)
         assert (none.computed, none.present, none.tokens, none.bytes) == (0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("tokens", [1, 60, 900])
-def test_estimated_bytes_are_those_of_the_files(tokens: int, tmp_path: Path) -> None:
-    texts = [tiny.text(tokens, seed) for seed in range(3)]
-    with engine_of(store=tmp_path) as engine:
-        estimate = engine.chunks.estimate_bytes([*texts, texts[0]])
-        assert record_files(tmp_path) == []
-        engine.warm(texts, progress=False)
-    assert sum(path.stat().st_size for path in record_files(tmp_path)) == estimate
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_warming_stops_before_it_would_evict_its_own_work(on_disk: bool, tmp_path: Path) -> None:
-    texts = [tiny.text(300, seed) for seed in range(12)]
-    with engine_of() as sizer:
-        size = sizer.chunks.estimate_bytes(texts[:1])
-    limit = 6 * size
-    with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
-        report = engine.warm(texts, progress=False)
-        assert 3 <= report.computed <= 6
-        assert report.skipped == 12 - report.computed
-        present = [engine.store.contains(key_of(engine, text)) for text in texts]
-        assert present == [True] * report.computed + [False] * report.skipped
-        assert engine.store.volume() <= limit
-        again = engine.warm(texts, progress=False)
-        assert (again.computed, again.present, again.skipped) == (0, report.computed, report.skipped)
-
-
-def test_warming_shows_progress_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with engine_of() as engine:
-        engine.warm(CHUNKS, progress=False)
-        assert capsys.readouterr().err == ""
-        engine.warm(["another"], progress=True)
-        assert "1/1" in capsys.readouterr().err
-        engine.warm(["a third"])
-        assert capsys.readouterr().err == "", "standard error is no terminal here"
 
 
 def test_forget_erases_what_is_named_and_nothing_else(tmp_path: Path) -> None:
@@ -336,28 +195,7 @@ def test_forget_lets_nothing_be_stored_that_was_about_to_be() -> None:
         assert engine.with_config(write_back="off").fuse(PROMPT).report.hits == 0
 
 
-def test_forget_and_warm_behind_a_prefix() -> None:
-    with engine_of(condition="prefix", write_back="off") as engine:
-        engine.warm(CHUNKS, prefix="Read this:")
-        assert engine.fuse(PROMPT).report.hits == 3
-        assert engine.forget(CHUNKS) == 0
-        assert engine.forget(CHUNKS, prefix="Another:") == 0
-        assert engine.forget(CHUNKS, prefix="Read this:") == 3
-
-
 # Ends ---------------------------------------------------------------------------------------
-
-
-def test_engine_reports_storing_time_apart() -> None:
-    with engine_of(write_back="background") as engine:
-        report = engine.generate(PROMPT, max_new_tokens=2).report
-        engine.flush()
-        stored = engine.turns.write_back.seconds
-        assert stored > 0
-        assert report.misses == len(PROMPT.chunks)
-        engine.generate(PROMPT, max_new_tokens=2)
-        engine.flush()
-        assert engine.turns.write_back.seconds == stored, "nothing was missing"
 
 
 def test_close_stores_what_waits_and_twice_is_harmless(tmp_path: Path) -> None:
@@ -382,21 +220,6 @@ def test_closed_engine_refuses_and_leaves_the_store_alone(tmp_path: Path) -> Non
         with pytest.raises(CacheBlendError, match="closed"):
             call()
     assert len(record_files(tmp_path)) == 3
-
-
-def test_store_the_user_made_stays_open() -> None:
-    closed: list[bool] = []
-
-    class Store(MemoryStore):
-        def close(self) -> None:
-            closed.append(True)
-
-    store = Store()
-    with engine_of(store=store) as engine:
-        engine.warm(CHUNKS)
-    assert closed == []
-    with engine_of(store=store) as engine:
-        assert engine.fuse(PROMPT).report.hits == 3
 
 
 def test_closing_waits_for_an_answer_under_way(tmp_path: Path) -> None:
@@ -439,14 +262,6 @@ def test_views_share_model_and_store_and_end_with_their_engine() -> None:
         view.fuse(PROMPT)
 
 
-def test_view_outlives_the_name_of_its_engine() -> None:
-    view = engine_of(write_back="background").with_config(recompute_ratio=0.5)
-    gc.collect()
-    view.generate(PROMPT, max_new_tokens=2)
-    view.flush()
-    assert view.fuse(PROMPT).report.hits == 3
-
-
 def test_dropped_engine_frees_its_model_and_ends_its_thread() -> None:
     gc.collect()
     before = set(threading.enumerate())
@@ -476,13 +291,6 @@ def test_threads_asking_at_once_get_the_answers_they_would_get_alone() -> None:
         for thread in threads:
             thread.join(20)
     assert [answers[number] for number in range(4)] == expected
-
-
-def test_two_engines_share_a_folder(tmp_path: Path) -> None:
-    with engine_of(store=tmp_path) as one, engine_of(store=tmp_path) as two:
-        one.warm(CHUNKS[:2])
-        two.warm(CHUNKS[1:])
-        assert one.fuse(PROMPT).report.hits == two.fuse(PROMPT).report.hits == 3
 
 
 def test_evicting_store_only_costs_hits(tmp_path: Path) -> None:

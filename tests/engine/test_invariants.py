@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.mask import row_mask
-from cacheblend_rag.fusor.selection import LayerView, SelectHKVD, SelectionRule, SelectNone, budget
+from cacheblend_rag.fusor.selection import LayerView, SelectionRule, SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
@@ -72,11 +71,9 @@ def run(model: Any, plan: FusionPlan, stored: list[LayerKV], rule: SelectionRule
     return fuse(ModelAdapter(model), plan, copies(stored), rule)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_scattered_rows_equal_a_naive_twin(name: str, attention: str) -> None:
+def test_scattered_rows_equal_a_naive_twin(name: str) -> None:
     model = model_named(name)
-    model.set_attn_implementation(attention)
     ids, stored = ids_of(), random_kv(model, TOKENS)
     fusion = run(model, plan_of(ids, ROWS), stored, SelectNone())
     assert [rows.tolist() for rows in fusion.computed] == [list(ROWS)] * 4
@@ -137,15 +134,13 @@ def test_row_depends_only_on_positions_it_may_see(name: str, attention: str) -> 
                 assert same == (row not in rows), f"moved {moved}, row {row}, layer {layer}"
 
 
-def test_the_window_matters_in_the_test_above() -> None:
-    free, narrow = model_named("llama"), model_named("mistral, window")
-    assert reached(free.config, 12, 4) != reached(narrow.config, 12, 4)
-    assert all(row >= 12 for rows in reached(free.config, 12, 4) for row in rows)
+def test_mask_cell_by_cell() -> None:
+    for rows in (ROWS, (39,), (0, 1, 2), tuple(range(TOKENS))):
+        for window in (None, 1, 7, 39, 40, 41):
+            check_mask(rows, window)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 7, 39, 40, 41, 1000])
-@pytest.mark.parametrize("rows", [ROWS, (0,), (39,), (0, 1, 2), tuple(range(TOKENS))])
-def test_mask_cell_by_cell(rows: tuple[int, ...], window: int | None) -> None:
+def check_mask(rows: tuple[int, ...], window: int | None) -> None:
     mask = row_mask(torch.tensor(rows), TOKENS, window)
     if mask is None:
         assert list(rows) == list(range(TOKENS - len(rows), TOKENS))
@@ -161,8 +156,7 @@ def test_mask_cell_by_cell(rows: tuple[int, ...], window: int | None) -> None:
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.1, 0.15, 1 / 3, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("check_layers", [(1,), (1, 3), (2,), (1, 2, 3)])
+@pytest.mark.parametrize(("ratio", "check_layers"), [(0.0, (1,)), (0.15, (1, 3)), (1 / 3, (2,)), (0.99, (1, 2, 3))])
 def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...]) -> None:
     with engine_of(recompute_ratio=ratio, selection_options={"check_layers": check_layers}) as engine:
         engine.warm(PROMPT.chunks)
@@ -184,8 +178,7 @@ def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...
         assert set(below.tolist()) <= set(above.tolist())
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3"])
-@pytest.mark.parametrize("ratio", [0.1, 0.4])
+@pytest.mark.parametrize(("name", "ratio"), [("llama", 0.1), ("mistral, window", 0.4)])
 def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float) -> None:
     model = model_named(name)
     with engine_of(model, recompute_ratio=ratio, selection_options={"check_layers": (1,)}) as engine:
@@ -235,33 +228,6 @@ def stored_values(model: Any, prompt: Prompt, layer: int) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def test_equal_deviations_keep_the_first_rows() -> None:
-    rule = SelectHKVD((1,), 0.5)
-    places = torch.arange(10, 18)
-    mixed, even = torch.tensor([1.0, 2, 2, 1, 2, 2, 1, 2]), torch.ones(8)
-    view = LayerView(places, places - 10, 8, layer=1, measure=lambda: mixed)
-    assert rule.keep(view).tolist() == [1, 2, 4, 5]
-    same = LayerView(places, places - 10, 8, layer=1, measure=lambda: even)
-    assert rule.keep(same).tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("ratio", "tokens", "rows"), [(0.15, 100, 15), (0.1, 30, 3), (0.29, 100, 29), (0, 9, 0),
-                                                       (1, 9, 9), (0.999, 10, 9), (0.7, 10, 7)])  # fmt: skip
-def test_budget_is_the_floor_of_the_share(ratio: float, tokens: int, rows: int) -> None:
-    assert budget(ratio, tokens) == rows
-
-
-def test_none_recomputes_nothing_and_ratio_zero_is_the_same() -> None:
-    with engine_of(selection="none") as engine:
-        engine.warm(PROMPT.chunks)
-        none = engine.fuse(PROMPT)
-        zero = engine.with_config(selection="hkvd", recompute_ratio=0.0).fuse(PROMPT)
-    assert none.report.recomputed_tokens == zero.report.recomputed_tokens == (0,) * 4
-    assert torch.equal(none.logits, zero.logits)
-    assert none.deviation is None
-    assert zero.deviation is None
-
-
 def test_selection_all_reads_nothing_and_stores_nothing() -> None:
     with engine_of(selection="all") as engine:
         fused = engine.fuse(PROMPT)
@@ -269,14 +235,6 @@ def test_selection_all_reads_nothing_and_stores_nothing() -> None:
         assert engine.store.volume() == 0
         engine.warm(PROMPT.chunks)
         assert engine.fuse(PROMPT).report.computed_tokens == (len(fused.input_ids),) * 4
-
-
-@pytest.mark.parametrize("layers", [(4,), (1, 4), (1, 99)])
-def test_check_layers_beyond_the_model_are_refused(layers: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"check_layers=.*layers 0 to 3"):
-        engine_of(selection_options={"check_layers": layers})
-    with engine_of() as engine, pytest.raises(ConfigError, match="check_layers"):
-        engine.with_config(selection_options={"check_layers": layers})
 
 
 def test_the_last_position_is_computed_even_if_a_rule_keeps_nothing() -> None:

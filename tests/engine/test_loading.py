@@ -16,8 +16,7 @@ from cacheblend_rag.engine import pipeline
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
-from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo, StoredKV
+from cacheblend_rag.store import MemoryStore, RecordInfo, StoredKV
 from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 from tests.probes import assert_same, engine_of
@@ -71,7 +70,7 @@ def test_every_layer_lies_in_place(load: Any) -> None:
     assert len(pointers) == 2 * LAYERS, "each layer has buffers of its own, which the fusor fills"
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3, 50])
+@pytest.mark.parametrize("ahead", [1, 3])
 def test_ahead_equals_plainly(ahead: int) -> None:
     def slow(layer: int) -> None:
         time.sleep(0.002 * (layer % 3))  # some layers come late, and nothing may depend on it
@@ -84,7 +83,7 @@ def test_ahead_equals_plainly(ahead: int) -> None:
     assert loader_threads() == []
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 2])
 def test_ahead_reads_the_next_layers_meanwhile_but_no_more(ahead: int) -> None:
     read, fused = list[tuple[int, int]](), 0
     layers = load_ahead(reader_of((0, Record(5, 1, lambda layer: read.append((layer, fused))))), ahead)
@@ -98,18 +97,8 @@ def test_ahead_reads_the_next_layers_meanwhile_but_no_more(ahead: int) -> None:
     assert next(layers, None) is None
 
 
-def test_plainly_reads_when_asked() -> None:
-    read: list[int] = []
-    layers = load_plainly(reader_of((0, Record(5, 1, read.append))))
-    assert read == []
-    next(layers)
-    assert read == [0]
-
-
-@pytest.mark.pairwise
 @pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
-@pytest.mark.parametrize("error", [RecordError("bad checksum"), OSError("disk gone")])
-@pytest.mark.parametrize("at", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize(("error", "at"), [(RecordError("bad checksum"), 0), (OSError("disk gone"), LAYERS - 1)])
 def test_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
     def fail(layer: int) -> None:
         if layer == at:
@@ -137,18 +126,7 @@ def test_layers_are_read_ahead_if_the_first_was_slow(
     assert len(readers) == LAYERS
 
 
-def test_record_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_FAST", float("inf"))
-    readers: set[str] = set()
-    records = [Record(5, seed, lambda layer: readers.add(threading.current_thread().name)) for seed in (1, 2)]
-    records[0].tier = "memory"
-    assert len(list(load_as_it_pays(reader_of((0, records[0]))))) == LAYERS
-    assert readers == {threading.current_thread().name}
-    assert len(list(load_as_it_pays(reader_of((0, records[0]), (5, records[1]))))) == LAYERS
-    assert any(name.startswith("kv-loader") for name in readers)
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("taken", [0, 3])
 def test_closing_early_ends_the_reading_thread(taken: int) -> None:
     read: list[int] = []
     layers = load_ahead(reader_of((0, Record(5, 1, read.append))), 2)
@@ -157,31 +135,6 @@ def test_closing_early_ends_the_reading_thread(taken: int) -> None:
     layers.close()  # type: ignore[attr-defined]
     assert loader_threads() == []
     assert len(read) <= taken + 2
-
-
-def test_records_of_a_disk_store_read_alike(tmp_path: Path) -> None:
-    disk, memory = DiskStore(tmp_path), MemoryStore()
-    kv = SegmentKV(
-        tuple(torch.randn(HEADS, 9, DIM) for _ in range(LAYERS)),
-        tuple(torch.randn(HEADS, 9, DIM) for _ in range(LAYERS)),
-        rotated=False,
-    )
-    record = KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(9)))
-    results = []
-    for store in (disk, memory):
-        store.put("a", record)
-        opened = store.open("a")
-        assert opened is not None
-        for load in (load_plainly, load_ahead):
-            places = [Placement("a", opened, 0), Placement("a", opened, 10)]  # one record at two places
-            reader = LayerReader(places, LAYERS, HEADS, TOKENS, DIM, torch.float32, torch.device("cpu"))
-            results.append([(layer.keys[:, :, 0:9], layer.values[:, :, 10:19]) for layer in load(reader)])
-        opened.close()
-    for result in results:
-        for (keys, values), key, value in zip(result, kv.keys, kv.values, strict=True):
-            assert torch.equal(keys[0], key)
-            assert torch.equal(values[0], value)
-    disk.close()
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -212,9 +165,15 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("codec", ["int8", "raw"])
-@pytest.mark.parametrize("kept", ["disk", "disk and memory", "host", "gpu"])
+@pytest.mark.parametrize(
+    ("kept", "codec", "dtype"),
+    [
+        ("disk", "int8", "bfloat16"),
+        ("disk and memory", "raw", "float32"),
+        ("host", "raw", "bfloat16"),
+        ("gpu", "raw", "float32"),
+    ],
+)
 def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, codec: str, dtype: str, tmp_path: Path) -> None:
     stores: dict[str, Any] = {"host": MemoryStore(), "gpu": MemoryStore(device="cuda")}
     model = tiny.model().to("cuda", getattr(torch, dtype))

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -26,7 +26,6 @@ from cacheblend_rag.config import check_options as check
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES
 from docs.site import options as page
 from tests.engine.test_config import FROM_ENVIRONMENT
 
@@ -147,12 +146,6 @@ def test_decoding_options_are_declared_once() -> None:
         assert name in ("grammar", "answer_begins") or LLMBase.model_fields[name].description == there.description
 
 
-def test_types_of_decoding_arguments_are_those_of_the_options() -> None:
-    arguments, options = get_type_hints(DecodeArguments), get_type_hints(DecodeOptions)
-    wider = {"stop", "generation_config", "logits_processor"}  # one text, or any sequence, is taken too
-    assert {name for name in arguments if arguments[name] != options[name]} == wider
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_survives_json_and_says_when_it_was_changed(name: str) -> None:
     config = BlendConfig(**{name: OTHERS[name]})
@@ -170,12 +163,6 @@ def test_command_line_flags_are_those_of_the_fields() -> None:
     assert rag_options(parser.parse_args(["--ratio", "auto"])).config.recompute_ratio == "auto"
     with pytest.raises(ConfigError, match=r"recompute_ratio='much' is not usable: use a number from 0 to 1, or 'auto'"):
         rag_options(parser.parse_args(["--ratio", "much"]))
-
-
-def test_flag_that_may_be_auto_is_named_as_text_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_RAG_PREPACK_WEIGHTS", "maybe")
-    with pytest.raises(ConfigError, match=r"PREPACK_WEIGHTS='maybe' is not usable: use on or off, or auto$"):
-        BlendConfig()
 
 
 def files() -> Iterator[dict[str, Any]]:
@@ -202,10 +189,3 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         check_names([("max_new_token", 3)], list(LLMBase.model_fields))
     with pytest.raises(ConfigError, match="use one of a, b"):
         check_names([("quite_something_else", 3)], ["b", "a"])
-
-
-def test_rule_has_the_defaults_that_its_text_says() -> None:
-    for kind in RULES.values():
-        for one in fields(kind):  # type: ignore[arg-type]
-            if one.name == "check_layers":
-                assert one.default == (1,)

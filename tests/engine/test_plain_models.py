@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.comparison import compare
+from cacheblend_rag.calibration.quality import compare
 from cacheblend_rag.engine.checkpoints import Checkpoints, Owner
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models import families

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.prompt.tokenizer import common_length
 from tests import tiny
@@ -71,20 +71,6 @@ def test_kept_kv_stays_while_others_go_on_from_it() -> None:
         assert len(engine.prompts) == 4
 
 
-def test_answers_with_tokens_tried_in_vain_are_kept_as_they_are() -> None:
-    repeating = " ".join(["a b c d e f g h"] * 12)
-    model = tiny.model()
-    with remembering(model) as engine:
-        answer = engine.generate(repeating, max_new_tokens=12)
-        (kept,) = engine.prompts._kept
-        assert kept.token_ids == (
-            *answer.report.input_ids,
-            *answer.token_ids[: len(kept.token_ids) - kept.prompt_tokens],
-        )
-        plain = tiny.full_prefill(model, list(kept.token_ids))
-        assert_layers_close(kept.cache.layers, tiny.cache_of(plain).layers, model)
-
-
 @pytest.mark.parametrize("chunks_at", ["behind", "within"])
 def test_kv_of_a_full_prefill_serves_blended_prompts(chunks_at: str) -> None:
     model, prefix = tiny.model(), TEXT if chunks_at == "behind" else "Read this:"
@@ -102,28 +88,6 @@ def test_kv_of_a_full_prefill_serves_blended_prompts(chunks_at: str) -> None:
         assert fused.report.chunk_tiers[0] == "memory"
         assert not set(range(fused.report.resumed_tokens)) & set(fused.recomputed[0].tolist())
         assert_is_full_prefill(fused, model)
-
-
-def test_few_chunks_behind_an_exact_beginning_are_computed_exactly() -> None:
-    model = tiny.model()
-    prompt = Prompt(TEXT, CHUNKS, "What fell in the end?")
-    with remembering(model, min_tokens=100) as engine:
-        engine.warm(CHUNKS)
-        opening = prompt.written("\n\n").text
-        engine.generate(opening[: opening.index(CHUNKS[2])], max_new_tokens=1)
-        fused = engine.fuse(prompt)
-        assert fused.report.plain
-        assert (fused.report.hits, fused.report.misses) == (2, 1)
-        assert_is_full_prefill(fused, model)
-
-
-def test_chunks_of_a_prompt_that_went_on_from_memory_are_stored_for_other_orders() -> None:
-    with engine_of(prompt_cache="auto", min_tokens=60) as engine:
-        engine.generate(Prompt(TEXT, CHUNKS[:1], "What fell?"), max_new_tokens=2)
-        behind = engine.generate(Prompt(TEXT, CHUNKS, "What fell?"), max_new_tokens=2).report
-        assert (behind.plain, behind.hits > 0) == (True, True)
-        turned = engine.fuse(Prompt("Else.", CHUNKS[::-1], "What fell?")).report
-        assert (turned.plain, turned.hits) == (False, len(CHUNKS))
 
 
 def test_blended_prompt_is_gone_on_from_under_its_own_rule_alone() -> None:
@@ -153,17 +117,6 @@ def test_other_questions_about_the_same_chunks_get_a_choice_of_their_own() -> No
         assert other.recomputed_tokens[-1] > 0
 
 
-def test_prefix_before_blended_chunks_is_exact_for_plain_prompts() -> None:
-    """It was computed within the blended pass, as nothing of it was stored."""
-    model = tiny.model()
-    with remembering(model) as engine:
-        engine.warm(CHUNKS)
-        engine.generate(Prompt(TEXT, CHUNKS, "What fell?"), max_new_tokens=2)
-        plain = engine.fuse(TEXT + " Who fell?")
-        assert plain.report.resumed_tokens == len(engine.tokenize(TEXT).input_ids)
-        assert_is_full_prefill(plain, model)
-
-
 def test_window_that_forgets_is_gone_on_from_whole_and_never_cut() -> None:
     model = tiny.model("mistral", sliding_window=16)
     with remembering(model) as engine:
@@ -179,26 +132,9 @@ def test_window_that_forgets_is_gone_on_from_whole_and_never_cut() -> None:
             )
 
 
-def test_window_that_forgets_does_not_take_the_place_of_what_it_cannot_serve() -> None:
-    begun, longer = " ".join(TEXT.split()[:40]), TEXT
-    with remembering(tiny.model("mistral", sliding_window=64)) as engine:
-        assert 32 < len(engine.tokenize(begun).input_ids) < 64 < len(engine.tokenize(longer).input_ids)
-        engine.generate(begun, max_new_tokens=1)
-        engine.generate(longer, max_new_tokens=1)
-        assert len(engine.prompts) == 2
-        assert engine.fuse(" ".join(TEXT.split()[:39])).report.resumed_tokens > 30
-        engine.generate(longer + " And more?", max_new_tokens=1)
-        engine.generate(longer, max_new_tokens=1)
-        assert engine.fuse(longer + " Why?").report.resumed_tokens == len(engine.tokenize(longer).input_ids)
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_kv_of_one_frequency_regime_serves_no_other(rope: str) -> None:
+def test_kv_of_one_frequency_regime_serves_no_other() -> None:
     """Positions beyond a length change the frequencies of all."""
-    length = tiny.LONG if rope == "longrope" else 120
-    model = (
-        tiny.model("phi3", rope) if rope == "longrope" else tiny.model("llama", rope, max_position_embeddings=length)
-    )
+    length, model = tiny.LONG, tiny.model("phi3", "longrope")
     words, tokens = 1, 0
     with remembering(model) as engine:
         while tokens < length - 12:
@@ -266,34 +202,11 @@ def test_limit_drops_what_was_used_least_recently() -> None:
         assert tiny_one.fuse(texts[3]).report.resumed_tokens == 0
 
 
-def test_longer_prompt_takes_the_place_of_its_beginning() -> None:
-    with remembering() as engine:
-        for more in ("", " And then?", " And then? Who else?"):
-            engine.generate(TEXT + more, max_new_tokens=1)
-        (kept,) = engine.prompts._kept
-        assert kept.prompt_tokens == len(engine.tokenize(TEXT + " And then? Who else?").input_ids)
-        engine.generate(TEXT, max_new_tokens=1)
-        assert len(engine.prompts) == 1
-
-
-def test_short_prompts_are_left_alone() -> None:
-    with remembering() as engine:
-        engine.generate("What fell?", max_new_tokens=2)
-        assert len(engine.prompts) == 0
-
-
 def test_closing_the_engine_frees_all_and_keeps_nothing_more() -> None:
     engine = remembering()
     engine.generate(TEXT, max_new_tokens=2)
     engine.close()
     assert (len(engine.prompts), engine.prompts.nbytes) == (0, 0)
-
-
-def test_by_default_there_is_a_bound_that_fits_the_machine() -> None:
-    with BlendEngine(tiny.model(), tiny.tokenizer(), config=BlendConfig()) as engine:
-        engine.generate(TEXT, max_new_tokens=2)
-        assert engine.fuse(TEXT).report.resumed_tokens > 0
-        assert 2**26 < engine._parts.pipeline.recent_prompts.limit <= 2**30
 
 
 def test_check_begins_with_exact_kv_and_leaves_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,41 +255,3 @@ def test_idle_check_leaves_exact_kv_of_the_answer_that_it_gives() -> None:
         again = engine.generate(PROMPT, max_new_tokens=40)
         assert again.text == answer.text[: found.position] + found.after
         assert again.verification.reason.startswith(f"exact KV of {again.report.reused_tokens} tokens of ")
-
-
-def test_idle_check_of_a_forgotten_chunk_puts_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with remembering(verify="idle") as engine:
-        engine.warm(CHUNKS)
-        prefill = engine.adapter.prefill
-
-        def forgetting(*given: Any) -> Any:
-            monkeypatch.undo()
-            engine.prompts.drop("", lambda texts, _: CHUNKS[0] in texts)
-            return prefill(*given)
-
-        monkeypatch.setattr(engine.adapter, "prefill", forgetting)
-        engine.generate(PROMPT, max_new_tokens=4)
-        engine.flush()
-        assert len(engine.prompts) == 0
-
-
-def test_chunks_behind_a_kept_prompt_hit_with_every_condition() -> None:
-    prompt = Prompt("Read this:", CHUNKS, "What fell?")
-    with remembering(condition="prefix") as engine:
-        engine.warm(CHUNKS, prefix="Read this:")
-        text = prompt.written("\n\n").text
-        engine.generate(text[: text.index(CHUNKS[2])], max_new_tokens=1)
-        report = engine.fuse(prompt).report
-        assert report.resumed_tokens > 32
-        assert (report.hits, report.misses) == (3, 0)
-
-
-def test_several_threads_get_what_each_would_get_alone() -> None:
-    texts = [f"{TEXT} {tiny.text(12, seed)}" for seed in range(4)]
-    with remembering(max_concurrent=4) as engine:
-        alone = engine.with_config(prompt_cache=0, max_concurrent=1)
-        expected = [alone.generate(text, max_new_tokens=8).token_ids for text in texts]
-        for _ in range(2):
-            found = engine.generate_batch(texts, max_new_tokens=8)
-            assert [answer.token_ids for answer in found] == expected
-        assert all(answer.report.computed_tokens == (1,) * 4 for answer in found)

@@ -63,20 +63,6 @@ def test_repetition_goes_on_where_it_is_told_to(engine: BlendEngine) -> None:
         assert (len(answer.token_ids), answer.report.stopped_by, answer.report.finish_reason) == (300, "", "length")
 
 
-def test_answers_that_end_by_themselves_are_no_repeating_ones(engine: BlendEngine) -> None:
-    answer = engine.generate(PROMPT, **writes(engine, SAID * 3))
-    assert (answer.report.finish_reason, answer.report.stopped_by) == ("stop", "")
-
-
-def test_streams_and_batches_end_where_one_answer_does(engine: BlendEngine) -> None:
-    whole = engine.generate(PROMPT, **writes(engine))
-    stream = engine.stream(PROMPT, **writes(engine))
-    assert "".join(stream) == whole.text
-    assert stream.complete().report.stopped_by == "repetition"
-    (one,) = engine.generate_batch([PROMPT], **writes(engine))
-    assert (one.text, one.report.stopped_by) == (whole.text, "repetition")
-
-
 def test_checked_answers_are_ended_at_the_same_token(engine: BlendEngine) -> None:
     plain = engine.generate(PROMPT, **writes(engine))
     checked = engine.generate(PROMPT, verify="always", **writes(engine))
@@ -117,13 +103,6 @@ def test_prose_of_any_script_is_ended(said: str) -> None:
     tokenizer = tiny.tokenizer()
     ids = tokenizer.encode("It began well. " + said * 200, add_special_tokens=False)
     assert repeats(ids[: 4 * PROSE_TOKENS], tokenizer.decode)
-
-
-def test_rows_without_prose_are_ended_later() -> None:
-    tokenizer = tiny.tokenizer()
-    ids = tokenizer.encode("Sum: " + "0, " * 900, add_special_tokens=False)
-    assert not repeats(ids[:OTHER_TOKENS], tokenizer.decode)
-    assert repeats(ids[: OTHER_TOKENS + 20], tokenizer.decode)
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import subprocess
 import sys
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
 # Hits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_warmed_in_any_order_all_hit_with_one_result(order: tuple[int, ...]) -> None:
     with engine_of(recompute_ratio=0.2) as first, engine_of(recompute_ratio=0.2) as second:
         first.warm(CHUNKS)
@@ -37,18 +36,6 @@ def test_warmed_in_any_order_all_hit_with_one_result(order: tuple[int, ...]) -> 
             assert one.report.hits == two.report.hits == len(prompt.chunks)
             assert one.report.misses == 0
             assert_same(one, two)
-
-
-def test_permuted_prompt_hits_what_an_earlier_answer_stored() -> None:
-    with engine_of(recompute_ratio=0.2) as asked, engine_of(recompute_ratio=0.2) as warmed:
-        assert asked.generate(PROMPT, max_new_tokens=4).report.misses == 3
-        warmed.warm(reversed(CHUNKS))
-        prompt = Prompt("Read this:", [CHUNKS[2], CHUNKS[0], CHUNKS[1]], "What fell?")
-        warmed.fuse(prompt)  # stores the prefix, as the answer above did
-        one, two = asked.generate(prompt, max_new_tokens=16), warmed.generate(prompt, max_new_tokens=16)
-        assert one.report.hits == two.report.hits == 3
-        assert one.token_ids == two.token_ids
-        assert one.text == two.text
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -83,7 +70,7 @@ def test_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> No
             assert not set(rows.tolist()) & set(range(tokens))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.DIFFERENT)
 def test_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -> None:
     model = tiny.model(family)
     one = Prompt("Read this with care:", CHUNKS[:1], "What fell?")
@@ -104,28 +91,6 @@ def test_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -
         inexact = sink.fuse(one)
         plain = tiny.full_prefill(model, inexact.input_ids)
         assert not torch.allclose(inexact.logits, plain.logits[0, -1], atol=1e-2), "nothing would show the difference"
-
-
-def test_exact_chunk_is_never_recomputed() -> None:
-    with engine_of(condition="prefix", recompute_ratio=0.5) as engine:
-        engine.warm(CHUNKS, prefix=PROMPT.prefix)
-        fused = engine.fuse(PROMPT)
-        split = fused.report.prefix_tokens
-        head = len(engine.tokenize(PROMPT).located[0].head)
-        exact = range(split + head, split + head + len(engine.tokenize(PROMPT).chunks[0]))
-        rows = {row for layer in fused.recomputed for row in layer.tolist()}
-        assert not rows & set(exact)
-        assert rows & set(range(exact.stop, split + fused.report.chunk_tokens))
-
-
-def test_chunk_right_behind_the_sink_is_exact_too() -> None:
-    model = tiny.model()
-    with engine_of(model, recompute_ratio=0.0) as engine:
-        engine.warm(CHUNKS)
-        fused = engine.fuse(Prompt("", CHUNKS[:1], "What fell?"))
-        assert fused.report.hits == 1
-        plain = tiny.full_prefill(model, fused.input_ids)
-        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
 
 
 # Computing and storing -------------------------------------------------------------------
@@ -160,7 +125,7 @@ def test_texts_between_chunks_are_always_computed_and_never_stored() -> None:
     assert sorted(store.stored_ids()) == sorted([split.ids(split.prefix), *map(split.ids, split.chunks)])
 
 
-@pytest.mark.parametrize("suffix", ["What fell?", "What # # fell # # ?", " # # ", ""])
+@pytest.mark.parametrize("suffix", ["What # # fell # # ?", ""])
 def test_nothing_of_the_question_is_stored(suffix: str) -> None:
     store = Hooked()
     with engine_of(store=store) as engine:
@@ -188,11 +153,7 @@ def test_chunk_with_other_ids_in_a_prompt_is_stored_in_that_form_too() -> None:
         assert engine.fuse(usual).report.misses == 1
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["What fell?", Prompt("", [], "What fell?"), Prompt("Read this:", [], "What fell?"), "Read this: # # What fell?"],
-    ids=str,
-)
+@pytest.mark.parametrize("prompt", ["What fell?", Prompt("Read this:", [], "What fell?")], ids=str)
 def test_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None:
     store = Hooked()
     with engine_of(store=store) as engine:
@@ -206,29 +167,6 @@ def test_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None:
     assert store.kept == {}
 
 
-def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
-    store = Hooked()
-    tokens = sum(len(segments_of(engine_of()).chunk(chunk).ids) for chunk in CHUNKS)
-    with engine_of(store=store, min_tokens=tokens + 1) as engine:
-        fused = engine.fuse(PROMPT)
-        assert fused.report.plain
-        assert fused.report.chunk_tokens == tokens
-        assert store.kept == {}
-        enough = engine.with_config(min_tokens=tokens)
-        enough.fuse(PROMPT)
-        assert len(store.kept) == 4
-        assert not enough.fuse(PROMPT).report.plain
-
-
-def test_text_is_split_like_the_prompt_it_spells_if_the_option_says_so() -> None:
-    with engine_of(recompute_ratio=0.2, separator=" # # ", split_at_separator=True) as engine:
-        text = " # # ".join(["Read this:", *CHUNKS, "What fell in the end?"])
-        cold, warm = engine.fuse(text), engine.fuse(PROMPT)
-        assert cold.input_ids == warm.input_ids
-        assert warm.report.hits == 3
-        assert engine.with_config(split_at_separator=False).fuse(text).report.plain
-
-
 # Identity -----------------------------------------------------------------------------------
 
 
@@ -238,23 +176,8 @@ def hits_over(folder: Path, model: Any, **options: Any) -> tuple[int, bool]:
         return report.hits, report.prefix_hit
 
 
-def test_only_the_very_same_model_and_salt_hit(tmp_path: Path) -> None:
-    with engine_of(tiny.model(), store=tmp_path) as engine:
-        engine.fuse(PROMPT)
-    assert hits_over(tmp_path, tiny.model()) == (3, True)
-    assert hits_over(tmp_path, tiny.model(seed=1)) == (0, False)
-    assert hits_over(tmp_path, tiny.model("mistral")) == (0, False)
-    assert hits_over(tmp_path, tiny.model(rope="linear")) == (0, False)
-    assert hits_over(tmp_path, tiny.model().to(torch.bfloat16)) == (0, False)
-    assert hits_over(tmp_path, tiny.model(), salt="tenant") == (0, False)
-    assert hits_over(tmp_path, tiny.model(), separator=" # # ") == (0, False)
-    assert hits_over(tmp_path, tiny.model(), condition="prefix") == (0, True)
-    assert hits_over(tmp_path, tiny.model()) == (3, True)
-
-
-@pytest.mark.parametrize("step", [1e-3, 1e-7])
 @pytest.mark.parametrize(
-    "weight", ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight", "model.norm.weight"]
+    ("weight", "step"), [("model.embed_tokens.weight", 1e-3), ("model.layers.3.mlp.down_proj.weight", 1e-7)]
 )
 def test_fine_tune_of_a_single_weight_gets_no_hits(weight: str, step: float, tmp_path: Path) -> None:
     with engine_of(tiny.model(vocab_size=4000), store=tmp_path) as engine:
@@ -331,14 +254,3 @@ def test_another_process_over_the_folder_gets_hits_even_if_the_first_just_ended(
         with BlendEngine(engine.model, engine.tokenizer, config=config) as own:
             own.fuse(PROMPT)
             assert_same(own.fuse(PROMPT), shared)
-
-
-def test_saving_a_model_does_not_cost_its_hits(tmp_path: Path) -> None:
-    model = tiny.model()
-    with engine_of(model, store=tmp_path / "kv") as engine:
-        engine.fuse(PROMPT)
-    model.save_pretrained(tmp_path / "model")
-    model.generation_config.max_new_tokens = 7
-    assert hits_over(tmp_path / "kv", model) == (3, True)
-    loaded = type(model).from_pretrained(tmp_path / "model").eval()
-    assert hits_over(tmp_path / "kv", loaded) == (3, True)

@@ -52,18 +52,6 @@ def test_requests_go_before_background_work() -> None:
     assert order == ["first", "second", "third", "background"]
 
 
-def test_scheduler_is_free_after_an_error_and_lets_its_holder_in_twice() -> None:
-    scheduler = Scheduler()
-    with pytest.raises(ZeroDivisionError), scheduler, scheduler:
-        raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError):
-        in_background(scheduler, lambda: 1 // 0)
-    other = threading.Thread(target=scheduler.__enter__)
-    other.start()
-    other.join(5)
-    assert not other.is_alive()
-
-
 def test_step_runs_at_once_for_a_lone_holder_and_within_another() -> None:
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler:
@@ -238,103 +226,6 @@ def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
         pool.submit(give_way).result(5)  # nobody is there to be waited for
 
 
-def test_long_pass_goes_on_once_others_have_been_away_for_half_of_its_part() -> None:
-    clock, stay, gone = Clock(), threading.Event(), threading.Event()
-    scheduler = Scheduler(clock)
-
-    def ask_once_more() -> None:
-        with scheduler.entered(lambda: 3):
-            clock.advance(0.125)
-        gone.set()
-        stay.wait(20)
-
-    def long_pass() -> None:
-        with scheduler.entered(lambda: 3):
-            until(lambda: scheduler.waiting == 1)
-            scheduler.give_way(0.25)
-
-    with ThreadPoolExecutor(2) as pool:
-        with scheduler:
-            passing = pool.submit(long_pass)
-            until(lambda: scheduler.waiting == 1)
-        client = pool.submit(ask_once_more)
-        assert gone.wait(5)
-        assert not passing.done(), "the client may come back at once"
-        clock.advance(0.125)
-        passing.result(5)
-        stay.set()
-        client.result(5)
-
-
-def test_lone_waiter_does_not_keep_a_long_pass_from_ending() -> None:
-    scheduler, events = Scheduler(), list[str]()
-
-    def alone() -> None:
-        with scheduler:
-            events.append("alone")
-
-    with ThreadPoolExecutor(1) as pool:
-        with scheduler.entered(lambda: 3):
-            asked = pool.submit(alone)
-            until(lambda: scheduler.waiting == 1)
-            scheduler.give_way(0.01)
-            events.append("long pass")
-        asked.result(5)
-    assert events == ["long pass", "alone"]
-
-
-def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
-    clock, seconds = Clock(), dict[str, float]()
-    scheduler = Scheduler(clock)
-
-    def run(given: Sequence[str]) -> list[str]:
-        clock.advance(0.5)
-        return list(given)
-
-    def answer(name: str, prefill: float) -> None:
-        with scheduler.entered(lambda: 3) as spent:
-            clock.advance(prefill)
-            for _ in range(4):
-                scheduler.step(name, run)
-        seconds[name] = spent.seconds
-
-    with ThreadPoolExecutor(2) as pool:
-        with scheduler:
-            asked = [pool.submit(answer, *one) for one in (("short", 0.0), ("long", 4.0))]
-            until(lambda: scheduler.waiting == 2)
-        for one in asked:
-            one.result(5)
-    assert seconds == {"short": 1.0, "long": 5.0}
-    assert clock() == 6.0
-
-
-def test_lone_waiter_is_let_in_before_later_ones() -> None:
-    scheduler, events = Scheduler(), []
-    begun, go = threading.Event(), threading.Event()
-
-    def answer(name: str) -> None:
-        with scheduler.entered(lambda: 3):
-            begun.set()
-            go.wait(5)
-            scheduler.step(1, doubled)
-            events.append(name)
-
-    def alone() -> None:
-        with scheduler:
-            events.append("alone")
-
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(answer, "first")]
-        assert begun.wait(5)
-        for number, work in enumerate((alone, lambda: answer("later")), 1):
-            asked.append(pool.submit(work))
-            until(lambda number=number: scheduler.waiting == number)
-        go.set()
-        for one in asked:
-            one.result(5)
-    assert events == ["first", "alone", "later"]
-
-
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
 def test_interrupted_waiter_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()
@@ -415,55 +306,3 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins() ->
     assert during == ["layer", "step ab"] * 5
     assert events.index("later") > events.index("end")
     scheduler.let_step()  # nobody waits
-
-
-def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.0)
-    scheduler, events = Scheduler(), list[str]()
-
-    def blend() -> None:
-        with scheduler.entered(lambda: 3):
-            until(lambda: scheduler.waiting)
-            scheduler.let_step()
-            events.append("layer")
-
-    def begin() -> None:
-        with scheduler:
-            events.append("later")
-
-    with ThreadPoolExecutor(2) as pool:
-        with scheduler:
-            asked = [pool.submit(blend)]
-            until(lambda: scheduler.waiting)
-        asked.append(pool.submit(begin))
-        for one in asked:
-            one.result(5)
-    assert events == ["layer", "later"]
-
-
-def test_background_work_that_steps_aside_goes_on_after_all_requests() -> None:
-    scheduler, order = Scheduler(), list[str]()
-    begun = threading.Event()
-
-    def long() -> None:
-        begun.set()
-        until(lambda: scheduler.waiting == 2)
-        scheduler.step_aside()
-        order.append("background")
-
-    def request() -> None:
-        with scheduler:
-            order.append("request")
-
-    threads = [threading.Thread(target=in_background, args=(scheduler, long))]
-    threads[0].start()
-    assert begun.wait(5)
-    threads += [threading.Thread(target=request) for _ in range(2)]
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads:
-        thread.join(5)
-    assert order == ["request", "request", "background"]
-    with scheduler.background(), scheduler.background():
-        scheduler.step_aside()  # held twice, it cannot
-    assert (scheduler._begun, scheduler.waiting) == (0, 0)

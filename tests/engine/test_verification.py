@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,12 @@ from transformers import GenerationConfig
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine import verification
 from cacheblend_rag.engine.verification import _KeptTies, tie_bound
-from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.report import Generation, Verification
 from tests import tiny
 from tests.pairwise import others_slow
-from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
+from tests.probes import CHUNKS, PROMPT, engine_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_variants")
@@ -62,10 +60,9 @@ def assert_corrected(found: Generation, draft: Generation, said: Verification | 
     assert found.token_ids[: said.kept_tokens] == draft.token_ids[: said.kept_tokens]
 
 
-@pytest.mark.parametrize("concurrent", [1, 3])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concurrent: int) -> None:
-    with reused(max_concurrent=concurrent) as engine:
+def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any]) -> None:
+    with reused(max_concurrent=3) as engine:
         expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
         found = engine.generate(PROMPT, verify="always", **options)
     assert draft.verification == Verification()
@@ -79,11 +76,8 @@ def test_verified_answer_is_that_of_full_prefill(options: dict[str, Any], concur
         assert_corrected(found, draft)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 63, 64, 65, 99])
-@pytest.mark.parametrize(
-    "family",
-    others_slow(["llama", "gemma3_text", "gemma2", "mistral", "gpt_oss", "deepseek_v3"], ("llama", "gemma3_text")),
-)
+@pytest.mark.parametrize("cut", [0, 63, 64, 99])
+@pytest.mark.parametrize("family", others_slow(["llama", "gemma3_text", "gpt_oss"], ("llama", "gemma3_text")))
 def test_draft_is_left_wherever_it_differs(family: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft of the full model's own answer but for one token: before, at and behind the end of a pass."""
     model = tiny.model(family, **(WINDOW if family in ("mistral",) else {}))
@@ -132,14 +126,6 @@ def test_the_full_models_own_answer_is_verified_in_few_passes(monkeypatch: pytes
     assert found.verification.seconds > 0
 
 
-def test_answer_without_reuse_is_verified_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of() as engine:
-        monkeypatch.setattr("cacheblend_rag.engine.answering.check", lambda *a, **k: pytest.fail("nothing to check"))
-        for asked in ("What fell?", PROMPT, Prompt(suffix="What fell?")):  # no chunks; none stored; plain
-            said = engine.generate(asked, max_new_tokens=3, verify="always").verification
-            assert (said.status, said.kept_tokens, said.reason) == ("verified", 3, "the prompt was prefilled in full")
-
-
 def test_held_answer_says_why_nothing_was_reused_and_what_of_its_beginning_was() -> None:
     with engine_of(prompt_cache="auto") as engine:
         engine.warm(CHUNKS)
@@ -155,43 +141,6 @@ def test_held_answer_says_why_nothing_was_reused_and_what_of_its_beginning_was()
         assert (short.plain, short.plain_reason) == (True, ""), "it had been prefilled anyway"
 
 
-def test_answer_behind_a_stored_prefix_alone_is_checked(tmp_path: Path) -> None:
-    """The prefix is exact where it stands, but a folder holds it in eight bits."""
-    with engine_of(store=tmp_path) as engine:
-        engine.generate(PROMPT, max_new_tokens=1)
-        asked = Prompt(PROMPT.prefix, [tiny.text(30, 41)], PROMPT.suffix)
-        found = engine.generate(asked, max_new_tokens=3, verify="always")
-        assert (found.report.prefix_hit, found.report.hits) == (True, 0)
-        assert found.verification.reason == ""
-        assert found.verification.seconds > 0
-
-
-def test_the_option_of_a_call_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reused(verify="always") as engine:
-        assert engine.generate(PROMPT, max_new_tokens=4).verification.status in ("verified", "corrected")
-        assert engine.generate(PROMPT, max_new_tokens=4, verify="off").verification.status == "off"
-        for wrong in ("sometimes", True, 1, ""):
-            with pytest.raises(ConfigError, match="verify") as caught:
-                engine.generate(PROMPT, verify=wrong)
-            assert "always" in caught.value.remedy
-
-
-def test_every_form_of_asking_verifies() -> None:
-    with reused(verify="always", max_concurrent=2) as engine:
-        expected = plain(engine, max_new_tokens=12)
-        draft = engine.generate(PROMPT, max_new_tokens=12, verify="off")
-        stream = engine.stream(PROMPT, max_new_tokens=12)
-        assert "".join(stream) == draft.text, "its words are the first ones"
-        assert stream.result is not None
-        found = [stream.result, engine.generate(PROMPT, max_new_tokens=12)]
-        found += engine.generate_batch([PROMPT, PROMPT], max_new_tokens=12)
-        found.append(asyncio.run(engine.agenerate(PROMPT, max_new_tokens=12)))
-        found += asyncio.run(answers_of(engine, [PROMPT, PROMPT], max_new_tokens=12))
-    for one in found:
-        assert one.token_ids == expected.token_ids
-        assert_corrected(one, draft)
-
-
 def test_held_answer_is_that_of_full_prefill_from_its_first_word() -> None:
     with reused(verify="held") as engine:
         expected = plain(engine, max_new_tokens=12)
@@ -203,33 +152,6 @@ def test_held_answer_is_that_of_full_prefill_from_its_first_word() -> None:
         assert stream.result.verification.status == "verified"
         assert (stream.result.report.plain, stream.result.report.reused_tokens) == (True, 0)
         assert engine.generate(PROMPT, max_new_tokens=12).token_ids == expected.token_ids
-
-
-def test_seed_is_drawn_where_none_is_given() -> None:
-    with reused() as engine:
-        answers = []
-        for _ in range(2):
-            torch.manual_seed(5)
-            answers.append(engine.generate(PROMPT, max_new_tokens=8, temperature=1.0, verify="always").token_ids)
-        other = engine.generate(PROMPT, max_new_tokens=8, temperature=1.0, verify="always").token_ids
-    assert answers[0] == answers[1]
-    assert other != answers[0]
-
-
-def test_drawn_answers_are_distributed_as_the_full_models() -> None:
-    """First tokens over 300 seeds, by total variation; blended ones are further away than chance explains."""
-
-    def shares(engine: BlendEngine, **more: Any) -> torch.Tensor:
-        counts = torch.zeros(engine.model.config.vocab_size)
-        for seed in range(300):
-            counts[engine.generate(PROMPT, max_new_tokens=1, temperature=0.8, seed=seed, **more).token_ids[0]] += 1
-        return counts / counts.sum()
-
-    with reused() as engine:
-        full = shares(engine.with_config(selection="all"))
-        verified, blended = shares(engine, verify="always"), shares(engine)
-    assert float((verified - full).abs().sum()) / 2 < 0.02
-    assert float((blended - full).abs().sum()) / 2 > 0.1
 
 
 def test_others_are_answered_while_one_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,15 +217,6 @@ def test_cut_short_answer_is_not_verified(asked: Any) -> None:
         assert stream.result is None or stream.result.verification.status == "given up"
 
 
-def test_error_of_the_check_is_the_error_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reused() as engine:
-        monkeypatch.setattr(engine.adapter, "prefill", lambda *given: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(PROMPT, max_new_tokens=4, verify="always")
-        with pytest.raises(ZeroDivisionError):
-            list(engine.stream(PROMPT, max_new_tokens=4, verify="always"))
-
-
 def test_without_memory_for_the_check_the_first_answer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -330,25 +243,3 @@ def test_token_is_kept_where_rounding_explains_the_lead(dtype: torch.dtype) -> N
         assert int(ties(prompt, scores).argmax()) == (1 if kept else 0)
         assert ties.kept == kept
     assert int(_KeptTies([0], 2, dtype)(prompt, scores).argmax()) == 0
-
-
-@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
-def test_scores_that_a_processor_pushed_down_make_no_ties(lowest: float) -> None:
-    class Mask:
-        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            scores = scores.clone()
-            scores[:, :20] = lowest
-            return scores
-
-    with reused() as engine:
-        options: dict[str, Any] = {"max_new_tokens": 30, "logits_processor": [Mask()]}
-        found = engine.generate(PROMPT, verify="always", **options)
-        assert found.token_ids == plain(engine, **options).token_ids
-    assert found.verification.ties == 0
-
-
-def test_no_token_is_kept_once_the_answer_has_left_the_draft() -> None:
-    scores = torch.tensor([[10.0, 10.0 - 1e-9]])
-    left = _KeptTies([1, 1], 1, torch.float32)
-    assert int(left(torch.tensor([[7, 0]]), scores).argmax()) == 0
-    assert left.kept == 0

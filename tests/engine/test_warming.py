@@ -22,7 +22,7 @@ from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
-from tests.probes import Hooked, engine_of, key_of, segments_of
+from tests.probes import Hooked, engine_of, key_of
 from tests.tolerance import assert_close, terms_of
 from tests.waiting import until
 
@@ -78,27 +78,6 @@ def test_segments_of_a_regime_in_one_pass(family: str) -> None:
     check_together(adapter, (tiny.LONG + 3, 20, tiny.LONG - 2))  # lengths on both sides of the threshold
 
 
-def test_dynamic_ntk_beyond_what_was_trained_is_of_one_length_at_a_time() -> None:
-    adapter = ModelAdapter(tiny.model("llama", "dynamic", max_position_embeddings=64))
-    check_together(adapter, (50, 90, 70, 70))
-    check_together(adapter, (70, 70))
-    short = adapter.segment_kv((), ids_of(30))
-    assert_same_kv(adapter.segments_kv((), [ids_of(30), ids_of(90)])[0], short, adapter.model)
-
-
-def test_records_of_one_pass_share_no_memory() -> None:
-    for kv in ModelAdapter(tiny.model()).segments_kv((1,), [ids_of(20), ids_of(20), ids_of(18)]):
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kv.keys + kv.values)
-
-
-def test_segments_kv_computes_nothing_behind_the_last_keys_and_values() -> None:
-    model, called = tiny.model(), []
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *given, number=number: called.append(number))
-    ModelAdapter(model).segments_kv((), [ids_of(9)])
-    assert called == [0, 1, 2]
-
-
 # Which ones together ------------------------------------------------------------------------
 
 
@@ -121,13 +100,6 @@ def test_batches_hold_everything_once_with_little_padding() -> None:
     assert len(batches) < 0.7 * len(segments)
 
 
-def test_batches_are_filled_and_bounded() -> None:
-    assert [len(batch) for batch in in_batches([segment(127, n) for n in range(20)], 1024)] == [8, 8, 4]
-    assert [len(batch) for batch in in_batches([segment(3, n) for n in range(200)], 1024)] == [64, 64, 64, 8]
-    assert [len(batch) for batch in in_batches([segment(2000, n) for n in range(3)], 1024)] == [1, 1, 1]
-    assert list(in_batches([], 1024)) == []
-
-
 # Warming ------------------------------------------------------------------------------------
 
 
@@ -145,11 +117,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None] = lam
     return sizes
 
 
-@pytest.mark.parametrize("condition", ["sink", "prefix"])
-def test_warming_many_stores_what_warming_each_does(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_many_stores_what_warming_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = Hooked(), Hooked()
     prompt = Prompt("Read this:", TEXTS, "What fell?")
-    with engine_of(store=one, condition=condition) as alone, engine_of(store=many, condition=condition) as together:
+    with engine_of(store=one, condition="prefix") as alone, engine_of(store=many, condition="prefix") as together:
         for text in TEXTS:
             alone.warm([text], prefix=prompt.prefix)
         sizes = counted(monkeypatch)
@@ -168,18 +139,11 @@ def test_warming_many_stores_what_warming_each_does(condition: str, monkeypatch:
         assert (again.computed, again.present, again.tokens, again.bytes, sizes) == (0, len(TEXTS), 0, 0, [])
 
 
-def test_progress_counts_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    with engine_of() as engine:
-        engine.warm(TEXTS, progress=True)
-    assert f"{len(TEXTS)}/{len(TEXTS)}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_warming_stores_first_chunks_as_far_as_there_is_room(on_disk: bool, tmp_path: Path) -> None:
+def test_warming_stores_first_chunks_as_far_as_there_is_room(tmp_path: Path) -> None:
     texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
     with engine_of() as sizer:
         limit = sizer.chunks.estimate_bytes(texts[:6])
-    with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
+    with engine_of(store=tmp_path, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts)
         assert 3 <= report.computed <= 6
         assert (report.present, report.skipped) == (0, 12 - report.computed)
@@ -211,24 +175,6 @@ def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPa
 # Errors -------------------------------------------------------------------------------------
 
 
-def test_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [tiny.text(40, seed) for seed in range(5)]
-    with engine_of() as engine:
-        bad = segments_of(engine).chunk(texts[2]).ids
-
-        def fail(segments: Any) -> None:
-            if any(tuple(one)[-len(bad) :] == bad for one in segments):
-                raise ZeroDivisionError("this chunk cannot be computed")
-
-        counted(monkeypatch, fail)
-        with pytest.raises(ZeroDivisionError, match="this chunk"):
-            engine.warm(texts)
-        assert [engine.store.contains(key_of(engine, text)) for text in texts] == [True, True, False, True, True]
-        monkeypatch.undo()
-        report = engine.warm(texts)
-        assert (report.computed, report.present) == (1, 4)
-
-
 def test_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
     class Choosy(MemoryStore):
         refused: Sequence[str] = ()
@@ -248,29 +194,10 @@ def test_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
             assert mine, "claims are given up"
 
 
-def test_too_large_batch_is_computed_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(segments: Any) -> None:
-        if len(segments) > 1:
-            raise torch.OutOfMemoryError("not enough memory")
-
-    sizes = counted(monkeypatch, fail)
-    with engine_of() as engine:
-        texts = [tiny.text(40, seed) for seed in range(3)]
-        report = engine.warm(texts)
-        assert (report.computed, report.present, report.skipped) == (3, 0, 0)
-        assert report.bytes == engine.chunks.estimate_bytes(texts)
-    assert sizes.count(1) >= 2
-    assert max(sizes) > 1
-    assert "one by one" in caplog.text
-
-
 # Others meanwhile ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gives_up", [True, False])
-@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize(("gives_up", "on_disk"), [(True, True), (False, False)])
 def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool, tmp_path: Path) -> None:
     store: Any = DiskStore(tmp_path) if on_disk else MemoryStore()
     texts = [tiny.text(40, seed) for seed in range(4)]

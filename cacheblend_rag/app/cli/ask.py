@@ -219,7 +219,7 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
 
 
 def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
-    from cacheblend_rag.calibration.comparison import COMPARED_TOKENS, ROUNDS, compare
+    from cacheblend_rag.calibration.quality import COMPARED_TOKENS, ROUNDS, compare
 
     with screen.step(f"Answering by every method, {ROUNDS} rounds…"):
         *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens or COMPARED_TOKENS)

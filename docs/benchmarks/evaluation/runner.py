@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.comparison import (
+from cacheblend_rag.calibration.prompts import ChatFrame
+from cacheblend_rag.calibration.quality import (
     PrefillResult,
     blended,
     full_recompute,
@@ -30,7 +31,6 @@ from cacheblend_rag.calibration.comparison import (
     shared_cache,
     time_once,
 )
-from cacheblend_rag.calibration.prompts import ChatFrame
 from cacheblend_rag.calibration.statistics import best_f1, exact_match, first_line
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig, check_choice, check_share, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions, decode

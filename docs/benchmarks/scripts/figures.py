@@ -23,7 +23,6 @@ from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.fusor.scoring import attention_rows
@@ -48,6 +47,7 @@ from docs.benchmarks.evaluation.command import (
 from docs.benchmarks.evaluation.datasets import Cases
 from docs.benchmarks.evaluation.journal import Journal
 from docs.benchmarks.evaluation.passages import Ranker
+from docs.benchmarks.evaluation.prepared import PreparedPrompt
 from docs.benchmarks.evaluation.runner import (
     BLENDED,
     DEPTH,

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.comparison import PrefillResult, blended, full_recompute, prefix_caching, time_once
+from cacheblend_rag.calibration.quality import PrefillResult, blended, full_recompute, prefix_caching, time_once
 from cacheblend_rag.calibration.timing import timed
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.store import KVStore, MemoryStore

@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
 from cacheblend_rag.calibration.profiler import drop_cache
+from cacheblend_rag.calibration.quality import PrefillResult, blended, time_rounds
 from cacheblend_rag.calibration.timing import medians, timed
 from cacheblend_rag.config import CODEC_NAMES, BlendConfig, check_choice
 from cacheblend_rag.engine.engine import BlendEngine

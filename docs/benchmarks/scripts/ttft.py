@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from langchain_core.messages import HumanMessage, SystemMessage
 
-from cacheblend_rag.calibration.comparison import METHODS as WAYS
-from cacheblend_rag.calibration.comparison import PrefillResult, blended, prefill_methods, time_rounds
 from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
+from cacheblend_rag.calibration.quality import METHODS as WAYS
+from cacheblend_rag.calibration.quality import PrefillResult, blended, prefill_methods, time_rounds
 from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine

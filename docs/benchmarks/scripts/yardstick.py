@@ -41,10 +41,9 @@ import torch
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
-from cacheblend_rag.calibration.comparison import shared_cache
-from cacheblend_rag.calibration.prompts import ChatFrame, Corpus
+from cacheblend_rag.calibration.prompts import ChatFrame
+from cacheblend_rag.calibration.quality import shared_cache
 from cacheblend_rag.calibration.statistics import interval
-from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
@@ -60,6 +59,7 @@ from cacheblend_rag.retrieval.index import FolderIndex, build_index
 from cacheblend_rag.retrieval.splitting import SplitSettings
 from docs.benchmarks.evaluation.datasets import EvalCase, Passage, load_cases
 from docs.benchmarks.evaluation.passages import build_prompt
+from docs.benchmarks.evaluation.prepared import ComputeKV, Corpus, PreparedPrompt
 from docs.benchmarks.evaluation.runner import GreedyAnswers, rule_of
 from docs.benchmarks.scripts.common import pyplot_for, save_figure, script_parser, unboxed, write_json
 

@@ -44,7 +44,7 @@ from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.services.verifications import LatestAnswers
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.calibration.comparison import COMPARED_TOKENS
+from cacheblend_rag.calibration.quality import COMPARED_TOKENS
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine

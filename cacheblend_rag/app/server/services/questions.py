@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, StringConstraints
 
 from cacheblend_rag.app.server.services.folders import SearchHit
-from cacheblend_rag.calibration.comparison import compare
+from cacheblend_rag.calibration.quality import compare
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
