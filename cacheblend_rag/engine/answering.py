@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.engine.answer_report import PREFILLED, report_of, why_exact
-from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
-from cacheblend_rag.engine.keeping import keep_answered, keep_variants, store_unread
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime
@@ -84,7 +82,7 @@ class Answering:
         with contextlib.closing(SharedKV(texts)) as shared:
             streams = (
                 (number, TextStream(self.to(prompts[number], options, shared), timeout))
-                for number in by_common_chunks([prompt.chunks for prompt in prompts])
+                for number in _by_common_chunks([prompt.chunks for prompt in prompts])
             )
             yield from begun_ahead(streams, self.pipeline.config.max_concurrent if self.turns.several else 1)
 
@@ -118,10 +116,10 @@ class Answering:
                 finder.hear(pipeline.config.salt, (answer.text, answer.thought))
             trace.answered(answer)
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            keep_answered(pipeline, blend, later)
+            pipeline.keep_answered(blend, later)
             self._keep(dropped.left(blend.jobs))
             if answer.verification.done:
-                self._keep(dropped.left(keep_variants(pipeline, blend.lookup, blend.cache)))
+                self._keep(dropped.left(pipeline.keep_variants(blend.lookup, blend.cache)))
         return answer
 
     def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
@@ -146,7 +144,9 @@ class Answering:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.alone():
             dropped = self.turns.write_back.begin()
-            blend = self.pipeline.blend(self.pipeline.with_found(prompt))
+            pipeline = self.pipeline
+            with pipeline.look_up(pipeline.split(pipeline.with_found(prompt))) as lookup:
+                blend = pipeline.fuse(pipeline.load(lookup, lambda: False))
             if blend.cache is None:
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
             self._keep(dropped.left(blend.jobs))
@@ -177,7 +177,7 @@ class Answering:
         checked = self._verify(blend, draft, options, sink)
         decoded = checked.decoded
         self.verifications.note(checked.verification)
-        jobs = {**blend.jobs, **store_unread(self.pipeline, blend.lookup)}
+        jobs = {**blend.jobs, **self.pipeline.store_unread(blend.lookup)}
         exact = blend.exact or checked.cache is not blend.cache  # that of a check is
         kept, took = dataclasses.replace(blend, jobs=jobs), draft.first_token_at - blend.ready_at
         report = report_of(self.pipeline, kept, decoded, took, checked.verification)
@@ -324,7 +324,7 @@ class Answering:
             if not cancelled():
                 pipeline = self.pipeline
                 pipeline.recent_prompts.keep(lookup.ticket, lookup.fit.split, later, found.cache)
-                self._keep(dropped.left(keep_variants(pipeline, lookup, found.cache)))
+                self._keep(dropped.left(pipeline.keep_variants(lookup, found.cache)))
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
@@ -350,3 +350,28 @@ def answer_room(options: DecodeOptions, window: int | None) -> tuple[int, int]:
 
 def _cancelled_by(sink: Cancelled | None) -> Callable[[], bool]:
     return sink.cancelled if sink else interpreter_ends
+
+
+def _by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:
+    """An order of prompts in which those with chunks in common are neighbours.
+
+    Parameters
+    ----------
+    prompts : sequence of sequence of str
+        The chunks of each prompt.
+
+    Returns
+    -------
+    list of int
+        Their numbers: always the prompt next that shares the most chunks with the one before, of
+        several the first.
+    """
+    chunks = [frozenset(prompt) for prompt in prompts]
+    waiting, order = dict.fromkeys(range(len(prompts))), list[int]()
+    last: frozenset[str] = frozenset()
+    while waiting:
+        number = max(waiting, key=lambda one: (len(chunks[one] & last), -one))
+        del waiting[number]
+        order.append(number)
+        last = chunks[number]
+    return order

@@ -168,12 +168,6 @@ class Chunks:
                 store.delete(key)
         segments.tokenizer.forget()
 
-    def drop_prompts(self) -> None:
-        """Let no prompt of the tenant go on from an earlier one that lies in memory."""
-        pipeline, salt = self.pipeline, self.pipeline.config.salt
-        pipeline.prompts.drop(salt)
-        pipeline.checkpoints.drop(salt)
-
     def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
         """Let no record be stored that waits to be and that `forget` would erase, and no answer over them be checked.
 
@@ -229,7 +223,6 @@ class Chunks:
         if (finder := pipeline.segments.finder) is not None:
             finder.forget(salt)
         pipeline.prompts.drop(salt, holds)
-        pipeline.checkpoints.drop(salt, holds)
         self.turns.write_back.drop(lambda key, job: job.info is not None and goes(key, job.info()))
         # Behind the jobs: a check that has begun to store something then is waited for, and a later one leaves it out.
         self.verifications.give_up("a chunk of its prompt was forgotten", salt, texts)
@@ -277,7 +270,7 @@ class Chunks:
         return keys
 
     def _ids(self, texts: list[str], forms: list[list[Segment]]) -> list[tuple[int, ...]]:
-        """Ids of chunks that may be in records: those of their own, or of checkpoints of prompts that hold them."""
+        """Ids of chunks that may be in records: those of their own, or of prompts in memory that hold them."""
         if self.pipeline.segments.model.adapter.regimes:
             return [forms_of_one[0].token_ids for forms_of_one in forms]
         ids = []

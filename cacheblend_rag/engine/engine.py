@@ -444,7 +444,6 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             part.close()
         write_back.close(seconds)
         with self.turns.scheduler:  # a request on another thread may still be under way
-            self._parts.pipeline.checkpoints.clear()
             self.turns.segments.model.release()
             if self._parts.owns_store:
                 self.store.close()

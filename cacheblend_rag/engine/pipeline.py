@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.checkpoints import Checkpoints, Owner, begin_prompt
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import KEPT_KEY, PromptCache, RecentPrompt, RecentPrompts, Ticket, blended_by
 from cacheblend_rag.engine.ratio_policy import WORTH, RatioChoice, RatioPolicy, controller_beside
@@ -27,7 +26,6 @@ from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
 from cacheblend_rag.report import Seconds
@@ -66,8 +64,6 @@ class Lookup:
         Seconds of looking up.
     why : str
         Why the prompt is prefilled in full, where that is not for its length.
-    times_forgotten : int
-        How often chunks of its tenant had been forgotten when it came; see `Checkpoints.keep`.
     unread : Lookup or None
         The same prompt as it could have been blended, where that would have taken longer. What it lacks is stored.
     """
@@ -83,7 +79,6 @@ class Lookup:
     opened: list[tuple[str, StoredKV]] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
-    times_forgotten: int = 0
     unread: Lookup | None = None
 
     def __enter__(self) -> Lookup:
@@ -215,7 +210,7 @@ class Blend:
     exact : bool
         Whether the KV is that of a full prefill; see `Lookup.exact_tokens`.
     resumed : int
-        Tokens at the beginning that were not computed, since a checkpoint was behind them.
+        Tokens at the beginning that were not computed, since states behind them were kept.
     plain_reason : str
         Why no prompt of this kind is blended; empty if they are.
     ready_at : float
@@ -257,17 +252,14 @@ class Pipeline:
     policy : RatioPolicy
     store : KVStore
     prompts : PromptCache
-    checkpoints : Checkpoints
-        For a model that is answered plainly.
     variants : Variants
-        All views of an engine share these three.
+        All views of an engine share these two.
     """
 
     segments: Segments
     policy: RatioPolicy
     store: KVStore
     prompts: PromptCache
-    checkpoints: Checkpoints
     variants: Variants
 
     @property
@@ -291,25 +283,6 @@ class Pipeline:
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         return _pipeline(model, tokenizer, config, self.store, self.policy.controller, self)
 
-    def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
-        """Split, look up, load and fuse a prompt that is not answered.
-
-        Parameters
-        ----------
-        prompt : Prompt
-        cancelled : callable
-            The blended pass ends before its next layer once this returns True.
-
-        Raises
-        ------
-        ContextLengthError
-            If the prompt does not fit.
-        GenerationError
-            If it was cancelled.
-        """
-        with self.look_up(self.split(prompt)) as lookup:
-            return self.fuse(self.load(lookup, cancelled))
-
     def with_found(self, prompt: Prompt) -> Prompt:
         """The prompt with the chunks that the engine's finder makes of its text."""
         finder = self.segments.finder
@@ -330,9 +303,9 @@ class Pipeline:
     def look_up(self, fit: FittedPrompt, plain: bool = False) -> Lookup:
         """Open what is stored of a prompt; nothing of one that is better prefilled in full, or shall be (``plain``)."""
         started, split, recent = time.perf_counter(), fit.split, self.recent_prompts
-        if not self.segments.model.adapter.reusable(len(split.input_ids)):
-            return Lookup(fit, split, plain=True, times_forgotten=self.checkpoints.times_forgotten(self.config.salt))
         ticket = recent.begin(len(split.input_ids))
+        if not self.segments.model.adapter.reusable(len(split.input_ids)):
+            return Lookup(fit, split, plain=True, ticket=ticket)
         few = self.config.min_tokens
         short = has_few_chunks(split, few)
         why = "verify='held' lets full prefill answer" if plain and not short else ""
@@ -358,7 +331,7 @@ class Pipeline:
 
         config = self.config if self.policy.rule.reads_store else dataclasses.replace(self.config, prompt_cache=0)
         rule = blended_by(self.policy.config, segments.condition)
-        return RecentPrompts(self.prompts, cast(ModelAdapter, segments.model.adapter), config, like, rule)
+        return RecentPrompts(self.prompts, segments.model.adapter, segments.model.fingerprint, config, like, rule)
 
     def _opened(self, fit: FittedPrompt, kept: RecentPrompt | None, opened: list[tuple[str, StoredKV]]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
@@ -555,6 +528,46 @@ class Pipeline:
         """Store what is missing of segments as `Segments.compute` takes them; see `compute_if_missing`."""
         return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
 
+    # Keep ----------------------------------------------------------------------------------
+
+    def keep_answered(self, blend: Blend, answer_ids: Sequence[int]) -> None:
+        """Keep a prompt with its answer in memory."""
+        lookup = blend.lookup
+        self.segments.model.look()  # adapters may have been switched meanwhile
+        if blend.plain_reason:
+            self.recent_prompts.keep_turn(lookup.ticket, lookup.split, answer_ids, blend.cache)
+            return
+        exact = None if blend.exact else lookup.exact_tokens
+        self.recent_prompts.keep(lookup.ticket, lookup.fit.split, answer_ids, blend.cache, exact)
+
+    def store_unread(self, lookup: Lookup) -> Mapping[str, Job]:
+        """Jobs that store the chunks of a prompt that went on from one in memory, so that no record was looked for.
+
+        Other prompts have these chunks in another order, and nothing to go on from.
+        """
+        config, fit, split = self.config, lookup.fit, lookup.fit.split
+        few = has_few_chunks(split, config.min_tokens)
+        if not lookup.plain or lookup.unread is not None or config.write_back == "off" or lookup.kept is None or few:
+            return {}
+        chunks = chunks_of(self.segments, fit, split)
+        return self.chunk_jobs(dataclasses.replace(lookup, split=split, chunks=chunks, records={}))
+
+    def keep_variants(self, lookup: Lookup, cache: Any) -> Mapping[str, Job]:
+        """Jobs that store the chunks of a prompt behind what stood before them, if that is wanted; see `Variants.jobs`.
+
+        It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds
+        what was said in one conversation, unless that goes on from it.
+        """
+        lookup = lookup.unread or lookup  # as it could have been blended
+        config, kept, split = self.config, lookup.kept, lookup.fit.split
+        whole = kept is None or kept.tokens >= len(split.prefix)
+        known = lookup.prefix is None or (lookup.prefix_hit and whole)
+        wanted = config.write_back != "off" and self.policy.rule.reads_store
+        if not (wanted and known) or lookup.plain or lookup.found:
+            return {}
+        regime = self.segments.model.adapter.regime(len(split.input_ids)) or 0
+        return self.variants.jobs(split, cache, self.segments, regime)
+
 
 def _open_all(
     pipeline: Pipeline, segments: Sequence[Segment], opened: list[tuple[str, StoredKV]]
@@ -569,21 +582,17 @@ def _open_all(
 
 def _to_store(pipeline: Pipeline, lookup: Lookup) -> list[Segment]:
     """The segments of chunks that are not stored yet and may be, those of like length side by side."""
-    found = []
+    store, opened, found = pipeline.store, {key for key, _ in lookup.opened}, []
+    # A record that was not read may be stored all the same: none was looked for, or it was left to be computed.
+    looked_for = not lookup.plain and pipeline.policy.rule.reads_store
     for one in lookup.chunks:
         if not one.token_ids or one.key in lookup.records:
             continue
         one = one.usual or one
-        if one.key not in lookup.records and not is_stored(pipeline, lookup, one.key):
+        there = one.key in lookup.records or ((not looked_for or one.key in opened) and store.contains(one.key))
+        if not there:
             found.append(one)
     return sorted(found, key=lambda one: len(one.own_ids))
-
-
-def is_stored(pipeline: Pipeline, lookup: Lookup, key: str) -> bool:
-    """Whether the record of a chunk that was not read is stored all the same; the store is asked where it may be."""
-    looked_for = not lookup.plain and pipeline.policy.rule.reads_store
-    may_be = not looked_for or any(key == opened for opened, _ in lookup.opened)
-    return may_be and pipeline.store.contains(key)
 
 
 def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
@@ -597,24 +606,12 @@ def _with_usual(pipeline: Pipeline, lookup: Lookup, lost: set[str]) -> Lookup:
     return dataclasses.replace(lookup, chunks=chunks, records=records)
 
 
-def checkpoints_of(pipeline: Pipeline) -> Checkpoints | None:
-    """Checkpoints of a model that is answered plainly; None if the options let nothing be remembered."""
-    return pipeline.checkpoints if pipeline.policy.rule.reads_store and pipeline.config.prompt_cache != 0 else None
-
-
-def owner_of(pipeline: Pipeline) -> Owner:
-    """Whose checkpoints are found and kept."""
-    return Owner(pipeline.segments.model.fingerprint, pipeline.config.salt)
-
-
 def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> Blend:
-    """By the prefill of a model that is not blended, behind a checkpoint where there is one."""
+    """By the prefill of a model that is not blended, behind states that were kept where there are some."""
     started, model, ids = time.perf_counter(), pipeline.segments.model, lookup.split.input_ids
     adapter = model.adapter
     with model.products():
-        checkpoints, owner = checkpoints_of(pipeline), owner_of(pipeline)
-        between, each_layer = pauses or (None, None)
-        resumed, result = begin_prompt(checkpoints, owner, adapter, lookup.split, between, each_layer)
+        resumed, result = pipeline.recent_prompts.prefill(lookup.ticket, lookup.split, *(pauses or ()))
     ready_at = time.perf_counter()
     return Blend(
         lookup,
@@ -653,7 +650,7 @@ def _pipeline(
         condition = "context"
     if earlier is None:
         segments = Segments(model, tokenizer, config, condition)
-        return Pipeline(segments, policy, store, PromptCache(), Checkpoints(), Variants(store))
+        return Pipeline(segments, policy, store, PromptCache(), Variants(store))
     segments = dataclasses.replace(
         earlier.segments, model=model, tokenizer=tokenizer, config=config, condition=condition
     )

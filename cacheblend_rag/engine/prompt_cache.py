@@ -3,25 +3,33 @@
 A prompt that begins as one of them goes on from there. So the steps of an agent and the turns of a chat compute only
 what is new in them. What a full prefill gave serves every prompt. What a blended pass gave serves the next turn of the
 same conversation alone: its recomputed rows were chosen for a question that the next turn still holds.
+
+A recurrent layer keeps one state of all that it has read, and nothing can be cut off from that. So of a model that is
+answered plainly, states behind beginnings of prompts are kept. They serve prompts that begin with all these ids.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.cache import first_rows, held_bytes
-from cacheblend_rag.models.memory import total_memory
+from cacheblend_rag.models.cache import first_rows, held_bytes, tokens_read
+from cacheblend_rag.models.identity import fingerprint_in
+from cacheblend_rag.models.kv import Prefill
+from cacheblend_rag.models.memory import is_out_of_memory, total_memory
+from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.store.base import RecordInfo, StoredKV
@@ -29,6 +37,10 @@ from cacheblend_rag.store.base import RecordInfo, StoredKV
 _log = logging.getLogger(__name__)
 # A pass over so few rows is bound by reading the weights, so going on from fewer tokens saves nothing.
 _LEAST = 32
+LEAST_STATE = 16
+"""Tokens of the shortest beginning whose states are kept: fewer are sooner read than copied."""
+# Prompts whose beginnings are compared with that of a new one.
+_REMEMBERED = 32
 # Of "auto": most bytes, and the share of memory that they may be.
 _MOST, _SHARE = 2**30, 16
 KEPT_KEY = "prompt cache"
@@ -89,6 +101,8 @@ class KeptPrompt:
         Its chunks.
     cache : transformers Cache
         KV of these ids; of sliding layers perhaps that of the last alone. Nobody writes to it.
+    state : bool
+        Whether it holds states: it is copied for a prompt that goes on from it, and never cut.
     """
 
     kind: PromptKind
@@ -97,12 +111,15 @@ class KeptPrompt:
     exact_tokens: int
     texts: frozenset[str]
     cache: Any
+    state: bool = False
 
     def usable(self, kind: PromptKind, ids: Sequence[int], chunks: Sequence[Span], exact: bool) -> int:
         """First tokens that a prompt can go on from; see `PromptCache.find`."""
         if (kind.salt, kind.fingerprint) != (self.kind.salt, self.kind.fingerprint):
             return 0
         tokens = common_length(ids[:-1], self.token_ids)
+        if self.state:
+            return tokens if tokens == len(self.token_ids) else 0
         # The same prompt computes its last token anew.
         asked_again = not exact and kind.rule == self.kind.rule and tokens >= self.prompt_tokens - 1
         tokens = tokens if asked_again else min(tokens, self.exact_tokens)
@@ -114,11 +131,11 @@ class KeptPrompt:
     @property
     def whole(self) -> bool:
         """Whether every layer has all rows, so that they can be cut anywhere."""
-        return all(layer.keys.shape[2] == len(self.token_ids) for layer in self.cache.layers)
+        return not self.state and all(layer.keys.shape[2] == len(self.token_ids) for layer in self.cache.layers)
 
     def stands_for(self, other: KeptPrompt) -> bool:
         """Whether it serves every prompt that another one does, or goes on where only the whole other one could."""
-        if other.whole and not self.whole:
+        if (other.whole and not self.whole) or (self.state and self.token_ids != other.token_ids):
             return False
         if (self.kind.salt, self.kind.fingerprint) != (other.kind.salt, other.kind.fingerprint):
             return False
@@ -134,6 +151,7 @@ class PromptCache:
         self._lock = threading.Lock()
         self._kept: list[KeptPrompt] = []  # the one used last is the last
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._asked: deque[tuple[PromptKind, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
         self._closed = False
 
     def __len__(self) -> int:
@@ -202,6 +220,13 @@ class PromptCache:
                 del kept[at], sizes[at]
             self._kept = kept
 
+    def repeated(self, kind: PromptKind, ids: Sequence[int]) -> int:
+        """Tokens at its beginning that a prompt shares with one of the last ones; from now on it is one of them."""
+        with self._lock:
+            found = max((common_length(ids, known) for of, known in self._asked if of == kind), default=0)
+            self._asked.append((kind, tuple(ids)))
+        return found
+
     def drop(self, salt: str | None, holds: Holds = lambda texts, ids: True) -> None:
         """Drop those of a tenant that hold something, by default all, and keep none of them that is being answered.
 
@@ -216,11 +241,13 @@ class PromptCache:
                 if salt in (None, ticket.kind.salt):
                     ticket.forgotten.append(holds)
             self._kept = [one for one in self._kept if not goes(one)]
+            self._asked = deque((one for one in self._asked if salt not in (None, one[0].salt)), _REMEMBERED)
 
     def close(self) -> None:
         """Drop all, and keep nothing any more."""
         with self._lock:
             self._closed, self._kept = True, []
+            self._asked.clear()
 
 
 def next_to_go(salts: Sequence[str], sizes: Sequence[int]) -> int:
@@ -284,7 +311,9 @@ class RecentPrompts:
     Parameters
     ----------
     cache : PromptCache
-    adapter : ModelAdapter
+    adapter : PlainAdapter
+    fingerprint : str
+        Of the model.
     config : BlendConfig
     like : callable
         Info of a record of a whole prompt with some tokens.
@@ -293,21 +322,23 @@ class RecentPrompts:
     """
 
     cache: PromptCache
-    adapter: ModelAdapter
+    adapter: PlainAdapter
+    fingerprint: str
     config: BlendConfig
     like: Callable[[int], RecordInfo]
     rule: str
 
     def kind(self, tokens: int) -> PromptKind:
         """The kind of a prompt with so many tokens."""
-        return PromptKind(self.config.salt, self.like(tokens).fingerprint, self.rule)
+        return PromptKind(
+            self.config.salt, fingerprint_in(self.fingerprint, self.adapter.regime(tokens) or 0), self.rule
+        )
 
     def begin(self, tokens: int) -> Ticket | None:
         """See `PromptCache.begin`; None where nothing is kept."""
         # Where rows depend on one another, no pass over some of them gives what one over all would.
-        if not self.limit or self.adapter.mixes_rows or not self.adapter.reusable(tokens):
-            return None
-        return self.cache.begin(self.kind(tokens))
+        cannot = not self.adapter.plain_reason and (self.adapter.mixes_rows or not self.adapter.reusable(tokens))
+        return None if cannot or not self.limit else self.cache.begin(self.kind(tokens))
 
     @property
     def limit(self) -> int:
@@ -329,7 +360,7 @@ class RecentPrompts:
             return None
         kept, tokens = found
         info = dataclasses.replace(self.like(len(ids)), token_ids=ids[:tokens])
-        record = _InMemory(info, self.adapter, kept.cache)
+        record = _InMemory(info, cast(ModelAdapter, self.adapter), kept.cache)
         return RecentPrompt(_resumed(split, tokens), record, kept.cache, kept.exact_tokens)
 
     def exact_beginning(self, ticket: Ticket | None, ids: Sequence[int]) -> Any:
@@ -373,6 +404,77 @@ class RecentPrompts:
         exact = len(ids) if exact_tokens is None else exact_tokens
         texts = frozenset(chunk.text for chunk in split.located)
         self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(prompt), exact, texts, rows), self.limit)
+
+    def prefill(
+        self,
+        ticket: Ticket | None,
+        split: TokenizedPrompt,
+        between: Callable[[float], object] | None = None,
+        each_layer: Callable[[], object] | None = None,
+    ) -> tuple[int, Prefill]:
+        """The prefill of a model that is answered plainly, and the tokens whose states it went on from.
+
+        States are kept behind the prompt's prefix, and behind what an earlier prompt began with: instructions that
+        nobody marked as a prefix, or a conversation whose last answer stands there in other tokens, such as without its
+        thoughts.
+
+        Parameters
+        ----------
+        ticket : Ticket or None
+        split : TokenizedPrompt
+        between, each_layer
+            As for `PlainAdapter.prefill`.
+
+        Returns
+        -------
+        int, Prefill
+            Without a cache, where the model's own generation has yet to make it.
+        """
+        ids, adapter = split.input_ids, self.adapter
+        if adapter.goes_on == "whole":
+            return 0, Prefill(None, torch.empty(0))
+        if ticket is None or adapter.goes_on == "steps":
+            return 0, adapter.prefill(ids, between, each_layer)
+        found = self.cache.find(ticket.kind, ids)
+        start = resumed = 0 if found is None else found[1]
+        cache = adapter.empty_cache() if found is None else copy.deepcopy(found[0].cache)
+        for stop in sorted({split.prefix.stop, self.cache.repeated(ticket.kind, ids[:-1])}):
+            if start < stop < len(ids) and stop >= LEAST_STATE:
+                adapter.go_on(cache, ids[start:stop], between, each_layer)
+                self._keep_state(ticket, split, ids[:stop], cache)
+                start = stop
+        return resumed, adapter.go_on(cache, ids[start:], between, each_layer)
+
+    def keep_turn(self, ticket: Ticket | None, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> None:
+        """Keep the states behind a finished turn: a prompt and its answer, whose last token was never read.
+
+        Parameters
+        ----------
+        ticket : Ticket or None
+        split : TokenizedPrompt
+        answer_ids : sequence of int
+            Empty if a thought stood before them: the cache has read it, and states alone do not say so.
+        cache : transformers Cache
+            As it is after the answer.
+        """
+        ids = (*split.input_ids, *answer_ids[:-1])
+        read = answer_ids and self.adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)
+        if ticket is not None and read and self.kind(len(ids)) == ticket.kind:
+            self._keep_state(ticket, split, ids, cache)
+
+    def _keep_state(self, ticket: Ticket, split: TokenizedPrompt, ids: tuple[int, ...], cache: Any) -> None:
+        """Keep a copy of a cache that has read these ids, and nothing else."""
+        if len(ids) < LEAST_STATE or held_bytes(cache) > self.limit:
+            return
+        try:
+            copied = copy.deepcopy(cache)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("%d tokens are not kept, since memory ran out: %s", len(ids), error)
+            return
+        texts = frozenset(chunk.text for chunk in split.located if chunk.span.start < len(ids))
+        self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(ids), len(ids), texts, copied, state=True), self.limit)
 
 
 class _InMemory(StoredKV):

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.quality import compare
-from cacheblend_rag.engine.checkpoints import Checkpoints, Owner
+from cacheblend_rag.engine.prompt_cache import KeptPrompt, PromptCache, PromptKind
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models import families
 from cacheblend_rag.models.plain import PlainAdapter
@@ -49,8 +50,8 @@ def own_answer(model: Any, ids: Sequence[int], tokens: int = 8) -> list[int]:
     return answer
 
 
-def checkpoints_of(engine: BlendEngine) -> Checkpoints:
-    return engine._parts.pipeline.checkpoints
+def checkpoints_of(engine: BlendEngine) -> PromptCache:
+    return engine.prompts
 
 
 @pytest.mark.parametrize("family", others_slow(sorted(tiny.PLAIN), ("lfm2", "rwkv", "gpt2", "jamba")))
@@ -88,7 +89,7 @@ def test_memory_that_runs_out_costs_a_checkpoint_and_no_answer(
         raise torch.OutOfMemoryError("it is full")
 
     with engine_of(tiny.plain_model("lfm2")) as engine:
-        monkeypatch.setattr("cacheblend_rag.engine.checkpoints.copy.deepcopy", fails)
+        monkeypatch.setattr("cacheblend_rag.engine.prompt_cache.copy.deepcopy", fails)
         assert engine.fuse(PROMPT).report.plain
         assert len(checkpoints_of(engine)) == 0
     assert "memory ran out: it is full" in caplog.text
@@ -225,18 +226,23 @@ def test_checkpoint_behind_an_answer_is_behind_no_thought_and_nothing_that_was_c
         assert float((following.logits - plain).norm() / plain.norm()) < 1e-3
 
 
-def test_the_longest_kept_beginning_is_found() -> None:
-    adapter, owner = PlainAdapter(tiny.plain_model("gpt2"), "it is tried"), Owner("model", "")
-    checkpoints, ids = Checkpoints(), list(range(5, 65))
-    for length in (20, 40, 60):
-        checkpoints.keep(owner, ids[:length], adapter.prefill(ids[:length]).cache)
-    found = checkpoints.find(owner, [*ids[:50], 7])
-    assert found is not None
-    assert (found[1], found[0].get_seq_length()) == (40, 40)
-    adapter.extend(found[0], [9])
-    again = checkpoints.find(owner, [*ids[:50], 7])
-    assert again is not None
-    assert again[0].get_seq_length() == 40
+def test_checkpoints_take_no_more_than_their_bytes_and_the_longest_is_found() -> None:
+    adapter, kind, ids = (
+        PlainAdapter(tiny.plain_model("lfm2"), "it is tried"),
+        PromptKind("", "model", ""),
+        range(5, 65),
+    )
+    made = [KeptPrompt(kind, (*ids[:length],), length, length, frozenset(), None, True) for length in (20, 40, 60)]
+    made = [replace(one, cache=adapter.prefill(one.token_ids).cache) for one in made]
+    prompts = PromptCache()
+    for one in made:
+        prompts.keep(prompts.begin(kind), one, 10**9)
+    assert prompts.find(kind, [*ids[:50], 7]) == (made[1], 40)
+    assert prompts.find(kind, ids[:40]) == (made[0], 20), "the last token is always computed"
+    assert prompts.find(PromptKind("", "other", ""), [*ids, 9]) is None
+    prompts.keep(prompts.begin(kind), made[2], prompts.nbytes - 1)
+    assert len(prompts) == 2
+    assert prompts.find(kind, [*ids[:50], 7]) == (made[0], 20), "what was used least lately is gone"
 
 
 def test_nothing_of_a_plain_model_is_stored_and_warming_does_nothing() -> None:
