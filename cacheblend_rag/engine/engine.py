@@ -261,7 +261,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self._changed(pipeline=dataclasses.replace(pipeline, segments=segments))
 
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
-        """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.
+        """The same engine under another name. OpenTelemetry's spans of its answers give this name.
 
         Parameters
         ----------

@@ -23,7 +23,7 @@ from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.work import RowsDone, work_share
-from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
+from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -118,6 +118,7 @@ class Lookup:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
+@dataclass(eq=False)
 class LoadingKV(Iterator[LayerKV]):
     """The KV of a prompt on its way from the store, layer by layer.
 
@@ -139,35 +140,31 @@ class LoadingKV(Iterator[LayerKV]):
         Layers that other prompts of a batch read, too.
     started : float
         When loading began, by ``time.perf_counter``.
+    waited : float
+        Seconds for which the pass waited.
     """
 
-    def __init__(
-        self,
-        lookup: Lookup,
-        choice: RatioChoice,
-        layers: Iterator[LayerKV],
-        clock: ReadClock,
-        cancelled: Callable[[], bool],
-        shared: SharedKV | None,
-        started: float,
-    ) -> None:
-        self.lookup, self.choice, self.clock, self.cancelled, self.shared = lookup, choice, clock, cancelled, shared
-        self.started, self._layers = started, layers
-        self.waited = 0.0
-        """Seconds for which the pass waited."""
+    lookup: Lookup
+    choice: RatioChoice
+    layers: Iterator[LayerKV]
+    clock: ReadClock
+    cancelled: Callable[[], bool]
+    shared: SharedKV | None
+    started: float
+    waited: float = 0.0
 
     def __next__(self) -> LayerKV:
         if self.cancelled():
             raise GenerationError("the answer was given up while its prompt was fused")
         started = time.perf_counter()
         try:
-            return next(self._layers)
+            return next(self.layers)
         finally:
             self.waited += time.perf_counter() - started
 
     def close(self) -> None:
         """End the loader, whatever it still has in hand."""
-        self._layers.close()  # type: ignore[attr-defined]
+        self.layers.close()  # type: ignore[attr-defined]
 
 
 class Pauses(NamedTuple):
@@ -281,7 +278,7 @@ class Pipeline:
     def _again(self, config: BlendConfig) -> Pipeline:
         model = self.segments.model.with_config(config)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
-        return _pipeline(model, tokenizer, config, self.store, self.policy.controller, self)
+        return open_pipeline(model, tokenizer, config, self.store, self)
 
     def with_found(self, prompt: Prompt) -> Prompt:
         """The prompt with the chunks that the engine's finder makes of its text."""
@@ -627,27 +624,20 @@ def _read_plainly(pipeline: Pipeline, lookup: Lookup, pauses: Pauses | None) -> 
     )
 
 
-def open_pipeline(model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore) -> Pipeline:
-    """A pipeline with what is kept beside the store: the profile of the machine."""
-    return _pipeline(model, tokenizer, config, store, controller_beside(store))
-
-
-def _pipeline(
+def open_pipeline(
     model: ModelInUse,
     tokenizer: PromptTokenizer,
     config: BlendConfig,
     store: KVStore,
-    controller: LoadingController | None,
     earlier: Pipeline | None = None,
 ) -> Pipeline:
-    """Choose the condition and the rule by the options and what was calibrated.
+    """A pipeline by its options and what was calibrated; the machine's profile is kept beside the store.
 
     It shares with an earlier one all that views of an engine have in common.
     """
+    controller = controller_beside(store) if earlier is None else earlier.policy.controller
     policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller)
-    condition = policy.config.condition
-    if condition == "auto":
-        condition = "context"
+    condition = "context" if policy.config.condition == "auto" else policy.config.condition
     if earlier is None:
         segments = Segments(model, tokenizer, config, condition)
         return Pipeline(segments, policy, store, PromptCache(), Variants(store))
@@ -707,7 +697,7 @@ def _plan(pipeline: Pipeline, lookup: Lookup) -> FusionPlan:
             continue
         unrotated.append(span)
         behind = lookup.records[segment.key].info.context_ids
-        in_place = segment.exact_in_place and split.input_ids[: span.start] == behind
+        in_place = not segment.averaged and split.input_ids[: span.start] == behind
         (exact if in_place else reused).append(_range(span))
     rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
     question = _range(split.suffix) if len(split.suffix) else None

@@ -48,6 +48,7 @@ class Segment:
         Identity of the model, and of its adapters, that the key is of.
     averaged : bool
         Whether its KV is the mean over several contexts, which stand before its context ids and are no part of its key.
+        Any other is that of a full prefill where its context ids are all that stands before it.
     contexts : Contexts or None
         These contexts, where it is to be computed.
     before : tuple of str
@@ -67,11 +68,6 @@ class Segment:
     contexts: Contexts | None = None
     before: tuple[str, ...] = ()
     usual: Segment | None = None
-
-    @property
-    def exact_in_place(self) -> bool:
-        """Whether its KV is that of a full prefill where its context ids are all that stands before it."""
-        return not self.averaged
 
     @property
     def shared_ids(self) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ class Variants:
         first, chosen = len(places) - len(usual), list[Segment]()
         with self._lock:
             for (keys, place), chunk, one in zip(places[first:], split.located[first:], usual, strict=True):
-                exact = one.exact_in_place and split.input_ids[: chunk.span.start] == one.context_ids
+                exact = not one.averaged and split.input_ids[: chunk.span.start] == one.context_ids
                 known = self._known.get(keys) if one.token_ids and not exact else None  # nothing is nearer than exact
                 fits = [(place.fit(earlier), earlier == place, key) for key, earlier in (known or {}).items()]
                 fit, _, key = max(fits, key=itemgetter(0, 1), default=(0.0, False, ""))

@@ -16,7 +16,7 @@ import torch
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.report import Generation, Seconds
-from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
+from cacheblend_rag.store import DiskStore, KVStore
 from tests import tiny
 from tests.contract.faults import record_of
 from tests.probes import CountingStore, engine_of, key_of, record_files
@@ -145,21 +145,4 @@ def test_shared_kv_is_freed_after_the_last_prompt_that_needs_it(store: CountingS
         assert shared.size == kv_bytes(2)
     with pytest.raises(KeyError), shared.read_by(third):
         raise KeyError("the last prompt fails before it reads")
-    assert shared.size == 0
-
-
-def test_nothing_is_kept_of_memory_of_other_records_or_after_the_end(store: CountingStore) -> None:
-    memory = MemoryStore()
-    memory.put("a", record_of(0))
-    near, far, other = memory.open("a"), store.open("a"), store.open("b")
-    assert near is not None
-    assert far is not None
-    assert other is not None
-    shared = SharedKV(["a", "a"])
-    with contextlib.closing(far), contextlib.closing(other):
-        assert not shared.takes("a", "a", near)
-        assert shared.takes("a", "a", far)
-        assert not shared.takes("a", "a", other), "another record has taken its place"
-    shared.close()
-    assert read(shared, store, "a") > 0
     assert shared.size == 0

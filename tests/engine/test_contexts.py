@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,24 +165,6 @@ def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> Non
             assert not finder([ids])(info.behind) or all(held)
         again = engine.fuse(PROMPT)
         assert again.report.hits == 3
-
-
-def test_warming_again_and_in_another_process_gives_the_same_records(model: Any, tmp_path: Path) -> None:
-    def layers(store: Any) -> dict[str, torch.Tensor]:
-        found = {}
-        for key, _ in store.infos(""):
-            record = store.open(key)
-            found[key] = torch.cat([tensor.flatten() for tensor in record.read_layer(2)])
-            record.close()
-        return found
-
-    seen = []
-    for folder in ("one", "two"):
-        with engine_with(model, store=tmp_path / folder) as engine:
-            engine.warm(TEXTS if folder == "one" else TEXTS[::-1])
-            seen.append(layers(engine.store))
-    assert seen[0].keys() == seen[1].keys()
-    assert all(torch.equal(seen[0][key], seen[1][key]) for key in seen[0])
 
 
 def test_forgetting_a_chunk_forgets_what_was_computed_behind_it(model: Any) -> None:

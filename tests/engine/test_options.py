@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import re
@@ -21,8 +20,7 @@ from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, r
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, given_sections, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
-from cacheblend_rag.config import ENV_PREFIX, REMOVED, RULE_OPTIONS, Option, check_names, option, options_of, whole
-from cacheblend_rag.config import check_options as check
+from cacheblend_rag.config import ENV_PREFIX, REMOVED, RULE_OPTIONS, Option, check_names, options_of
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.errors import ConfigError
@@ -89,26 +87,6 @@ def test_every_field_is_an_option() -> None:
         names = [one.name for one in fields(kind) if one.name not in PARTS]
         assert names == [one.name for one in options_of(kind)]
     assert set(RULE_OPTIONS) < set(OPTIONS)
-
-
-def test_new_option_is_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class More:
-        depth: int = option(3, whole(1, 9), "How deep. Raise it where it is dark.", flag="depth", from_environment=True)
-
-        def __post_init__(self) -> None:
-            check(self)
-
-    (one,) = options_of(More)
-    assert (one.variable, one.help_line) == (f"{ENV_PREFIX}DEPTH", "how deep (default: 3)")
-    assert page.row_of(one).startswith("| `depth` | `3` | a whole number from 1 to 9 | How deep.")
-    monkeypatch.setenv(one.variable, "4")
-    assert (More().depth, More(depth=5).depth) == (4, 5)
-    monkeypatch.setenv(one.variable, "10")
-    with pytest.raises(ConfigError, match="CACHEBLEND_RAG_DEPTH='10' is not usable: use a whole number from 1 to 9"):
-        More()
-    with pytest.raises(ConfigError, match="depth=0 is not usable: use a whole number from 1 to 9"):
-        More(depth=0)
 
 
 @pytest.mark.parametrize("one", options_of(BlendConfig), ids=named)

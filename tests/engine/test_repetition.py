@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine.repetition import OTHER_TOKENS, PROSE_TOKENS, repeats, shortest_period
-from cacheblend_rag.langchain import CacheBlendLLM
-from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from tests import tiny
 from tests.probes import PROMPT, engine_of
 from tests.thinking import Writer
@@ -68,15 +66,6 @@ def test_checked_answers_are_ended_at_the_same_token(engine: BlendEngine) -> Non
     checked = engine.generate(PROMPT, verify="always", **writes(engine))
     assert (checked.token_ids, checked.report.stopped_by) == (plain.token_ids, "repetition")
     assert checked.verification.status == "verified"
-
-
-def test_both_frameworks_say_that_an_answer_was_ended(engine: BlendEngine) -> None:
-    said = CacheBlendLLM.from_engine(engine, **writes(engine)).generate(["What fell?"]).generations[0][0]
-    assert (said.generation_info["finish_reason"], said.generation_info["stopped_by"]) == ("stop", "repetition")
-    told = LlamaIndexLLM.from_engine(engine, **writes(engine)).complete("What fell?")
-    assert (told.raw["finish_reason"], told.raw["stopped_by"]) == ("stop", "repetition")
-    free = LlamaIndexLLM.from_engine(engine, stop_repetition=False, max_new_tokens=300, **writes(engine))
-    assert free.complete("What fell?").raw["stopped_by"] == ""
 
 
 # Texts -------------------------------------------------------------------------------------

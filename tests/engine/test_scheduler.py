@@ -196,36 +196,6 @@ def test_long_pass_that_gives_way_lets_others_take_steps_for_as_long() -> None:
     scheduler.give_way(9.0)  # nobody waits
 
 
-def test_long_pass_takes_no_more_than_its_part_from_returning_clients() -> None:
-    """Between two requests, and between a search and its answer, a client does not want the model for a moment."""
-    clock, ended, used = Clock(), threading.Event(), list[float]()
-    scheduler = Scheduler(clock)
-
-    def ask_again() -> None:
-        while not ended.is_set():
-            with scheduler.entered(lambda: 3):
-                clock.advance(0.125)
-                used.append(0.125)
-
-    def give_way() -> None:
-        with scheduler.entered(lambda: 3):
-            scheduler.give_way(9.0)
-
-    with ThreadPoolExecutor(2) as pool:
-        with scheduler.entered(lambda: 3):
-            asked = [pool.submit(ask_again) for _ in range(2)]
-            until(lambda: scheduler.waiting == 2)
-            for part in range(1, 6):
-                clock.advance(1.0)
-                scheduler.give_way(1.0)
-                until(lambda: scheduler.waiting == 2)  # so that both are there when it gives way again
-                assert sum(used) == 2.0 * part, "two others, each as much as the long pass"
-            ended.set()
-        for one in asked:
-            one.result(5)
-        pool.submit(give_way).result(5)  # nobody is there to be waited for
-
-
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
 def test_interrupted_waiter_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()

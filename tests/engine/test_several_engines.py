@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.errors import ConfigError
 from tests import tiny
 from tests.engine.test_engine import picture
 from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
@@ -142,33 +139,6 @@ def test_steps_of_several_engines_are_each_as_alone() -> None:
                 pool.submit(engine.generate, prompt, max_new_tokens=12) for engine in (one, other) for prompt in prompts
             ]
             assert [answer.result(60).token_ids for answer in asked] == alone * 2
-
-
-def test_twins_run_what_is_bound_to_their_own_modules() -> None:
-    """Packages that wrap a ``forward`` put a method, or a function with the module filled in, in its place."""
-    model = tiny.model()
-    adapter = ModelAdapter(model)
-    with engine_of(model, recompute_ratio=0.3) as engine:
-        engine.warm(CHUNKS, progress=False)
-        expected = engine.fuse(PROMPT).logits
-    calls: list[nn.Module] = []
-
-    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls.append(module)
-        return type(module).forward(module, *args, **kwargs)
-
-    layers = model.model.layers
-    layers[1].forward = noted.__get__(layers[1])
-    layers[2].self_attn.forward = functools.partial(noted, layers[2].self_attn)
-    with engine_of(model, recompute_ratio=0.3) as engine:
-        engine.warm(CHUNKS, progress=False)
-        calls.clear()
-        assert torch.equal(engine.fuse(PROMPT).logits, expected)
-        assert calls
-        assert not {layers[1], layers[2].self_attn} & set(calls)
-    layers[2].self_attn.forward = lambda *args, **kwargs: None
-    with pytest.raises(UnsupportedModelError, match="bind it to the module"), adapter.blending():
-        pass
 
 
 def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:

@@ -14,7 +14,6 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import GenerationTimeoutError, PromptError
 from tests import tiny
 from tests.probes import answers_of, engine_of
@@ -151,23 +150,6 @@ def test_closing_early_frees_the_engine(engine: BlendEngine) -> None:
     assert list(stream) == []
     stream.close()
     assert engine.generate(PROMPT, max_new_tokens=3).report.hits == 3
-
-
-def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngine) -> None:
-    expected = engine.generate(OTHER, max_new_tokens=8).token_ids
-    pace = Paced()
-    stream = engine.stream(PROMPT, max_new_tokens=6, logits_processor=[pace])
-    pace.allowed.release(2)
-    next(stream)
-    answers: list[Any] = []
-    waiting = threading.Thread(target=lambda: answers.append(engine.generate(OTHER, max_new_tokens=8)))
-    waiting.start()
-    until(lambda: scheduler_of(engine.model).waiting)
-    assert answers == []
-    pace.allowed.release(10)
-    list(stream)
-    waiting.join(10)
-    assert answers[0].token_ids == expected
 
 
 def test_abandoned_prompt_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

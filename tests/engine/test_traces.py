@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +15,11 @@ from opentelemetry.trace import StatusCode
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.traces import CAPTURE
 from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
 from tests.telemetry import STEPS, Told, telling
-from tests.waiting import until
 
 SECRET = "xyzzy"
 
@@ -120,31 +117,6 @@ def test_answers_stand_below_the_span_that_is_current(told: Told) -> None:
     for span in told.answers(8):
         assert parent_of(span) == chain.get_span_context().span_id
         assert [step.name for step in told.below(span)] == STEPS
-
-
-async def test_answers_at_once_stand_each_below_its_own(told: Told) -> None:
-    async def ask(engine: BlendEngine, at: int) -> tuple[int, int]:
-        with told.tracer.start_as_current_span(f"request {at}") as own:
-            await engine.agenerate(Prompt("Read this:", [CHUNKS[at]], "What fell?"), max_new_tokens=4 + at)
-            return own.get_span_context().span_id, 4 + at
-
-    with engine_of(max_concurrent=3) as engine:
-        asked = await asyncio.gather(*(ask(engine, at) for at in range(3)))
-    assert {parent_of(span): number(span, "gen_ai.request.max_tokens") for span in told.answers(3)} == dict(asked)
-
-
-def test_waiting_for_the_model_is_told(told: Told) -> None:
-    with engine_of() as engine:
-        with scheduler_of(engine.model):
-            stream = engine.stream(PROMPT, max_new_tokens=2)
-            stream.begin()
-            until(lambda: scheduler_of(engine.model).waiting)
-            time.sleep(0.05)  # time that is to be found in the trace
-        seconds = stream.complete().report.seconds
-    (span,) = told.answers()
-    waited = number(span, "cacheblend.seconds.wait")
-    assert waited >= 0.05
-    assert number(span, "cacheblend.seconds.ttft") == pytest.approx(waited + seconds.ttft)
 
 
 # How they end -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine import variants
-from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.variants import KEY_PREFIX, Place, Variants
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import FusedKV
@@ -170,20 +169,6 @@ def test_ratio_one_is_full_prefill(family: str, selection: str) -> None:
 # What it costs ------------------------------------------------------------------------------------
 
 
-def test_store_is_asked_no_more_than_without() -> None:
-    counted = []
-    for look in (Variants.instead_of, lambda self, usual, *given: tuple(usual)):
-        store = CountingStore(MemoryStore())
-        with mock.patch.object(Variants, "instead_of", look), engine_with(store=store, verify="off") as engine:
-            store.forget()
-            infos = store.inner.infos
-            store.infos = lambda beginning, infos=infos, store=store: store.calls.append(("infos",)) or infos(beginning)
-            engine.fuse(prompt(0, 1, 2))
-            engine.with_config(recompute_ratio=0.3).fuse(prompt(3, 1))
-            counted.append(store.counts)
-    assert counted[0] == counted[1]
-
-
 def test_prompt_with_variants_opens_all_at_once() -> None:
     store = CountingStore(MemoryStore())
     with engine_with((0, 1, 2), store=store) as engine:
@@ -236,24 +221,6 @@ def test_damaged_variant_is_a_miss_and_the_usual_record_is_read(tmp_path: Path) 
         assert (found.report.hits, found.report.variants) == (3, ())
         assert torch.equal(found.logits, expected.logits)
         assert kept(engine.store) == {}
-
-
-def test_chunk_without_any_record_is_computed_and_its_usual_record_stored_again() -> None:
-    with engine_with((0, 1, 2)) as engine:
-        usual = next(
-            key for key, info in engine.store.infos("") if info.kind == "chunk" and info.tokens == _tokens(engine, 2)
-        )
-        engine.store.delete(usual)
-        for key, info in kept(engine.store).items():
-            if info.tokens == _tokens(engine, 2):
-                engine.store.delete(key)
-        report = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="off").report
-        assert (report.hits, report.misses, report.variants) == (2, 1, (0, 1))
-        assert engine.store.contains(usual)
-
-
-def _tokens(engine: BlendEngine, number: int) -> int:
-    return len(engine.tokenize(prompt(number)).chunks[0])
 
 
 # Erasing ------------------------------------------------------------------------------------------
@@ -320,33 +287,6 @@ def test_variants_that_wait_to_be_stored_are_not_stored_once_forgotten() -> None
             engine.chunks.drop_waiting(TEXTS[1:2])
         engine.flush()
         assert [len(info.before) for info in kept(engine.store).values()] == [1], "the one that stood before it"
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Set when a check has begun, which then waits until nobody wants the result."""
-    event, pauses = threading.Event(), Turns.pauses_in_background
-
-    def paused(self: Turns, cancelled: Any) -> Any:
-        event.set()
-        until(cancelled)
-        return pauses(self, cancelled)
-
-    monkeypatch.setattr(Turns, "pauses_in_background", paused)
-    yield event
-    event.set()
-
-
-def test_check_under_way_stores_nothing_of_what_is_forgotten(begun: threading.Event) -> None:
-    with engine_with(verify="off") as engine:
-        answer = engine.generate(prompt(0, 1, 2), max_new_tokens=1, verify="idle")
-        assert begun.wait(20)
-        engine.forget(TEXTS[:1])
-        found = engine.verifications.result(answer.verification.id, wait=20)
-        assert found is not None
-        assert found.status == "given up"
-        engine.flush()
-        assert kept(engine.store) == {}
 
 
 @pytest.mark.parametrize(("write_back", "verify"), [("inline", "always"), ("background", "off")])

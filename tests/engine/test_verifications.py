@@ -88,29 +88,6 @@ def test_requests_go_before_the_rest_of_a_check(begun: threading.Event) -> None:
     assert first.text[: found.position] + found.after == expected.text, "requests in between change nothing"
 
 
-def test_check_goes_on_where_requests_never_cease(begun: threading.Event) -> None:
-    """Background work has its share, so a check ends although somebody always asks."""
-    with reused() as engine:
-        first = engine.generate(PROMPT, max_new_tokens=6, verify="idle")
-        done, stop = threading.Event(), threading.Event()
-        engine.verifications.call_when_done(first.verification.id, lambda found: done.set())
-        engine.turns.scheduler._owed = 0.0
-
-        def ask() -> None:
-            while not stop.is_set():
-                engine.generate(PROMPT, max_new_tokens=2, verify="off")
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            assert done.wait(60)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(20)
-
-
 # What is never called verified ------------------------------------------------------------------
 
 

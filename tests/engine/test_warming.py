@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.engine import warm_up as warming
-from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
@@ -152,26 +150,6 @@ def test_warming_stores_first_chunks_as_far_as_there_is_room(tmp_path: Path) -> 
         assert engine.store.volume() <= limit
 
 
-def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Filled(MemoryStore):
-        taken = 0
-
-        def put(self, key: str, record: KVRecord) -> None:
-            super().put(key, record)
-            self.taken = self.traits.size_limit
-
-        def volume(self) -> int:
-            return max(self.taken, super().volume())
-
-    monkeypatch.setattr(warming, "_TOKENS_ON_CPU", 128)
-    with engine_of(store=Filled()) as engine:
-        report = engine.warm(TEXTS)
-        kept = sum(engine.store.contains(key_of(engine, text)) for text in TEXTS)
-    assert report.computed == kept
-    assert 1 <= kept < len(TEXTS)
-    assert report.skipped == len(TEXTS) - kept
-
-
 # Errors -------------------------------------------------------------------------------------
 
 
@@ -230,29 +208,3 @@ def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool
         assert (reports[0].computed, reports[0].present) == ((4, 0) if gives_up else (3, 1))
         assert engine.fuse(Prompt("", texts, "Why?")).report.hits == 4
     store.close()
-
-
-def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "_TOKENS_ON_CPU", 128)
-    answered: list[int] = []
-    threads: list[threading.Thread] = []
-
-    class Asking(Hooked):
-        def put(self, key: str, record: KVRecord) -> None:
-            super().put(key, record)
-            if not threads:
-                threads.append(threading.Thread(target=ask))
-                threads[0].start()
-                until(lambda: scheduler_of(engine.model).waiting)
-
-    def ask() -> None:
-        with scheduler_of(engine.model):  # held until the records are counted, or warming would go on meanwhile
-            engine.fuse(Prompt("", ["x"], "Why?"))
-            answered.append(len(store.kept))
-
-    store = Asking()
-    with engine_of(store=store, write_back="off") as engine:
-        report = engine.warm(TEXTS)
-        threads[0].join(20)
-    assert report.computed == len(TEXTS)
-    assert 1 <= answered[0] < len(TEXTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,8 +14,7 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.scheduler import Scheduler
-from cacheblend_rag.engine.segments import Segment
-from cacheblend_rag.engine.write_back import Job, WriteBack, in_passes, run_pass
+from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import MemoryStore
@@ -45,26 +43,6 @@ def test_write_back_modes(call: str, mode: str, stored: int) -> None:
         engine.flush()
         assert len(store.kept) == stored
         assert engine.fuse(PROMPT).report.hits == (3 if stored else 0)
-
-
-def test_misses_are_stored_though_requests_never_cease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
-    stop, plain = threading.Event(), Prompt(suffix="What fell in the end?")
-    with engine_of(write_back="background") as engine, ThreadPoolExecutor(2) as pool:
-
-        def ask() -> None:
-            while not stop.is_set():
-                engine.generate(plain, max_new_tokens=3)
-
-        asking = [pool.submit(ask) for _ in range(2)]
-        try:
-            engine.fuse(PROMPT)
-            engine.flush()
-            assert engine.fuse(PROMPT).report.hits == 3
-        finally:
-            stop.set()
-        for one in asking:
-            one.result(20)
 
 
 def test_background_and_inline_store_the_same_as_warming() -> None:
@@ -200,26 +178,3 @@ def test_jobs_are_dropped_without_waiting_for_others_but_for_what_is_being_done(
         dropping.result(20)
     assert done == ["b", "c", "long"]
     queue.close()
-
-
-def test_jobs_go_together_while_one_pass_holds_them() -> None:
-    done: list[list[str]] = []
-
-    def first(segments: Sequence[Segment]) -> None:
-        done.append([segment.key for segment in segments])
-
-    def second(segments: Sequence[Segment]) -> None:
-        done.append([segment.key for segment in segments])
-
-    def job(key: str, tokens: int, compute: Any) -> tuple[str, Job]:
-        return key, Job(partial(done.append, [key]), 0, None, Segment("chunk", (), (1,) * tokens, key), compute)
-
-    jobs = [job("a", 25, first), job("b", 25, first), job("c", 240, first), job("d", 20, second), job("e", 20, second)]
-    jobs += [
-        ("f", Job(partial(done.append, ["f"]))),
-        job("g", 20, second),
-        *(job(f"h{at}", 120, first) for at in range(3)),
-    ]
-    for some in in_passes(jobs):
-        run_pass(some)
-    assert done == [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"], ["h0", "h1"], ["h2"]]
