@@ -259,9 +259,6 @@ class TrialSet:
             self._trials = [(prompt, 1) for prompt in hard]
             self._trials += [(prompt, each + (place < over)) for place, prompt in enumerate(drawn)]
 
-    def __len__(self) -> int:
-        return self._prompts
-
     @property
     def counts(self) -> tuple[int, ...]:
         """How many prompts each of those that are tried stands for."""

@@ -23,8 +23,8 @@ from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
@@ -92,6 +92,37 @@ class ReferenceAnswer:
         """
         found = answer_log_probs(self._adapter, shared_cache(cache), logits, self.token_ids)
         return float(kl_divergence(self._log_probs, found).mean())
+
+
+def answer_log_probs(
+    adapter: ModelAdapter, cache: Any, logits: torch.Tensor, answer_ids: Sequence[int]
+) -> torch.Tensor:
+    """Log-probabilities of all tokens where each token of an answer stands (teacher forcing).
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    cache : transformers Cache
+        KV of the prompt; it grows by the answer.
+    logits : Tensor, [vocab]
+        Of the prompt's last position.
+    answer_ids : sequence of int
+        At least one.
+
+    Returns
+    -------
+    Tensor, [answer tokens, vocab], float32
+    """
+    rows = logits[None]
+    if len(answer_ids) > 1:
+        rows = torch.cat((rows, adapter.extend(cache, answer_ids[:-1])))
+    return rows.float().log_softmax(dim=-1)
+
+
+def kl_divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL divergence of each position's distribution from full prefill's, in nats, ``[positions]``."""
+    # Rounding can leave a hair below 0.
+    return (full.exp() * (full - other)).sum(dim=-1).clamp_min(0)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +17,12 @@ from cacheblend_rag.engine.answer_report import PREFILLED, report_of, why_exact
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
-from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
-from cacheblend_rag.engine.traces import Noted, SpanNames, traced
+from cacheblend_rag.engine.traces import SpanNames, traced
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
-from cacheblend_rag.engine.write_back import Dropped, Job, run_all
+from cacheblend_rag.engine.write_back import Job, run_all
 from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.memory import is_out_of_memory
@@ -103,7 +101,12 @@ class Answering:
         cancelled, pipeline = _cancelled_by(sink), self.pipeline
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
-        with read, self._begun(prompt, options, sink, held) as trace:
+        with read, traced(self.names, prompt, options, pipeline.config, sink) as trace, held as spent:
+            trace.begins()
+            if sink:
+                sink.model_time = spent
+            if cancelled():
+                raise GenerationError("the answer was given up before its turn came")
             dropped = self.turns.write_back.begin()
             fit = pipeline.split(
                 pipeline.with_found(prompt), *answer_room(options, pipeline.segments.model.adapter.context_window)
@@ -152,23 +155,6 @@ class Answering:
             self._keep(dropped.left(blend.jobs))
         ids, report = list(blend.input_ids), report_of(self.pipeline, blend)
         return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
-
-    @contextmanager
-    def _begun(
-        self,
-        prompt: Prompt,
-        options: DecodeOptions,
-        sink: Cancelled | None,
-        held: AbstractContextManager[ModelTime],
-    ) -> Iterator[Noted]:
-        """Trace an answer, and wait for its turn."""
-        with traced(self.names, prompt, options, self.pipeline.config, sink) as trace, held as spent:
-            trace.begins()
-            if sink:
-                sink.model_time = spent
-            if _cancelled_by(sink)():
-                raise GenerationError("the answer was given up before its turn came")
-            yield trace
 
     def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Blend]:
         """The answer to a fused prompt, verified if it is to be, and the same prompt with the KV behind it."""
@@ -310,21 +296,14 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 self.verifications.note(found.verification)
-                self._keep_checked(lookup, found, cancelled, dropped)
+                with self.verifications.storing:
+                    if not cancelled():  # else one of its chunks was forgotten meanwhile
+                        later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
+                        self.pipeline.recent_prompts.keep(lookup.ticket, split, later, found.cache)
+                        self._keep(dropped.left(self.pipeline.keep_variants(lookup, found.cache)))
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])
-
-    def _keep_checked(
-        self, lookup: Lookup, found: CheckedAnswer, cancelled: Callable[[], bool], dropped: Dropped
-    ) -> None:
-        """Keep the exact KV of a conversation, and of chunks, unless one of these was forgotten meanwhile."""
-        later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
-        with self.verifications.storing:
-            if not cancelled():
-                pipeline = self.pipeline
-                pipeline.recent_prompts.keep(lookup.ticket, lookup.fit.split, later, found.cache)
-                self._keep(dropped.left(pipeline.keep_variants(lookup, found.cache)))
 
     def _keep(self, jobs: Mapping[str, Job]) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from cacheblend_rag.engine.logits import LogProbs, TokenMask
 from cacheblend_rag.prompt.thoughts import BUDGETS, Thought, hidden_ids, marks_of, splitter_of
 
 _TAIL = 32  # ids at a prompt's end in which the mark of a thought is looked for
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Thinking:
@@ -116,30 +115,19 @@ class Thinking:
 
     def of_answer(self, processor: Any) -> Any:
         """The processor, kept to the answer where it is of the answer's form or takes down its log-probabilities."""
-        if isinstance(processor, TokenMask):
-            return self.within_answer(processor)
-        return self.noting_answer(processor) if isinstance(processor, LogProbs) else processor
 
-    def within_answer(self, processor: Processor) -> Processor:
-        """A logits processor that is called for the tokens of an answer's form alone."""
-
-        def called(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        def masked(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             self._begin_answer()
             begun = self._answer_begun and not self._forced and self.splitter.place in ("answer", "behind")
             return processor(input_ids, scores) if begun else scores
 
-        return called
-
-    def noting_answer(self, noted: LogProbs) -> Processor:
-        """The log-probabilities of the tokens of the answer alone."""
-
-        def called(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            noted(input_ids, scores)
+        def noted(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            processor(input_ids, scores)
             if self.under_way or self.splitter.place == "behind":
-                noted.pass_over()
+                processor.pass_over()
             return scores
 
-        return called
+        return masked if isinstance(processor, TokenMask) else noted if isinstance(processor, LogProbs) else processor
 
     def forcing(self, end_ids: frozenset[int]) -> LogitsProcessor:
         """The logits processor that ends a thought which is too long; to stand behind all others."""

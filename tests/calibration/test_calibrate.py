@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,12 @@ from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
-from docs.benchmarks.evaluation.runner import settings_rule, variants
+from docs.benchmarks.evaluation.runner import variants
 from tests import tiny
 from tests.probes import engine_of
 
 TOLERANCE = 0.05
-COUNT = 12  # prompts that models are calibrated on
+COUNT = 6  # prompts that models are calibrated on
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -51,7 +50,6 @@ def prompts(first: int, count: int) -> list[Prompt]:
 MODELS: dict[str, dict[str, Any]] = {
     # The wider the weights, the sharper attention, and the more it matters what a chunk cannot see.
     "calm": {"seed": 1, "initializer_range": 0.05, "num_hidden_layers": 6},
-    "middling": {"seed": 2, "initializer_range": 0.13, "num_hidden_layers": 6},
     "wild": {"seed": 0, "initializer_range": 0.5, "num_hidden_layers": 2},
 }
 
@@ -61,29 +59,22 @@ def models() -> dict[str, Any]:
     return {name: tiny.model(**made) for name, made in MODELS.items()}
 
 
-@pytest.fixture(scope="module")
-def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
-    """Each model calibrated."""
-    results = {}
+def test_different_models_get_different_settings(models: dict[str, Any]) -> None:
+    found = {}
     for name, model in models.items():
         with engine_of(model) as engine:
-            options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
-            results[name] = calibrate(engine, prompts(0, COUNT), options, progress=False)
-    return results
-
-
-def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
-    calm, middling, wild = (found[name][0] for name in MODELS)
+            options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=4)
+            found[name] = calibrate(engine, prompts(0, COUNT), options, progress=False)
+    (calm, finding), (wild, _) = found["calm"], found["wild"]
     assert calm.tolerates
-    assert middling.tolerates
     assert calm.least_ratio == 0, "full reuse is within the tolerance"
-    assert calm.work < middling.work < 0.9
-    assert settings_rule(calm) != settings_rule(middling)
+    assert calm.divergence <= calm.highest <= calm.tolerance == TOLERANCE
+    assert finding.checked is not None
+    assert len(finding.checked.divergences) == COUNT * 2 // 3
     assert not wild.tolerates
     assert wild.selection == "all"
     words = {name: report(*one) for name, one in found.items()}
     assert "nothing recomputed" in words["calm"]
-    assert "of their tokens recomputed" in words["middling"]
     assert "does not tolerate blending" in words["wild"]
     assert all("full KV reuse, chunks computed behind" in one for one in words.values())
 
@@ -150,23 +141,21 @@ def test_nothing_that_saves_work_is_no_blending() -> None:
     assert settings_of(finding, TOLERANCE).selection == "all"
 
 
-@pytest.fixture(scope="module")
-def trials(models: dict[str, Any]) -> Iterator[TrialSet]:
-    """Seven prompts, of which four are tried."""
-    options = DecodeOptions(max_new_tokens=5, temperature=0.0)
-    with engine_of(models["middling"]) as engine:
+def test_rules_are_tried_on_the_hardest_prompts_and_on_some_that_stand_for_the_rest(models: dict[str, Any]) -> None:
+    options = DecodeOptions(max_new_tokens=4, temperature=0.0)
+    with engine_of(models["wild"]) as engine:
 
         def answer(prompt: Prompt) -> ReferenceAnswer:
             return ReferenceAnswer(engine, engine.tokenize(prompt).input_ids, full_recompute(engine, prompt)(), options)
 
-        yield TrialSet(engine, prompts(0, 7), answer, 4)
-
-
-def test_rules_are_tried_on_the_hardest_prompts_and_on_some_that_stand_for_the_rest(trials: TrialSet) -> None:
-    assert sorted(trials.counts) == [1, 1, 2, 3]
-    assert len(trials.try_rule(SelectNone()).divergences) == len(trials) == 7
-    assert trials.try_rule(SelectNone()).divergence.mean > 0
-    assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
+        trials = TrialSet(engine, prompts(0, 4), answer, 2)
+        assert trials.counts == (1, 3)
+        reused = trials.try_rule(SelectNone())
+        assert len(reused.divergences) == 4
+        assert reused.divergence.mean > 0
+        assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
+        dear = trials.try_rule(SelectBoundary(0.5), below=0.2)
+        assert not dear.whole, "with too much work it is left after one prompt"
 
 
 # Prompts ------------------------------------------------------------------------------------
@@ -314,8 +303,5 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert f"kept in {path}" in told.out
     (kept,) = json.loads(path.read_text(encoding="utf-8"))["blends"].values()
     assert kept["tolerance"] == 5
-    (tmp_path / "asked.txt").write_text("What fell?\n" * 6, encoding="utf-8")
-    assert main([*given, *small, "--tolerance", "1e-9", "--questions", str(tmp_path / "asked.txt")]) == 0
-    assert "does not tolerate blending" in capsys.readouterr().out
     assert main([*given, "--data", "questions.jsonl"]) == 2
     assert "without --docs" in capsys.readouterr().err

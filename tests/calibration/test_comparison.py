@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.quality import METHODS, MethodResult, Nearness, another_order, compare
+from cacheblend_rag.calibration.quality import (
+    METHODS,
+    MethodResult,
+    Nearness,
+    another_order,
+    answer_log_probs,
+    compare,
+    kl_divergence,
+)
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from tests.probes import CHUNKS, PROMPT, engine_of
 
 

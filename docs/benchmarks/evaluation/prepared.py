@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.selection import SelectionRule
-from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
@@ -182,3 +182,52 @@ class PreparedPrompt:
                 values[0, :, span.start : span.stop] = kv.values[number]
             layers.append(LayerKV(keys, values))
         return layers
+
+
+def prefill_layerwise(adapter: ModelAdapter, ids: Sequence[int]) -> Fusion:
+    """Full prefill through the blended pass: every row is computed on every layer."""
+    shape = (1, adapter.kv_heads, len(ids), adapter.head_dim)
+
+    def empty() -> Iterator[LayerKV]:
+        for _ in range(adapter.num_layers):
+            keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+            yield LayerKV(keys, torch.zeros_like(keys))
+
+    plan = FusionPlan(ids, exact=[], reused=[], unrotated=range(0))
+    return fuse(adapter, plan, empty(), SelectNone())
+
+
+def greedy_answer(
+    adapter: ModelAdapter,
+    cache: Any,
+    logits: torch.Tensor,
+    count: int,
+    end_ids: Collection[int],
+) -> tuple[list[int], torch.Tensor]:
+    """The answer to a prompt by greedy decoding.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    cache : transformers Cache
+        KV of the prompt; it grows by the answer.
+    logits : Tensor, [vocab]
+        Of the prompt's last position.
+    count : int
+        Most tokens.
+    end_ids : collection of int
+        Tokens that end the answer.
+
+    Returns
+    -------
+    list of int, Tensor
+        Ids, the end token included, and the log-probabilities they were taken from, ``[ids, vocab]``.
+    """
+    ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    while True:
+        rows.append(logits.float().log_softmax(dim=-1))
+        ids.append(int(rows[-1].argmax()))
+        if len(ids) == count or ids[-1] in end_ids:
+            return ids, torch.stack(rows)
+        logits = adapter.extend(cache, ids[-1:])[-1]

@@ -25,8 +25,10 @@ from tqdm import tqdm
 from cacheblend_rag.calibration.prompts import ChatFrame
 from cacheblend_rag.calibration.quality import (
     PrefillResult,
+    answer_log_probs,
     blended,
     full_recompute,
+    kl_divergence,
     prefix_caching,
     shared_cache,
     time_once,
@@ -37,7 +39,6 @@ from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule, make_rule
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import Prompt, PromptTokenizer

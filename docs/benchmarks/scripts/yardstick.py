@@ -42,14 +42,13 @@ from langchain_core.documents import Document
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 from cacheblend_rag.calibration.prompts import ChatFrame
-from cacheblend_rag.calibration.quality import shared_cache
+from cacheblend_rag.calibration.quality import answer_log_probs, kl_divergence, shared_cache
 from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, greedy_answer, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
@@ -59,7 +58,7 @@ from cacheblend_rag.retrieval.index import FolderIndex, build_index
 from cacheblend_rag.retrieval.splitting import SplitSettings
 from docs.benchmarks.evaluation.datasets import EvalCase, Passage, load_cases
 from docs.benchmarks.evaluation.passages import build_prompt
-from docs.benchmarks.evaluation.prepared import ComputeKV, Corpus, PreparedPrompt
+from docs.benchmarks.evaluation.prepared import ComputeKV, Corpus, PreparedPrompt, greedy_answer
 from docs.benchmarks.evaluation.runner import GreedyAnswers, rule_of
 from docs.benchmarks.scripts.common import pyplot_for, save_figure, script_parser, unboxed, write_json
 
