@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.answer_report import PREFILLED, report_of, why_exact
+from cacheblend_rag.engine.answer_report import report_of, why_exact
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
@@ -174,36 +174,16 @@ class Answering:
 
     def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
-        model = self.pipeline.segments.model
-        if blend.cache is None:
-            return self._own_answer(blend, options, sink)
+        model, put = self.pipeline.segments.model, sink.put if sink else None
+        window, cancelled = model.adapter.context_window, _cancelled_by(sink)
+        how: dict[str, Any] = {"options": options, "on_text": put, "cancelled": cancelled, "window": window}
+        if blend.cache is None:  # by transformers' own generation, prefill and all; nobody is let in beside it
+            ids = torch.tensor([blend.input_ids], device=model.adapter.device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            return generate(model.adapter.model, self.tokenizer, inputs=inputs, **how)
         with model.products(decoding=True), self.turns.steps(blend) as step:
-            return decode(
-                model.adapter.model,
-                self.tokenizer,
-                input_ids=blend.input_ids,
-                cache=blend.cache,
-                logits=blend.logits,
-                options=options,
-                on_text=sink.put if sink else None,
-                cancelled=_cancelled_by(sink),
-                step=step,
-                window=model.adapter.context_window,
-            )
-
-    def _own_answer(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
-        """The answer by transformers' own generation, prefill and all; nobody is let in beside it."""
-        adapter = self.pipeline.segments.model.adapter
-        ids = torch.tensor([blend.input_ids], device=adapter.device)
-        return generate(
-            adapter.model,
-            self.tokenizer,
-            inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            options=options,
-            on_text=sink.put if sink else None,
-            cancelled=_cancelled_by(sink),
-            window=adapter.context_window,
-        )
+            how |= {"input_ids": blend.input_ids, "cache": blend.cache, "logits": blend.logits, "step": step}
+            return decode(model.adapter.model, self.tokenizer, **how)
 
     def _verifies(self, options: DecodeOptions) -> str:
         return options.verify or self.pipeline.config.verify
@@ -217,28 +197,25 @@ class Answering:
             return options
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
-    def _unchecked(
-        self, decoded: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None, reason: str = PREFILLED
-    ) -> Verification:
-        """The verification of an answer that needs no check: none is asked for, it was cut, or full prefill gave it."""
-        if self._verifies(options) == "off":
-            return Verification()
-        if _cancelled_by(sink)():
-            return Verification("given up", reason="the answer was cut short")
-        kept_tokens, position = len(decoded.token_ids), len(decoded.text)
-        return Verification("verified", kept_tokens, position, reason=reason)
-
     def _verify(
         self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
     ) -> CheckedAnswer:
         """The answer that full prefill gives, if it is to be verified now."""
         mode, turns, cancelled = self._verifies(options), self.turns, _cancelled_by(sink)
-        if mode == "off" or blend.exact or cancelled():
-            return CheckedAnswer(draft, self._unchecked(draft, options, sink, why_exact(blend)), blend.cache)
-        if mode == "idle":
-            return CheckedAnswer(draft, self._verify_later(blend, draft, options), blend.cache)
-        checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)
-        return checked or CheckedAnswer(draft, _NO_MEMORY, blend.cache)
+        if mode == "off":
+            found = Verification()
+        elif cancelled():
+            found = Verification("given up", reason="the answer was cut short")
+        elif blend.exact:
+            found = Verification("verified", len(draft.token_ids), len(draft.text), reason=why_exact(blend))
+        elif mode == "idle":
+            found = self._verify_later(blend, draft, options)
+        else:
+            checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)
+            if checked is not None:
+                return checked
+            found = _NO_MEMORY
+        return CheckedAnswer(draft, found, blend.cache)
 
     def _check(
         self,
