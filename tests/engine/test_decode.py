@@ -17,7 +17,6 @@ from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import Generation
 from tests import tiny
-from tests.pairwise import others_slow
 from tests.probes import engine_of
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -48,7 +47,7 @@ def greedy(engine: Any) -> Generation:
 # Greedy -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", others_slow(tiny.FAMILIES, tiny.DIFFERENT))
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_equals_the_models_own_generate(family: str) -> None:
     model = tiny.model(family)
     with engine_of(model, recompute_ratio=1.0) as engine:

@@ -70,7 +70,7 @@ def test_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> No
             assert not set(rows.tolist()) & set(range(tokens))
 
 
-@pytest.mark.parametrize("family", tiny.DIFFERENT)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -> None:
     model = tiny.model(family)
     one = Prompt("Read this with care:", CHUNKS[:1], "What fell?")
