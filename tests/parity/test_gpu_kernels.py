@@ -259,41 +259,6 @@ def test_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", [_long("llama"), _long("mistral, window")])
-def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
-    from cacheblend_rag.models.gpu.graphs import LayerGraphs
-
-    model = tiny.model(FAMILIES[family][0], num_hidden_layers=3, **FAMILIES[family][1]).to(DEVICE)
-    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", recompute_ratio=0.3)
-    with BlendEngine(model, tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
-        engine.warm(PROMPT.chunks)
-        engine.fuse(PROMPT)  # stores the prefix
-        plain, adapted = engine.adapter.plain_layers, engine.adapter
-        plain.graphs = None
-        wanted = engine.fuse(PROMPT)
-        plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
-        plain.graphs.recorder.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
-        found = engine.fuse(PROMPT)
-    recordings = [[name[:2] for name in size.recordings] for size in plain.graphs.sizes.values()]
-    assert recordings == [[(0, 1)], [(1, 2)]]
-    assert found.report.computed_tokens == wanted.report.computed_tokens
-    _same(found, wanted.logits, wanted.cache.layers)
-
-
-@pytest.mark.parametrize("family", [_long("qwen3"), _long("mistral, window")])
-def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scored() -> tuple[Any, torch.Tensor]:
-        fused = fused_by(family, recompute_ratio=0.3, selection="query")
-        return fused, fused.recomputed[0]
-
-    found, ours = scored()
-    monkeypatch.setattr(adapter.ModelAdapter, "sum_attention", lambda *given: None)
-    wanted, theirs = scored()
-    assert torch.equal(ours, theirs)
-    assert found.report.work == wanted.report.work
-    _same(found, wanted.logits, wanted.cache.layers)
-
-
 @pytest.mark.parametrize("family", [_long("qwen3"), _long("llama, one key for all heads")])
 def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
     """One alone and several of different lengths together, beyond the room that is kept behind rows."""

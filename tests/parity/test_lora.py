@@ -145,16 +145,6 @@ def test_one_adapters_kv_is_never_anothers(tmp_path: Path) -> None:
         assert hits(engine) == 3
 
 
-def test_disabled_adapter_is_the_base_model(tmp_path: Path) -> None:
-    with engine_of(tiny.model(), tmp_path / "kv") as engine:
-        engine.warm(CHUNKS)
-    model = two_adapters()
-    with engine_of(model, tmp_path / "kv") as engine:
-        assert hits(engine) == 0
-        with model.disable_adapter():
-            assert hits(engine) == 3
-
-
 def test_merged_adapter_has_an_identity_of_its_own(tmp_path: Path) -> None:
     model, base = two_adapters(), tiny.model()
     with engine_of(model, tmp_path / "kv") as engine:

@@ -86,17 +86,6 @@ def test_layer_that_is_no_plain_product_is_computed_as_ever(preferred: None, pro
     assert "forward" not in vars(layer)
 
 
-def test_small_products_are_plain(
-    preferred: None, products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct, "_LEAST", 32 * 3)
-    layer = nn.Linear(8, 4)
-    with direct.DirectProducts([layer]).in_use(), torch.no_grad():
-        for count in (1, 2, 3, 4):
-            layer(torch.rand(count, 8))
-    assert products == [(3, 8), (4, 8)]
-
-
 def test_many_rows_are_plain_where_few_are_not(
     products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.models import loading
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
@@ -30,7 +26,6 @@ from cacheblend_rag.models.quantised import mixes_rows
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain
-from tests.probes import CHUNKS
 
 # Libraries of quantisation warn when they are imported, and where they are slow.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -110,26 +105,6 @@ def test_exact_and_known_again(method: str, saved: Path, tmp_path: Path) -> None
         assert engine.generate(THREE_CHUNKS, max_new_tokens=4).report.hits == 3
 
 
-@pytest.mark.slow
-def test_each_method_has_an_identity_of_its_own(saved: Path) -> None:
-    found = {load_model(saved, device="cpu", quantization_config=make()).fingerprint() for make in METHODS.values()}
-    assert len(found) == len(METHODS)
-
-
-@pytest.mark.slow
-def test_identities_are_the_same_in_every_process(saved: Path) -> None:
-    code = (
-        "import sys, pickle; from cacheblend_rag.models.loading import load_model\n"
-        "for config in pickle.load(sys.stdin.buffer):\n"
-        "    print(load_model(sys.argv[1], device='cpu', quantization_config=config).fingerprint())"
-    )
-    configs = [make() for make in METHODS.values()]
-    ours = [load_model(saved, device="cpu", quantization_config=config).fingerprint() for config in configs]
-    other = [sys.executable, "-W", "ignore", "-c", code, str(saved)]
-    out = subprocess.run(other, input=pickle.dumps(configs), stdout=subprocess.PIPE, check=True).stdout
-    assert out.decode().split() == ours
-
-
 @pytest.mark.parametrize("method", [name for name in METHODS if name.startswith("bitsandbytes")])
 def test_looking_at_the_identity_leaves_the_model_as_it_is(method: str, saved: Path) -> None:
     """The ``state_dict`` of bitsandbytes changes a model that has answered on a CPU."""
@@ -156,17 +131,6 @@ def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
     with engine_of(saved, quantization_config=without) as engine:
         assert not mixes_rows(engine.model)
         check_exact(engine)
-
-
-def test_engine_can_be_pickled_and_chains_take_it(saved: Path, tmp_path: Path) -> None:
-    quantised = bits_and_bytes(load_in_4bit=True)
-    with engine_of(saved, store=tmp_path / "kv", quantization_config=quantised) as engine:
-        engine.warm(CHUNKS, progress=False)
-        with pickle.loads(pickle.dumps(engine)) as copied:
-            assert copied.warm(CHUNKS, progress=False).present == len(CHUNKS)
-    llm = CacheBlendLLM.from_model_id(str(saved), model_kwargs={"quantization_config": quantised}, max_new_tokens=2)
-    assert type(llm.engine.model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
-    assert isinstance(llm.invoke("What fell?"), str)
 
 
 # Checkpoints that others make ---------------------------------------------------------------------

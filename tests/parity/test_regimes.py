@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag import Prompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from tests import tiny
 from tests.pairwise import others_slow
@@ -105,18 +105,3 @@ def test_dynamic_ntk_on_both_sides(family: str) -> None:
             # Compared with a model that has seen no other prompt: what it saw must not matter.
             assert_equals_plain(fused, fresh())
             assert engine.generate(prompt, max_new_tokens=12).token_ids == plain_tokens(fresh(), fused.input_ids, 12)
-
-
-def test_dynamic_ntk_within_the_trained_length_reuses_exactly() -> None:
-    model = tiny.model("llama", "dynamic", max_position_embeddings=tiny.LONG)
-    engine = BlendEngine(
-        model, tiny.tokenizer(), config=BlendConfig(min_tokens=0, recompute_ratio=0.0, condition="prefix")
-    )
-    with engine:
-        engine.fuse(LONG)  # beyond: plain, and nothing is stored
-        engine.flush()
-        assert engine.fuse(SHORT).report.hits == 0
-        engine.flush()
-        fused = engine.fuse(SHORT)
-        assert fused.report.hits == 1
-        assert_equals_plain(fused, tiny.model("llama", "dynamic", max_position_embeddings=tiny.LONG))

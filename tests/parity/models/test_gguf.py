@@ -174,25 +174,6 @@ def test_second_start_converts_nothing_wherever_the_file_lies(
     assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
 
 
-def test_file_is_read_once_and_its_costs_are_said_before(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, read = tiny.model("llama"), list[Any]()
-    path = gguf_files.write(tmp_path / "model.gguf", model, "Q8_0")
-    fields = gguf.GGUFReader._build_fields
-    monkeypatch.setattr(
-        gguf.GGUFReader, "_build_fields", lambda self, *given: read.append(self) or fields(self, *given)
-    )
-    plain = gguf.GGUFReader
-    load_model(path, device="cpu")
-    assert len(read) == 1
-    assert gguf.GGUFReader is plain
-    said = capsys.readouterr().err
-    assert f"Converting model.gguf: 0.0 GB on the disk of {cache / 'gguf'}, and up to 0.0 GB of memory" in said
-    load_model(path, device="cpu")
-    assert "Converting" not in capsys.readouterr().err
-
-
 def test_conversion_checks_memory_and_disk_before_it_begins(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from huggingface_hub import constants, is_offline_mode
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import EmbedderError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.models.loading import load_geometry, load_model
@@ -214,18 +214,3 @@ def test_cached_model_is_loaded_without_a_hub(folders: Path, tmp_path: Path, ask
     assert not is_offline_mode()
     with pytest.raises(ModelLoadError, match="not in the local cache"):
         load_model("some/other", device="cpu", cache_dir=str(tmp_path))
-
-
-# Thoughts -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [ChatCacheBlend, LlamaIndexLLM])
-def test_model_that_marks_no_thoughts_is_not_told_to_think(kind: Any, folders: Path) -> None:
-    more: dict[str, Any] = {"chat_template_kwargs": {"chat_template": "x"}} if kind is ChatCacheBlend else {}
-    said = r"reasoning=True is not usable: leave it out, or use a model that thinks"
-    with pytest.raises(ConfigError, match=said):
-        kind(model=str(folders / "whole"), device="cpu", reasoning=True, **more)
-    with BlendEngine.from_pretrained(folders / "whole", device="cpu") as engine:
-        with pytest.raises(ConfigError, match=said.replace("True", "'low'")):
-            kind.from_engine(engine, reasoning="low")
-        assert kind.from_engine(engine, reasoning=False).reasoning is False

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import logging
 import os
 import subprocess
 import zipfile
@@ -354,20 +353,6 @@ def test_every_file_of_the_starters_is_pinned() -> None:
         assert len({(package.name, package.member) for package in starter.packages}) == len(set(wheels)) == len(wheels)
         assert starter.whole_bytes < starter.wheel_bytes * 1.2
         assert starter.licence == "Apache-2.0"
-
-
-def test_folder_of_a_starters_name_is_named_as_a_path(
-    starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = tiny.model("llama", seed=1)
-    other.save_pretrained(tmp_path / "smollm2")
-    tiny.tokenizer().save_pretrained(tmp_path / "smollm2")
-    monkeypatch.chdir(tmp_path)
-    for folder in ("./smollm2", Path("smollm2")):
-        assert torch.equal(logits(load_model(folder, device="cpu").model), logits(other))
-    with caplog.at_level(logging.WARNING):
-        assert not torch.equal(logits(load_model("smollm2", device="cpu").model), logits(other))
-    assert "./smollm2" in caplog.text
 
 
 def test_starter_of_the_other_kind_is_refused(models: Path) -> None:
