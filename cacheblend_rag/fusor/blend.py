@@ -172,18 +172,18 @@ class _Pass:
         for span in self._plan.missing:
             left_out[max(SINK, span.start) : min(span.stop, first)] = True
         hidden = left_out if left_out.any() else None
-        scores = question_attention(
+        rows = self._always if hidden is None else (always & ~hidden).nonzero()[:, 0]
+        self.scored = (rows,) * (self._rule.score_layers[-1] + 1)
+        return question_attention(
             self._adapter,
             self._ids,
-            self._always if hidden is None else (always & ~hidden).nonzero()[:, 0],
+            rows,
             watched,
             partial(self._kv, left_out=hidden),
             self._rotaries,
             self._rule.score_layers,
             hidden,
         )
-        self.scored = scores.scored
-        return scores.attention
 
     def finish(self) -> RowsDone:
         """All that was worked on."""

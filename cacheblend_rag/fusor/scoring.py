@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -12,22 +11,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Result of a scoring pass.
-
-    Parameters
-    ----------
-    attention : Tensor, [tokens], float32
-        Mean attention of the question to each position.
-    scored : tuple of Tensor, each [rows] long
-        Positions computed, layer by layer as far as the pass went.
-    """
-
-    attention: torch.Tensor
-    scored: tuple[torch.Tensor, ...]
 
 
 def question_attention(
@@ -39,24 +22,16 @@ def question_attention(
     rotaries: Rotaries,
     score_layers: Sequence[int],
     left_out: torch.Tensor | None = None,
-) -> Scores:
-    """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
-    mean = (
-        None
-        if left_out is not None
-        else adapter.sum_attention(
-            ids,
-            rows,
-            range(len(rows) - watched, len(rows)),
-            layer_kv,
-            rotaries.at(rows).to(adapter.dtype),
-            score_layers,
-        )
-    )
-    if mean is None:  # the plain twin
-        found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers, left_out)
-        mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
-    return Scores(mean, (rows,) * (score_layers[-1] + 1))
+) -> torch.Tensor:
+    """Mean attention of the last rows over some layers, ``[tokens]`` float32; parameters as in `attention_rows`."""
+    if left_out is None:
+        last, own = range(len(rows) - watched, len(rows)), rotaries.at(rows).to(adapter.dtype)
+        mean = adapter.sum_attention(ids, rows, last, layer_kv, own, score_layers)
+        if mean is not None:
+            return mean
+    # The plain twin.
+    found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers, left_out)
+    return torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
 
 
 def attention_rows(

@@ -137,8 +137,8 @@ def check_room(what: str, disk: int, memory: int, instead: str) -> None:
     free, there = shutil.disk_usage(models_path()).free, total_memory()
     if disk > free:
         raise ModelLoadError(
-            f"{what} takes {disk:,} bytes of disk until it is ready, and that of {models_path()} has {free:,} left: free "
-            f"some space, set XDG_CACHE_HOME to a folder on another disk, or {instead}"
+            f"{what} takes {disk:,} bytes of disk until it is ready, and that of {models_path()} has {free:,} left: "
+            f"free some space, set XDG_CACHE_HOME to a folder on another disk, or {instead}"
         )
     if there is not None and memory > there:
         raise ModelLoadError(

@@ -29,9 +29,5 @@ class SelectBoundary(FixedRule):
 
     def begin(self, view: StartView) -> torch.Tensor:
         """See `SelectionRule.begin`."""
-        return first_of_chunks(view.offsets, budget(self.recompute_ratio, view.reused_tokens))
-
-
-def first_of_chunks(offsets: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the tokens nearest to the start of their chunk, rising; of equal ones, the first."""
-    return torch.sort(offsets, stable=True).indices[:count].sort().values
+        nearest = torch.sort(view.offsets, stable=True).indices  # to the start of their chunk; of equal ones, the first
+        return nearest[: budget(self.recompute_ratio, view.reused_tokens)].sort().values

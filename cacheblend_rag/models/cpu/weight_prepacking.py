@@ -507,7 +507,9 @@ def packed(weight: torch.Tensor) -> Any:
 @torch.no_grad()
 def is_same(weight: torch.Tensor) -> bool:
     """Whether a weight is the same in float16."""
-    return all(map(_is_same, torch.split(weight, _TOGETHER)))
+    # But for numbers too small to matter beside the others.
+    parts = torch.split(weight, _TOGETHER)
+    return all(bool((part.half().float() - part).norm() <= _SAME * part.norm()) for part in parts)
 
 
 def _packed(weight: torch.Tensor) -> Any:
@@ -518,11 +520,6 @@ def float16_product(rows: torch.Tensor, weight: Any, bias: torch.Tensor | None) 
     """``rows @ weight.T + bias``; rows ``[..., in]`` in float32, the weight as `packed` gives it."""
     product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, weight)
     return product if bias is None else product.add_(bias)
-
-
-def _is_same(part: torch.Tensor) -> bool:
-    """Whether rows of a weight are the same in float16, but for numbers too small to matter beside the others."""
-    return bool((part.half().float() - part).norm() <= _SAME * part.norm())
 
 
 class _PrepackedWeights(CopiedWeights):
