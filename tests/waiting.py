@@ -10,7 +10,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def until(true: Callable[[], _T], seconds: float = 30.0) -> _T:
+def until(true: Callable[[], _T], seconds: float = 120.0) -> _T:
     """Wait until something is true that other threads or processes bring about; what it is.
 
     Raises
