@@ -6,7 +6,6 @@ import json
 import time
 from typing import Any
 
-import pytest
 from hypothesis import given, settings, strategies
 from langchain_core.utils.json import parse_partial_json
 
@@ -72,14 +71,14 @@ def test_no_more_calls_than_wanted_are_handed_out() -> None:
     assert joined(pieces + last) == [("find", LEAF)]
 
 
-@pytest.mark.parametrize("text", UNREAD.values(), ids=UNREAD)
-def test_call_that_never_becomes_whole_is_named(text: str) -> None:
-    said, pieces, last, split = streamed(f"So.\n{text}")
-    assert said == "So."
-    assert split.unread == [0]
-    ((name, arguments),) = joined(pieces + last)
-    assert name == "find"
-    assert not isinstance(parse_partial_json(arguments) if arguments else {}, dict), "no client makes it"
+def test_call_that_never_becomes_whole_is_named() -> None:
+    for text in UNREAD.values():
+        said, pieces, last, split = streamed(f"So.\n{text}")
+        assert said == "So."
+        assert split.unread == [0]
+        ((name, arguments),) = joined(pieces + last)
+        assert name == "find"
+        assert not isinstance(parse_partial_json(arguments) if arguments else {}, dict), "no client makes it"
 
 
 def test_name_that_an_object_has_twice_makes_another_call() -> None:
@@ -90,21 +89,17 @@ def test_name_that_an_object_has_twice_makes_another_call() -> None:
     assert split.unread == [0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_long_answers_are_split_in_little_time() -> None:
+    """Each piece is read with all before it, so what one reading takes counts a thousand times: 9 s were needed."""
+    for text in [
         '<tool_call>{"name": "find", "arguments": {"what": "' + '\\n\\"' * 1000,
         "say <tool_call>{} and " * 150,
         "It is so. <tool_call>{} and " * 120,
         "<function=find>" * 200,
-    ],
-    ids=["quotes in a text", "marks in a line", "marks behind sentences", "names"],
-)
-def test_long_answers_are_split_in_little_time(text: str) -> None:
-    """Each piece is read with all before it, so what one reading takes counts a thousand times: 9 s were needed."""
-    began = time.process_time()
-    streamed(text, 4)
-    assert time.process_time() - began < 4
+    ]:
+        began = time.process_time()
+        streamed(text, 4)
+        assert time.process_time() - began < 4
 
 
 _ODD = '{"name": "find", "arguments": {"what": "a\\n\\u00e9\\ud83c\\udf42\\\\", "of": {"b": [1.50, {"c": -2e3, "d": tr'

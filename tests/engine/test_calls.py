@@ -42,17 +42,12 @@ def calls_of(text: str, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 READ = {
     "tagged": (TAGGED, [LEAF], ""),
     "without an end": (f"<tool_call>{CALL}", [LEAF], ""),
-    "an end that was cut": (f"<tool_call>{CALL}</tool_c", [LEAF], ""),
     "a brace too many": (f"<tool_call>{CALL}}}</tool_call>", [LEAF], ""),
-    "an end too many": (f"{TAGGED}</tool_call>", [LEAF], "</tool_call>"),
-    "a token of an end": (f"{TAGGED}<|im_end|>", [LEAF], "<|im_end|>"),
     "text around": (f"One.\n{TAGGED}\nTwo.\n{TAGGED}\n", [LEAF, LEAF], "One.\n\nTwo."),
     "two in one pair": (f"<tool_call>{CALL}\n{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
     "a list in one pair": (f"<tool_call>[{CALL}, {OTHER}]</tool_call>", [LEAF, ("lose", {})], ""),
     "arguments as text": (f"<tool_call>{json.dumps({'name': 'find', 'arguments': json.dumps(LEAF[1])})}", [LEAF], ""),
     "arguments as null": ('<tool_call>{"name": "lose", "arguments": null}</tool_call>', [("lose", {})], ""),
-    "arguments as no text": ('<tool_call>{"name": "lose", "arguments": ""}</tool_call>', [("lose", {})], ""),
-    "no arguments": ('<tool_call>{"name": "lose"}</tool_call>', [("lose", {})], ""),
     "parameters": ('<tool_call>{"name": "find", "parameters": {"what": "leaf"}}</tool_call>', [LEAF], ""),
     "OpenAI's form": (f'<tool_call>{{"type": "function", "function": {CALL}}}</tool_call>', [LEAF], ""),
     "a tool that is not offered": ('<tool_call>{"name": "buy", "arguments": {}}</tool_call>', [("buy", {})], ""),
@@ -61,21 +56,12 @@ READ = {
         [("find", {"what": TAGGED})],
         "",
     ),
-    "a line end in a text": (f"<tool_call>{CALL.replace('leaf', chr(10))}</tool_call>", [("find", {"what": "\n"})], ""),
     "behind a mention": (f"I use <tool_call> here:\n{TAGGED}", [LEAF], "I use <tool_call> here:"),
-    "behind one that is none": (f"<tool_call>{{}}</tool_call>\n{TAGGED}", [LEAF], "<tool_call>{}</tool_call>"),
     "behind a quoted one": (f"As in {TAGGED}:\n{TAGGED}", [LEAF], f"As in {TAGGED}:"),
     "two on one line": (f"<tool_call>{CALL}</tool_call> <tool_call>{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
     "two, the second cut": (f'<tool_call>{CALL}</tool_call><tool_call>{{"na', [LEAF], '<tool_call>{"na'),
-    "two, the second mark cut": (f"<tool_call>{CALL}</tool_call><tool_", [LEAF], "<tool_"),
     "behind a sentence": (f"Let me look.{TAGGED}", [LEAF], "Let me look."),
-    "behind a sentence and a space": (f"Let me look! {TAGGED}", [LEAF], "Let me look!"),
-    "behind a sentence in Chinese": (f"让我看看。{TAGGED}", [LEAF], "让我看看。"),
-    "indented a little": (f"So.\n  {TAGGED}", [LEAF], "So."),
-    "line ends of Windows": (f"So.\r\n{TAGGED}\r\nThen.", [LEAF], "So.\r\n\r\nThen."),
     "behind a closed fence": (f"```\nls\n```\n{TAGGED}", [LEAF], "```\nls\n```"),
-    "behind code in a line": (f"```ls``` lists.\n{TAGGED}", [LEAF], "```ls``` lists."),
-    "behind a thought with a fence": (f"<think>\n```\n</think>{TAGGED}", [LEAF], "<think>\n```\n</think>"),
     "a fence in an argument": (
         f"<tool_call>{json.dumps({'name': 'find', 'arguments': {'what': '```'}})}</tool_call>\n{TAGGED}",
         [("find", {"what": "```"}), LEAF],
@@ -85,123 +71,87 @@ READ = {
     "bare": (f" {CALL}", [LEAF], ""),
     "bare behind a thought": (f"<think>So.</think>\n\n{CALL}", [LEAF], "<think>So.</think>"),
     "bare and text": (f"{CALL}\nand so on", [LEAF], "and so on"),
-    "several bare": (f"{CALL}; {OTHER}", [LEAF, ("lose", {})], ""),
     "Mistral's mark": (f"[TOOL_CALLS] [{CALL}, {OTHER}]", [LEAF, ("lose", {})], ""),
     "Qwen3-Coder": (f"So.\n<tool_call>\n{WRITTEN}\n</tool_call>", [LEAF], "So."),
-    "Qwen3-Coder, two": (f"<tool_call>\n{WRITTEN}\n{WRITTEN}\n</tool_call>", [LEAF, LEAF], ""),
-    "Qwen3-Coder, no mark before": (f"{WRITTEN}\n</tool_call>\nSo.", [LEAF], "\nSo."),
     "Qwen3-Coder, nothing given": ("<tool_call>\n<function=lose>\n</function>\n</tool_call>", [("lose", {})], ""),
     "words behind it": (f"{TAGGED} is how it is written.", [LEAF], " is how it is written."),
-    "two, and words behind them": (
-        f"{TAGGED} <tool_call>{OTHER}</tool_call> are two.",
-        [LEAF, ("lose", {})],
-        "  are two.",
-    ),
     "without an end, and words": (f"<tool_call>{CALL} is a call.", [LEAF], " is a call."),
-    "without an end, and a line": (f"<tool_call>{CALL}\nThat is a call.", [LEAF], "\nThat is a call."),
     "Mistral's mark, and words": (f"[TOOL_CALLS] [{CALL}] is a call.", [LEAF], "is a call."),
-    "the second of two cut": (f'<tool_call>{CALL}{{"name": "fi', [LEAF], '{"name": "fi'),
     "Llama's function": ('<function=find>{"what": "leaf"}</function>', [LEAF], ""),
 }
 
 
-@pytest.mark.parametrize(("text", "calls", "content"), READ.values(), ids=READ)
-def test_calls_are_read(text: str, calls: list[Any], content: str) -> None:
-    assert calls_of(text) == calls
-    assert parse_calls(text, TOOLS).content == content
-    assert parse_calls(text, None).content == text
+def test_calls_are_read() -> None:
+    for text, calls, content in READ.values():
+        assert calls_of(text) == calls
+        assert parse_calls(text, TOOLS).content == content
+        assert parse_calls(text, None).content == text
 
 
 FENCED = f"```xml\n{TAGGED}\n```"
 TEXTS = {
     "quoted in a sentence": f"Calls look like {TAGGED}, with a name.",
-    "quoted at a sentence's end": f"Calls look like this: {TAGGED}",
     "quoted in marks": f'They say "{TAGGED}".',
     "in backticks": f"Write `{TAGGED}` to find it.",
-    "in backticks at a line's beginning": f"It is:\n`{TAGGED}`",
     "in a list": f"1. {TAGGED}",
     "in a quotation": f"> {TAGGED}",
     "in a fence": f"Like this:\n{FENCED}\nYou see?",
-    "in a fence of waves": f"~~~\n{TAGGED}\n~~~",
-    "in a longer fence": f"````\n```\n{TAGGED}\n```\n````",
-    "in a fence within a list": f"1. ```\n   {TAGGED}\n   ```",
     "in a fence that was cut": f"Like this:\n```xml\n{TAGGED}\n",
-    "in a fence with a thought's mark": f"```\n<think>\n{TAGGED}\n```\n",
     "as indented code": f"Like this:\n\n    <tool_call>{CALL}</tool_call>\n",
-    "indented by a tab": f"Like this:\n\n\t<tool_call>{CALL}</tool_call>\n",
     "Qwen3-Coder, quoted": f"Write this: <tool_call>\n{WRITTEN}\n</tool_call>",
-    "Qwen3-Coder, in backticks": f"Write `<tool_call>\n{WRITTEN}\n</tool_call>` to find it.",
-    "Qwen3-Coder, a function quoted": f"Write {WRITTEN}\n",
     "bare and quoted": f"{CALL} is how a call looks.",
     "bare in a fence": f"```json\n{CALL}\n```",
     "a quoted call in a quoted one": "So: <tool_call>" + CALL.replace("leaf", f"\n{WRITTEN}\n") + "</tool_call>",
     "half a character as the tool": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-    "half a character in arguments as text": json.dumps({"name": "find", "arguments": '{"what": "\\ud800"}'}),
-    "infinity in arguments as text": json.dumps({"name": "find", "arguments": '{"many": 1e999}'}),
     "a mention": "Write <tool_call> and then JSON, and </tool_call> behind it.",
-    "a mention at the end": "It begins with <tool_call>",
     "a name alone": "<tool_call>find</tool_call>",
-    "an empty name": '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     "no name": '<tool_call>{"arguments": {}}</tool_call>',
-    "in a thought behind words": f"Hm <think> {TAGGED} </think> no",
-    "a name that is none": '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
-    "arguments beside the name": '<tool_call>{"name": "find", "what": "leaf"}</tool_call>',
-    "arguments as a list": '<tool_call>{"name": "find", "arguments": ["leaf"]}</tool_call>',
     "arguments as words": '<tool_call>{"name": "find", "arguments": "the leaf"}</tool_call>',
     "broken": '<tool_call>{"name": </tool_call>',
     "a thought": f"<think>I could write {TAGGED} now.</think>No.",
     "a thought that was cut": f" <think>I could write {TAGGED} now.",
     "an object": '{"a": 1}',
-    "an object with the name of a tool": '{"name": "find", "price": 1}',
     "a tool that is not offered": '{"name": "buy", "parameters": {}}',
     "a reference": "[1] says so",
-    "an empty list": "[] is what I found",
     "brackets": "[" * 100_000,
-    "a function of another language": "Write <function=x> or <function= y> here.",
-    "a function that is not offered": "<function=buy></function>",
     "words in a function": "<tool_call>\n<function=find>\nleaf\n</function>\n</tool_call>",
 }
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_text_that_is_no_call_stays_text(text: str) -> None:
-    assert parse_calls(text, TOOLS).calls == ()
-    assert parse_calls(text, TOOLS).content == text
+def test_text_that_is_no_call_stays_text() -> None:
+    for text in TEXTS.values():
+        assert parse_calls(text, TOOLS).calls == ()
+        assert parse_calls(text, TOOLS).content == text
 
 
 # Calls that have begun, and cannot be read in the end.
 UNREAD = {
     "more than a number holds": '<tool_call>{"name": "find", "arguments": {"many": 1e999}}</tool_call>',
-    "less than a number holds": '<tool_call>{"name": "find", "arguments": {"of": {"a": [-1e999]}}}</tool_call>',
     "infinity": '<tool_call>{"name": "find", "arguments": {"many": -Infinity}}</tool_call>',
     "half a character": '<tool_call>{"name": "find", "arguments": {"what": "\\ud800"}}</tool_call>',
-    "half a character in a name": '<tool_call>{"name": "find", "arguments": {"of": {"\\udc00": 1}}}</tool_call>',
-    "half a character for Llama's function": '<function=find>{"what": "\\ud800"}</function>',
     "half a character for Qwen3-Coder": (
         '<tool_call><function=find><parameter=of>{"a": "\\ud800"}</parameter></function></tool_call>'
     ),
     "cut": '<tool_call>\n{"name": "find", "arguments": {"wh',
-    "no value": '<tool_call>{"name": "find", "arguments": {"many": NaN}}</tool_call>',
     "a large number": '<tool_call>{"name": "find", "arguments": {"many": %s}}' % ("9" * 5_000),
     "a function that was cut": "<tool_call>\n<function=find>\n<parameter=what>\nle",
 }
 
 
-@pytest.mark.parametrize("text", UNREAD.values(), ids=UNREAD)
-@pytest.mark.parametrize("around", ["", "So.\n"])
-def test_calls_that_have_begun_and_cannot_be_read_are_told(text: str, around: str) -> None:
-    read = parse_calls(around + text, TOOLS)
-    assert (read.calls, read.content) == ((), around.rstrip())
-    assert [one.name for one in read.unread] == ["find"]
-    assert read.unread[0].raw in text
-    assert parse_calls(around + text, TOOLS, unread_as_text=True).content == around + text
-    if text.endswith("</tool_call>"):
-        assert parse_calls(f"{text}\nThat is all.", TOOLS).content == "\nThat is all."
+def test_calls_that_have_begun_and_cannot_be_read_are_told() -> None:
+    for text in UNREAD.values():
+        for around in ["", "So.\n"]:
+            read = parse_calls(around + text, TOOLS)
+            assert (read.calls, read.content) == ((), around.rstrip())
+            assert [one.name for one in read.unread] == ["find"]
+            assert read.unread[0].raw in text
+            assert parse_calls(around + text, TOOLS, unread_as_text=True).content == around + text
+            if text.endswith("</tool_call>"):
+                assert parse_calls(f"{text}\nThat is all.", TOOLS).content == "\nThat is all."
 
 
-@pytest.mark.parametrize(
-    ("name", "written", "value"),
-    [
+def test_parameters_without_quotes_have_the_types_of_the_schema() -> None:
+    for name, written, value in [
         ("what", "\n  two\nlines\n", "  two\nlines"),
         ("what", "\n12\n", "12"),
         ("what", "null", "null"),
@@ -215,25 +165,20 @@ def test_calls_that_have_begun_and_cannot_be_read_are_told(text: str, around: st
         ("many", "NaN", "NaN"),
         ("of", '{"a": "\\ud83c\\udf42"}', {"a": "\U0001f342"}),
         ("unknown", "12", "12"),
-    ],
-)
-def test_parameters_without_quotes_have_the_types_of_the_schema(name: str, written: str, value: Any) -> None:
-    text = f"<tool_call><function=find><parameter={name}>{written}</parameter></function></tool_call>"
-    assert calls_of(text) == [("find", {name: value})]
+    ]:
+        text = f"<tool_call><function=find><parameter={name}>{written}</parameter></function></tool_call>"
+        assert calls_of(text) == [("find", {name: value})]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_odd_schemas_of_strangers_are_survived() -> None:
+    for schema in [
         {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"allOf": [{"$ref": "#/$defs/A"}]}}},
         {"properties": []},
         {"properties": {"a": {"type": 7, "enum": "x", "anyOf": {}}}},
-    ],
-)
-def test_odd_schemas_of_strangers_are_survived(schema: dict[str, Any]) -> None:
-    tools = [{"function": {"name": "find", "parameters": schema}}]
-    (call,) = parse_calls("<function=find><parameter=a>1</parameter></function>", tools).calls
-    assert call.arguments == {"a": "1"}
+    ]:
+        tools = [{"function": {"name": "find", "parameters": schema}}]
+        (call,) = parse_calls("<function=find><parameter=a>1</parameter></function>", tools).calls
+        assert call.arguments == {"a": "1"}
 
 
 def test_text_is_handed_out_as_soon_as_it_is_certain() -> None:
@@ -248,17 +193,14 @@ def test_text_is_handed_out_as_soon_as_it_is_certain() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_calls_behind_numbers_and_before_marks_of_templates_are_found() -> None:
+    for text in [
         f"It was in 2024. <tool_call>{CALL}</tool_call>",
         f"<tool_call>{CALL}</tool_call><tool_response>",
         f"<tool_call>{CALL}</tool_call><end_of_turn>",
         f"{'It fell. ' * 60}<tool_call>{CALL}</tool_call>",
-    ],
-)
-def test_calls_behind_numbers_and_before_marks_of_templates_are_found(text: str) -> None:
-    assert len(parse_calls(text, TOOLS).calls) == 1
+    ]:
+        assert len(parse_calls(text, TOOLS).calls) == 1
 
 
 def test_answer_begun_as_a_call_is_a_call_whatever_follows() -> None:

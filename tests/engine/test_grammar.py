@@ -5,18 +5,14 @@ from __future__ import annotations
 import builtins
 import copy
 import json
-import random
-from collections import deque
 from typing import Any
 
 import jsonschema_rs
 import pytest
-import torch
 from tokenizers import AddedToken
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of, write_grammar
-from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from tests import tiny
 from tests.tokenizer_kinds import MAKERS, tokenizer_of
@@ -54,25 +50,6 @@ def test_every_answer_follows_its_schema(engine: BlendEngine, how: dict[str, Any
         assert answer.report.finish_reason == "stop"
 
 
-def test_answers_that_are_made_together_each_follow_their_own(engine: BlendEngine) -> None:
-    schemas = [LEAF, {"enum": ["yes", "no"]}, {"type": "array", "items": {"type": "null"}, "maxItems": 3}]
-    streams = [
-        engine.stream(prompt(at), grammar=engine.grammar(schemas[at]), seed=at, max_new_tokens=100, **SAMPLED)
-        for at in range(3)
-    ]
-    free = engine.stream(prompt(7), max_new_tokens=12)
-    pieces: list[list[str]] = [[] for _ in (*streams, free)]
-    running = [(iter(stream), got) for stream, got in zip([*streams, free], pieces, strict=True)]
-    while running:
-        running = [
-            (one, got) for one, got in running if (piece := next(one, None)) is not None and not got.append(piece)
-        ]
-    for schema, got in zip(schemas, pieces, strict=False):
-        assert jsonschema_rs.is_valid(schema, json.loads("".join(got)))
-    assert free.result is not None
-    assert free.result.text == engine.generate(prompt(7), max_new_tokens=12).text, "the others leave it as it was"
-
-
 def test_cut_answer_says_so(engine: BlendEngine) -> None:
     long = {"type": "string", "minLength": 400}
     answer = engine.generate(prompt(0), grammar=engine.grammar(long), max_new_tokens=9)
@@ -97,14 +74,6 @@ def test_cut_answer_says_so(engine: BlendEngine) -> None:
 def test_impossible_schema_is_refused(engine: BlendEngine, schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
         engine.grammar(schema)
-
-
-def test_answer_ends_when_its_schema_gets_too_complex(engine: BlendEngine) -> None:
-    mask = TokenMask(engine.grammar({"type": "string", "pattern": "(.*[ae].{200}){5}"}), [2])
-    one = {letter: engine.tokenizer.encode(f"x{letter}", add_special_tokens=False)[-1] for letter in 'aeox"'}
-    ids = [1, one['"'], *(one[letter] for letter in random.Random(0).choices("aeox", k=400))]
-    with pytest.raises(ConfigError, match=r"held to \(.*too many"):
-        deque(mask(torch.tensor([ids[:n]]), torch.zeros(1, len(engine.tokenizer))) for n in range(1, len(ids)))
 
 
 def test_forms_of_openai() -> None:
@@ -196,21 +165,3 @@ def test_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[structured\]"):
         engine.grammar({"type": "object"})
-
-
-@pytest.mark.parametrize("begin", ["", "[TOOL_CALLS]"])
-def test_answer_may_begin_as_a_bare_call_does(begin: str) -> None:
-    tokenizer = tiny.tokenizer()
-    whole = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    calls = [Form(close_objects(whole), f'{{"name": "{name}", "arguments": ', "}") for name in ("look_up", "look")]
-    grammar = Grammar(tokenizer, calls, in_text=InText(begin or "[TOOL_CALLS]", "", Form(close_objects(whole))))
-    call = '{"name": "look_up", "arguments": {"name": "red"}}'
-    kept = [begin + call, begin + f"[{call}, {call.replace('look_up', 'look')}]"]
-    if not begin:
-        kept += ['{"name": "oak"}', '{"name": "look"}', '{"name": "look_up"}', '{"name": "arguments"}']
-    for text in kept:
-        matcher, ids = grammar.matcher(), tokenizer.encode(text, add_special_tokens=False)
-        assert (matcher.try_consume_tokens(ids), matcher.is_accepting()) == (len(ids), True), text
-    for text in ('{"name": "oak", "arguments": {}}', '{"name": "look_up", "arguments": {"red": 1}}'):
-        matcher, ids = grammar.matcher(), tokenizer.encode(begin + text, add_special_tokens=False)
-        assert matcher.try_consume_tokens(ids) < len(ids), text

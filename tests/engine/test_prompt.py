@@ -115,9 +115,8 @@ def plainly(tokenizer: Any, text: str) -> tuple[int, ...]:
 # Prompt -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_prompt_refuses_parts_that_are_no_text() -> None:
+    for arguments in [
         {"chunks": "one text"},
         {"chunks": None},
         {"chunks": ["a", 5]},
@@ -130,17 +129,13 @@ def plainly(tokenizer: Any, text: str) -> tuple[int, ...]:
         {"chunks": [], "between": ["x"]},
         {"chunks": ["a", "b"], "between": [5]},
         {"chunks": ["a", "b", "c"], "between": "xy"},
-    ],
-    ids=str,
-)
-def test_prompt_refuses_parts_that_are_no_text(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PromptError, match="give"):
-        Prompt(**arguments)
+    ]:
+        with pytest.raises(PromptError, match="give"):
+            Prompt(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_parse() -> None:
+    for text, expected in [
         ("p # # a # # b # # q", Prompt("p", ["a", "b"], "q")),
         (" # # a # # ", Prompt("", ["a"], "")),
         ("p # #  # # q", Prompt("p", [""], "q")),
@@ -148,10 +143,8 @@ def test_prompt_refuses_parts_that_are_no_text(arguments: dict[str, Any]) -> Non
         ("only a question?", Prompt("", [], "only a question?")),
         ("", Prompt("", [], "")),
         ("p# # q", Prompt("", [], "p# # q")),
-    ],
-)
-def test_parse(text: str, expected: Prompt) -> None:
-    assert Prompt.parse(text, SEPARATOR) == expected
+    ]:
+        assert Prompt.parse(text, SEPARATOR) == expected
 
 
 def test_parse_needs_a_separator() -> None:
@@ -187,25 +180,25 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("written", PROMPTS)
-def test_the_ids_are_those_of_the_whole_text(name: str, written: str) -> None:
-    tokenizer, prompt = tokenizer_named(name), PROMPTS[written]
-    split = PromptTokenizer(tokenizer, SEPARATOR).tokenize(prompt)
-    assert split.input_ids == plainly(tokenizer, prompt.written(SEPARATOR).text)
+def test_the_ids_are_those_of_the_whole_text(name: str) -> None:
+    for written in PROMPTS:
+        tokenizer, prompt = tokenizer_named(name), PROMPTS[written]
+        split = PromptTokenizer(tokenizer, SEPARATOR).tokenize(prompt)
+        assert split.input_ids == plainly(tokenizer, prompt.written(SEPARATOR).text)
 
 
-@pytest.mark.parametrize("written", [name for name in PROMPTS if name != "touching"])
-def test_chunk_has_the_same_ids_in_any_usual_prompt(name: str, written: str) -> None:
-    segments = PromptTokenizer(tokenizer_named(name), "\n\n")
-    split = segments.tokenize(PROMPTS[written])
-    assert [chunk.text for chunk in split.located] == CHUNKS
-    for chunk in split.located:
-        own = segments.chunk(chunk.text)
-        assert chunk.usual
-        assert split.ids(chunk.span) == own.ids
-        assert chunk.head == own.head
-        assert len(own.ids) >= len(encode(tokenizer_named(name), chunk.text)) - 6, "nearly all of a chunk is reused"
-    assert split.chunk_tokens == sum(map(len, split.chunks))
+def test_chunk_has_the_same_ids_in_any_usual_prompt(name: str) -> None:
+    for written in [name for name in PROMPTS if name != "touching"]:
+        segments = PromptTokenizer(tokenizer_named(name), "\n\n")
+        split = segments.tokenize(PROMPTS[written])
+        assert [chunk.text for chunk in split.located] == CHUNKS
+        for chunk in split.located:
+            own = segments.chunk(chunk.text)
+            assert chunk.usual
+            assert split.ids(chunk.span) == own.ids
+            assert chunk.head == own.head
+            assert len(own.ids) >= len(encode(tokenizer_named(name), chunk.text)) - 6, "nearly all of a chunk is reused"
+        assert split.chunk_tokens == sum(map(len, split.chunks))
 
 
 def test_context_of_a_chunk_equals_the_ids_before_it_in_a_prompt(name: str) -> None:
@@ -246,17 +239,17 @@ def test_without_offsets_a_chunk_that_is_not_found_is_computed() -> None:
     assert len(slow.tokenize(Prompt("a", [" "], "b")).chunks[0]) == 0
 
 
-@pytest.mark.parametrize("text", ["What fell?", "the quick brown fox", " spaced", "\nline"])
-def test_text_alone_has_the_ids_its_tokenizer_gives_it_without_an_eos(name: str, text: str) -> None:
-    tokenizer = tokenizer_named(name)
-    segments = PromptTokenizer(tokenizer, SEPARATOR)
-    expected = tuple(tokenizer.encode(text))
-    if "eos" in name:
-        assert expected[-1] == 2
-        expected = expected[:-1]
-    assert segments.tokenize(Prompt(suffix=text)).input_ids == expected
-    assert segments.tokenize(Prompt.parse(text, SEPARATOR)).input_ids == expected
-    assert segments.tokenize(Prompt(prefix=text)).input_ids == expected
+def test_text_alone_has_the_ids_its_tokenizer_gives_it_without_an_eos(name: str) -> None:
+    for text in ["What fell?", "the quick brown fox", " spaced", "\nline"]:
+        tokenizer = tokenizer_named(name)
+        segments = PromptTokenizer(tokenizer, SEPARATOR)
+        expected = tuple(tokenizer.encode(text))
+        if "eos" in name:
+            assert expected[-1] == 2
+            expected = expected[:-1]
+        assert segments.tokenize(Prompt(suffix=text)).input_ids == expected
+        assert segments.tokenize(Prompt.parse(text, SEPARATOR)).input_ids == expected
+        assert segments.tokenize(Prompt(prefix=text)).input_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -351,10 +344,10 @@ def test_another_separator_changes_what_stands_before_a_chunk_alone() -> None:
     assert other.context_ids("the quick fox") != segments.context_ids("the quick fox")
 
 
-@pytest.mark.parametrize("style", ["byte", "metaspace"])
-@pytest.mark.parametrize("before", ["What fell?", "What fell? ", "What fell?\n", "The f"])
-def test_answer_goes_on_where_its_prompt_ended(style: str, before: str) -> None:
+def test_answer_goes_on_where_its_prompt_ended() -> None:
     """Also where the prompt's last token alone, a space or part of a word, would merge with the answer."""
-    tokenizer = tiny.tokenizer(bos=False, style=style)
-    ids = PromptTokenizer(tokenizer, SEPARATOR).continued_ids("owl and a fox", before)
-    assert tokenizer.decode([*encode(tokenizer, before), *ids]) == before + "owl and a fox"
+    for style in ["byte", "metaspace"]:
+        for before in ["What fell?", "What fell? ", "What fell?\n", "The f"]:
+            tokenizer = tiny.tokenizer(bos=False, style=style)
+            ids = PromptTokenizer(tokenizer, SEPARATOR).continued_ids("owl and a fox", before)
+            assert tokenizer.decode([*encode(tokenizer, before), *ids]) == before + "owl and a fox"

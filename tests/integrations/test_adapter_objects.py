@@ -29,7 +29,6 @@ from tests.integrations.langchain.models import passages, tiny_engine, tiny_part
 from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
 
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
-LANGCHAIN = [CacheBlendLLM, ChatCacheBlend]
 QUICK: Any = {"min_tokens": 0, "write_back": "inline"}
 
 
@@ -146,16 +145,6 @@ def test_half_a_character_is_named_and_fails_no_other_text(
     assert model.forget([cut, good]) == 1
 
 
-def test_values_are_refused_before_anything_is_generated(engine: BlendEngine) -> None:
-    for name, value in {"temperature": -1, "top_k": -1, "repetition_penalty": 0, "max_retries": "often"}.items():
-        with pytest.raises(ConfigError) as caught:
-            CacheBlendLLM(engine=engine, **{name: value})
-        assert caught.value.field == name
-    for empty in ("", [""], 7, [7]):
-        with pytest.raises(ConfigError, match="stop="):
-            CacheBlendLLM(engine=engine, stop=empty)
-
-
 def test_last_of_two_lengths_counts(engine: BlendEngine) -> None:
     """A call's own is behind what `bind` has bound, whatever the names of both are."""
     made = CacheBlendLLM(engine=engine, max_tokens=3, max_new_tokens=4)
@@ -256,34 +245,7 @@ def test_options_of_sampling_that_contradict_one_another_are_refused(engine: Ble
             engine.generate("What fell?", max_new_tokens=2, **bad)
 
 
-def test_top_k_and_repetition_penalty_are_transformers_own(engine: BlendEngine) -> None:
-    for options in ({"do_sample": True, "temperature": 3.0, "top_k": 4}, {"repetition_penalty": 1.7}):
-        answer = engine.generate("What fell in the end?", max_new_tokens=12, seed=8, **options)
-        model, ids = engine.model, torch.tensor([answer.report.input_ids])
-        torch.manual_seed(8)
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=12,
-            pad_token_id=0,
-            **{"do_sample": False, **options},
-        )
-        assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
-
-
 # Blend options one by one -------------------------------------------------------------------
-
-
-def test_blend_options_may_be_given_one_by_one(saved: Path, engine: BlendEngine) -> None:
-    made = CacheBlendLLM.from_model_id(saved, recompute_ratio=0.2, **QUICK)
-    assert made.engine.config == BlendConfig(recompute_ratio=0.2, **QUICK)
-    over = CacheBlendLLM.from_model_id(saved, config=BlendConfig(recompute_ratio=0.9, **QUICK), recompute_ratio=0.2)
-    assert over.engine.config == made.engine.config
-    live = CacheBlendLLM.from_model(*tiny_parts(), recompute_ratio=0.2, max_new_tokens=3, **QUICK)
-    assert live.engine.config == made.engine.config
-    with pytest.raises(ConfigError, match=r"engine\.with_config\(recompute_ratio=0\.5\)"):
-        CacheBlendLLM(engine=engine, recompute_ratio=0.5)
-    assert CacheBlendLLM(engine=engine, recompute_ratio=1.0).engine is engine
 
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
@@ -346,20 +308,6 @@ def test_copies_and_pickles_open_the_engine_anew(
     assert view.config.recompute_ratio == 0.9
     for one in (model.engine, other.engine, view):
         one.close()
-
-
-def test_repr_is_short_and_says_what_differs(saved: Path, tmp_path: Path) -> None:
-    model = CacheBlendLLM.from_model_id(
-        saved, store=tmp_path / "kv", recompute_ratio=0.2, max_new_tokens=7, overflow="drop_chunks", **QUICK
-    )
-    shown = repr(model)
-    for part in (str(saved), str(tmp_path / "kv"), "recompute_ratio=0.2", "overflow='drop_chunks'", "max_new_tokens=7"):
-        assert part in shown
-    for absent in ("Linear", "tensor", "temperature", "codec", "BlendEngine"):
-        assert absent not in shown
-    assert len(shown) < 500
-    assert "memory" in repr(CacheBlendLLM(engine=tiny_engine()))
-    model.engine.close()
 
 
 # Counts -------------------------------------------------------------------------------------

@@ -8,27 +8,19 @@ from typing import Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.messages import HumanMessage
 from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core.response_synthesizers import ResponseMode
 
 from cacheblend_rag.langchain import (
     CacheBlendLLM,
-    CacheBlendRetriever,
     ChatCacheBlend,
     ChunkRegistry,
     known_chunks,
-    track,
     tracking,
-    tracking_off,
 )
-from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
-from cacheblend_rag.langchain.tracking import prompt_key
 from cacheblend_rag.llama_index import forget_nodes
 from cacheblend_rag.llama_index import tracking as tracking_nodes
-from cacheblend_rag.prompt.registry import WrittenForms
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
 from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
 
@@ -75,9 +67,7 @@ def seen(model: Any, text: str) -> list[str]:
     return list(prompt.chunks)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("way", ["invoke", "ainvoke", "stream", "astream"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), [(CacheBlendLLM, "ainvoke"), (ChatCacheBlend, "stream")])
 async def test_model_never_looks_for_what_another_with_its_own_registry_was_given(kind: Any, way: str) -> None:
     here, there = passages(3, seed=61), passages(3, seed=62)
     with tiny_engine() as engine:
@@ -106,25 +96,6 @@ def test_warmed_documents_go_into_the_models_registry_and_leave_it() -> None:
     assert len(known_chunks) == 0
 
 
-async def test_helpers_note_documents_in_the_registry_they_are_given() -> None:
-    documents, known = passages(1, seed=65), ChunkRegistry()
-    (text,) = texts_of(documents)
-    store = track(InMemoryVectorStore.from_texts([text], DeterministicFakeEmbedding(size=8)), known)
-    message = ToolMessage("text", tool_call_id="1", artifact=documents)
-    with tracking_off():
-        for note in (
-            lambda: store.similarity_search(QUESTION),
-            lambda: CacheBlendRetriever(retriever=FixedRetriever(documents=documents), known=known).invoke(QUESTION),
-            lambda: CacheBlendMiddleware(known=known)._note([message]),
-        ):
-            note()
-            assert (text in known, len(known)) == (True, 1)
-            known.clear()
-        await store.asimilarity_search(QUESTION)
-        assert text in known
-    assert len(known_chunks) == 0
-
-
 async def test_tracking_with_a_registry_notes_there_and_nowhere_else() -> None:
     documents, known = passages(1, seed=66), ChunkRegistry()
     with tracking(known) as given:
@@ -145,10 +116,9 @@ async def test_tracking_with_a_registry_notes_there_and_nowhere_else() -> None:
     assert len(known_chunks) == len(known)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.SIMPLE_SUMMARIZE, ResponseMode.REFINE])
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "asynchronous", "streamed"), [(ResponseMode.COMPACT, False, True), (ResponseMode.REFINE, True, False)]
+)
 async def test_query_engines_of_two_models_know_nothing_of_one_another(
     mode: ResponseMode, asynchronous: bool, streamed: bool
 ) -> None:
@@ -194,29 +164,3 @@ def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:
             llm.forget(documents[:1])
             chain.invoke(QUESTION)
             assert counts(llm) == (1, 1)
-
-
-def test_forms_are_bounded_by_characters() -> None:
-    forms = WrittenForms(limit=1000)
-    for number in range(100):
-        forms.note(f"text {number}", "x" * 50 + str(number))
-    assert forms.find(["text 99"]) == ["x" * 50 + "99"]
-    assert forms.find(["text 0"]) == []
-    assert len(forms.find([f"text {number}" for number in range(100)])) == 1000 // len("text 10" + "x" * 50 + "10")
-    forms.note("long", "x" * 2000)
-    assert forms.find(["long", "text 99"]) == []
-    forms.note("text 1", "short")
-    assert forms.find(["text 1"]) == ["short"]
-
-
-def test_prompt_has_the_same_key_in_every_process() -> None:
-    prompts: list[Any] = [
-        "a",
-        [HumanMessage("a")],
-        [HumanMessage("a"), HumanMessage("b")],
-        [HumanMessage("ab")],
-        "\ud800",
-    ]
-    keys = [prompt_key(one) for one in prompts]
-    assert keys[0].hex() == "ac8d8342bbb2362d13f0a559a3621bb407011368895164b628a54f7fc33fc43c"
-    assert len(set(keys)) == 5

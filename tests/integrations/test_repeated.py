@@ -117,22 +117,6 @@ def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() ->
     assert fused.report.hits == 2
 
 
-def test_answers_after_a_lost_record_are_those_of_a_run_where_it_was_never_stored() -> None:
-    engine, other = (finding() for _ in range(2))
-    for number, texts in enumerate(PROMPTS[:2]):
-        for one in (engine, other):
-            one.generate(stuffed(texts, number), max_new_tokens=2)
-    for one in (engine, other):
-        for key in found_keys(one):
-            one.store.delete(key)
-    other.chunks.pipeline.segments.finder.forget("")
-    last = stuffed(PROMPTS[2], 2)
-    missed, plain = engine.fuse(last), other.fuse(last)
-    assert (missed.report.hits, missed.report.misses) == (0, 2)
-    assert plain.report.plain
-    assert_logits_close(missed.logits, plain.logits, engine.model, len(missed.input_ids))
-
-
 def test_tenants_share_nothing(reports: list[BlendReport]) -> None:
     engine = finding()
     mine, theirs = engine.with_config(salt="mine"), engine.with_config(salt="theirs")

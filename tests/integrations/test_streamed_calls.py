@@ -85,15 +85,6 @@ def test_calls_behind_a_thought_are_streamed_in_every_form() -> None:
         assert len([one for one in chunks[:-1] if one.tool_call_chunks]) > 2, kind
 
 
-def test_profile_says_whether_calls_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine()
-    assert langchain("", engine).profile["tool_call_streaming"] is True
-    assert langchain("", engine.with_config(verify="always")).profile["tool_call_streaming"] is False
-    bare = TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
-    monkeypatch.setattr(engine.tokenizer, "chat_template", bare)
-    assert langchain("", engine).profile["tool_call_streaming"] is False
-
-
 @pytest.mark.parametrize(("said", "content", "calls", "unread"), SAID.values(), ids=SAID)
 async def test_llama_index_streams_calls_as_they_are_written(said: str, content: str, calls: int, unread: int) -> None:
     llm = CacheBlendLLM.from_engine(
@@ -182,28 +173,3 @@ def test_corrected_call_is_the_only_one(reusing: BlendEngine) -> None:
     pieces = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))
     assert [one.tool_kwargs for one in llm.get_tool_calls_from_response(pieces[-1])] == [{"what": "lead"}]
     assert all(not one.message.additional_kwargs for one in pieces[:-1])
-
-
-def test_corrected_thought_is_that_of_the_answer_at_the_end() -> None:
-    """Its words that were streamed cannot be taken back; no call that a thought named is made."""
-    with thinking_engine("qwen3", selection="none", prompt_cache=0) as engine:
-        ChatCacheBlend.from_engine(engine).warm(CHUNKS)
-        question = "Read this:\n\n" + "\n\n".join(CHUNKS) + "\n\nWhat fell?"
-        texts = [KINDS["qwen3"].thought.format(t=f"{word} {CALL}", a=f"{word} fell.") for word in ("An oak", "A leaf")]
-
-        def fields() -> dict[str, Any]:
-            minds = ChangesItsMind(engine.tokenizer, texts)
-            return {"verify": "always", "reasoning": True, "max_new_tokens": 200, "logits_processor": [minds]}
-
-        whole = ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).invoke(question)
-        assert whole.response_metadata["verification"]["status"] == "corrected"
-        assert whole.additional_kwargs["reasoning_content"] == f"A leaf {CALL}"
-        assert (whole.content, whole.tool_calls, whole.invalid_tool_calls) == ("A leaf fell.", [], [])
-        chunks = list(ChatCacheBlend.from_engine(engine, **fields()).bind_tools([TOOL]).stream(question))
-        merged = reduce(add, chunks)
-        assert merged.response_metadata["verification"]["status"] == "corrected"
-        assert (merged.content, merged.tool_calls, merged.invalid_tool_calls) == ("An oak fell.", [], [])
-        llm = CacheBlendLLM.from_engine(engine, **fields())
-        last = list(llm.stream_chat([ChatMessage(question)], tools=[TOOL]))[-1]
-        assert last.message.content == "A leaf fell."
-        assert last.additional_kwargs["thinking"] == f"A leaf {CALL}"

@@ -90,18 +90,6 @@ def test_programs_that_put_streams_together_have_the_verified_answer(engine: Ble
     assert chat.chat_history[-1].content == full
 
 
-def test_langchain_text(engine: BlendEngine) -> None:
-    full, draft = texts_of(CacheBlendLLM, engine, TEXT)
-    llm = CacheBlendLLM(engine=engine, verify="always")
-    assert llm.invoke(TEXT, **MOST) == full
-    assert asyncio.run(llm.ainvoke(TEXT, **MOST)) == full
-    ((generation,),) = llm.generate([TEXT], **MOST).generations
-    assert_told(generation.generation_info["verification"], full, draft)
-    assert "".join(llm.stream(TEXT, **MOST)) == draft
-    assert llm.last_report is not None
-    assert_told(llm.last_report.verification.asdict(), full, draft)
-
-
 @pytest.mark.parametrize("kind", ["langchain", "llama_index"])
 def test_result_of_a_later_check_is_asked_for_by_its_id(engine: BlendEngine, kind: str) -> None:
     full, draft = texts_of(ChatCacheBlend, engine, TEXT)
@@ -132,17 +120,4 @@ def test_llama_index(engine: BlendEngine) -> None:
     pieces = list(llm.stream_complete(TEXT))
     assert "".join(one.delta or "" for one in pieces) == draft
     assert pieces[-1].text == full, "the last response has the answer as it is now"
-    assert_told(pieces[-1].raw["verification"], full, draft)
-
-
-def test_llama_index_chat(engine: BlendEngine) -> None:
-    full, draft = texts_of(ChatCacheBlend, engine, TEXT)
-    llm = LlamaLLM(engine=engine, **MOST)
-    messages = [ChatMessage(content=TEXT, role="user")]
-    response = llm.chat(messages, verify="always")
-    assert response.message.content == full
-    assert_told(response.raw["verification"], full, draft)
-    pieces = list(llm.stream_chat(messages, verify="always"))
-    assert "".join(one.delta or "" for one in pieces) == draft
-    assert pieces[-1].message.content == full
     assert_told(pieces[-1].raw["verification"], full, draft)

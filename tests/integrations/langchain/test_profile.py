@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import SummarizationMiddleware
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
-from langgraph.checkpoint.memory import InMemorySaver
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from pydantic import BaseModel
 
 from cacheblend_rag import BlendEngine
@@ -90,32 +88,3 @@ async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine
         assert out["structured_response"] == Leaf(kind="oak", count=3)
         assert [type(one) for one in out["messages"]] == kinds, "no call stands for the object"
         assert json.loads(out["messages"][-1].content) == {"kind": "oak", "count": 3}
-
-
-def test_history_is_summarised_at_a_share_of_the_context_window(engine: BlendEngine) -> None:
-    window = engine.context_window
-    assert window is not None
-    model, summariser = chat(engine, "An oak fell."), chat(engine, "They spoke of leaves.")
-    middle = SummarizationMiddleware(summariser, trigger=("fraction", 0.1), keep=("fraction", 0.03))
-    agent = create_agent(model, [], middleware=[middle], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
-    long = "the quick brown fox " * (window // 40)  # about a tenth of the window, as LangChain counts
-    agent.invoke({"messages": [HumanMessage(long)]}, config)
-    out = agent.invoke({"messages": [HumanMessage("And then?")]}, config)
-    first, *_, last = out["messages"]
-    assert "They spoke of leaves." in first.text
-    assert long not in "".join(one.text for one in out["messages"])
-    assert last.text == "An oak fell."
-
-
-def test_stream_of_an_answer_with_a_format_and_tools_is_that_of_invoke(engine: BlendEngine) -> None:
-    form = {"type": "json_object"}
-    for said in (CALL, LEAF):
-        whole = chat(engine, said).bind_tools([find], response_format=form).invoke("What?")
-        chunks = list(chat(engine, said).bind_tools([find], response_format=form).stream("What?"))
-        total = chunks[0]
-        for one in chunks[1:]:
-            total += one
-        assert isinstance(total, AIMessageChunk)
-        assert total.text == whole.text
-        assert [call["args"] for call in total.tool_calls] == [call["args"] for call in whole.tool_calls]

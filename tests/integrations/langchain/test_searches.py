@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -100,16 +99,6 @@ def test_only_what_is_returned_is_known_where_it_is_to_be() -> None:
     found = track(in_memory(), own).similarity_search("What fell?", k=1)
     assert [text for text in TEXTS if text in own] == texts(found)
     assert known() == [False] * 3
-
-
-def test_langchains_indexing_takes_it() -> None:
-    manager, store = InMemoryRecordManager("texts"), ours()
-    manager.create_schema()
-    options: Any = {"cleanup": "full", "source_id_key": "source", "key_encoder": "sha256"}
-    index([Document("one text of the river", metadata={"source": "a"})], manager, track(store), **options)
-    done = index([Document("another text of it", metadata={"source": "a"})], manager, track(store), **options)
-    assert (done["num_added"], done["num_deleted"]) == (1, 1)
-    assert sorted(one.page_content for one in store.documents()) == sorted([*TEXTS, "another text of it"])
 
 
 # Documents that runnables and tools return ------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -67,22 +66,6 @@ def test_tracking_can_be_switched_off_for_good_and_for_a_while() -> None:
         assert retrieve()
     switch_on()
     assert retrieve()
-
-
-async def test_asynchronous_runs_are_tracked_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
-    add = known_chunks.add
-
-    def watched(texts: Iterable[str]) -> None:
-        threads.append(threading.get_ident())
-        add(texts)
-
-    monkeypatch.setattr(known_chunks, "add", watched)
-    retriever = FixedRetriever(documents=DOCUMENTS)
-    retriever.invoke("?")
-    await retriever.ainvoke("?")
-    assert threads == [threading.get_ident()] * 2
-    assert TEXT in known_chunks
 
 
 async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:

@@ -12,7 +12,7 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
-from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
+from llama_index.core.query_engine import SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import TextNode
@@ -111,20 +111,6 @@ def test_nodes_that_are_cut_to_fit_are_matched_in_parts() -> None:
     assert sum(misses for _, misses in first) >= 2
     assert [misses for _, misses in second] == [0] * len(second)
     assert sum(map(sum, second)) == sum(map(sum, first))
-
-
-def test_sources_that_are_cut_for_citation_are_matched_in_parts() -> None:
-    made = make_nodes(seed=14, words=90)
-    llm, index = make_llm(), make_index(made)
-    engine = CitationQueryEngine.from_args(
-        index, llm=llm, similarity_top_k=4, citation_chunk_size=60, citation_chunk_overlap=0
-    )
-    with listening() as answers:
-        engine.query(QUESTION)
-        engine.query(QUESTION)
-    (hits, misses), (again, none) = answers.counts
-    assert (hits, none) == (0, 0)
-    assert again == misses >= 8
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -11,7 +11,7 @@ from llama_index.core.postprocessor import MetadataReplacementPostProcessor, Pre
 from llama_index.core.query_engine import CustomQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
@@ -158,23 +158,3 @@ async def test_windows_of_sentences_are_reused_whole(mode: str, caplog: pytest.L
     assert caplog.text == ""
     assert llm.forget(windows(40)) >= 1
     assert outcomes(await answered(mode, engine.query, engine.aquery, QUESTION)) == [("miss", "rewritten")]
-
-
-def test_title_written_before_a_node_is_no_new_document() -> None:
-    """Most of the text is a known chunk, which is found as it was stored."""
-    made = make_nodes(2, seed=42, metadata={})
-    llm = make_llm()
-    llm.warm(made, progress=False)
-
-    class Titled(MetadataReplacementPostProcessor):
-        def _postprocess_nodes(
-            self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-        ) -> list[NodeWithScore]:
-            for one in nodes:
-                one.node.set_content(f"From a book: {one.node.get_content()}")
-            return nodes
-
-    engine = make_index(made).as_query_engine(
-        llm=llm, similarity_top_k=2, node_postprocessors=[Titled(target_metadata_key="-")]
-    )
-    assert outcomes(engine.query(QUESTION)) == [("hit", "")] * 2

@@ -10,7 +10,7 @@ from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import TextNode
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import (
@@ -49,27 +49,6 @@ def index_of(made: list[Document]) -> VectorStoreIndex:
 def stored(llm: CacheBlendLLM, nodes: Any) -> list[bool]:
     """Of which nodes the KV is there."""
     return [llm.engine.store.contains(key_of(llm.engine, node_texts(node)[0])) for node in nodes]
-
-
-def test_warming_an_index_says_first_what_it_takes() -> None:
-    llm, index = make_llm(), index_of(documents())
-    nodes, said = index_nodes(index), list[str]()
-    assert len(nodes) > 3
-
-    def say(message: str) -> None:
-        said.append(message)
-        assert llm.engine.store.volume() == 0
-
-    report = warm_index(index, llm, progress=False, say=say)
-    assert (report.computed, report.skipped) == (len(nodes), 0)
-    assert said == [
-        f"KV of {len(nodes)} documents: {llm.estimate_bytes(nodes):,} bytes; "
-        f"the KV store may take {llm.engine.store.traits.size_limit:,}"
-    ]
-    assert all(stored(llm, nodes))
-    both = (MetadataMode.LLM, MetadataMode.NONE)
-    again = warm_index(index, llm, metadata_modes=both, progress=False, say=said.append)
-    assert (again.computed, again.present) == (len(nodes), len(nodes))
 
 
 def refresh(index: VectorStoreIndex, made: list[Document]) -> None:
