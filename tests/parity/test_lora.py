@@ -87,10 +87,11 @@ def test_adapted_model_is_blended_exactly(family: str) -> None:
 
 def test_variants_of_lora_are_blended_exactly() -> None:
     biased = tiny.model(attention_bias=True, mlp_bias=True)
-    model = adapted(biased, use_dora=True, lora_bias=True, use_rslora=True, rank=8)
-    with engine_of(model) as engine:
-        engine.warm(CHUNKS)
-        assert_same(engine, model)
+    rank_stabilised = adapted(biased, lora_bias=True, use_rslora=True, rank=8)
+    for model in (adapted(tiny.model(), use_dora=True), rank_stabilised):
+        with engine_of(model) as engine:
+            engine.warm(CHUNKS)
+            assert_same(engine, model)
 
 
 def test_packed_weights_know_what_was_merged() -> None:
