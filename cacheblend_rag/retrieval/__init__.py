@@ -10,9 +10,7 @@ load only where they are used.
 ``wordml``       text of Word documents that their converter leaves out
 ``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
-``exact_index``  items with vectors in memory, searched by faiss
-``vectorstore``  a LangChain vector store over it
-``vectors``      checks of vectors
+``vectorstore``  a LangChain vector store in memory, searched by faiss
 ``saved_index``  a vector store on disk
 ``index``        an index of a folder, kept up to date file by file
 ===============  =======================================================================================

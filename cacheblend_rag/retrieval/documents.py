@@ -17,7 +17,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -476,9 +476,7 @@ class FolderFiles:
     outside: tuple[str, ...]
 
 
-def list_files(
-    folder: str | os.PathLike[str], *, only: Collection[str] = (), may_be_empty: bool = False
-) -> FolderFiles:
+def list_files(folder: str | os.PathLike[str], *, may_be_empty: bool = False) -> FolderFiles:
     """List the files of a folder, and of the folders in it.
 
     Hidden files and folders are left out, and so are the lock files of Word (``~$…``). Links to folders are not
@@ -488,8 +486,6 @@ def list_files(
     ----------
     folder : path
         The folder.
-    only : collection of str
-        Names of folders in it, if what lies beside them is to be left out.
     may_be_empty : bool
         Whether it may hold no file that can be read. By default that is an error.
 
@@ -503,7 +499,7 @@ def list_files(
         raise DocumentError(f"the folder {root} does not exist; name a folder that holds the documents")
     if not root.is_dir():
         raise DocumentError(f"{root} is a file; name the folder that holds it")
-    found = _walk(root, only)
+    found = _walk(root)
     if not found.readable and not may_be_empty:
         there = f" (there: {by_suffix(found.others)})" if found.others else ""
         raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
@@ -516,7 +512,7 @@ def by_suffix(paths: Iterable[str]) -> str:
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
-def _walk(root: Path, only: Collection[str]) -> FolderFiles:
+def _walk(root: Path) -> FolderFiles:
     def refuse(error: OSError) -> None:
         raise DocumentError(f"the folder {error.filename} cannot be listed: {error.strerror or error}") from error
 
@@ -524,9 +520,6 @@ def _walk(root: Path, only: Collection[str]) -> FolderFiles:
     readable, others, outside = list[str](), list[str](), list[str]()
     for place, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if only and Path(place) == root:
-            folders[:] = [name for name in folders if name in only]
-            continue
         for name in names:
             path = Path(place, name)
             if name.startswith((".", "~$")) or not path.is_file():

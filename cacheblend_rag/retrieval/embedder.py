@@ -13,9 +13,8 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,16 @@ import numpy as np
 import numpy.typing as npt
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.config import check_names
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.model_names import why_no_model
 from cacheblend_rag.models.starters import starter_folder, starter_named
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 _log = logging.getLogger(__name__)
+Vectors = npt.NDArray[np.float32]
 EmbedderFingerprint = npt.NDArray[np.float64]
 """Vectors of a few fixed texts, [texts, dimension]."""
 
@@ -51,10 +49,6 @@ _TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
 _PART_TOKENS = 48
 # Where a text is divided, the best first: between paragraphs, lines, sentences, words.
 _ENDS = tuple(map(re.compile, (r"\n\s*\n", r"\n", r"[.!?][\"'”’)\]]*\s+|[。！？｡]", r"\s+")))
-# Bytes of a text that any model reads to its end.
-_ALWAYS_READ = 500
-# Halvings by which it is found out how far a model reads.
-_HALVINGS = 5
 # Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
 _BATCH, _BATCH_CHARS = 32, 8_000
 
@@ -104,25 +98,30 @@ def embed_in_parts(embedding: Embeddings, texts: Sequence[str]) -> list[Vectors]
     return np.split(vectors, np.cumsum([len(some) for some in parts])[:-1])
 
 
-def unread_from(embedding: Embeddings, text: str) -> int | None:
-    """From which character on embeddings leave a text out, about; None if they read it to its end.
+def as_matrix(vectors: Iterable[Sequence[float]], count: int) -> Vectors:
+    """Vectors that an embedding model made, as a matrix.
 
-    A text of which the end is not read has the vector of its beginning.
+    Returns
+    -------
+    ndarray of float32
+        [count, dimension].
+
+    Raises
+    ------
+    EmbedderError
+        If there is not one finite vector for each of ``count`` texts.
     """
-
-    def same(beginning: str) -> bool:
-        return same_model([embedding.embed_documents([beginning])[0]], whole)
-
-    if len(text.encode()) <= _ALWAYS_READ:
-        return None
-    whole = np.array([embedding.embed_documents([text])[0]], dtype=np.float64)
-    low, high = 0, len(text) * 15 // 16
-    if not same(text[:high]):
-        return None
-    for _ in range(_HALVINGS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if same(text[:middle]) else (middle, high)
-    return high
+    try:
+        matrix = np.array(list(vectors), dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise EmbedderError(f"the embedding model did not make vectors of numbers: {error}") from error
+    if matrix.ndim != 2 or len(matrix) != count or matrix.shape[1] == 0:
+        raise EmbedderError(
+            f"the embedding model made an array of shape {matrix.shape} for {count} texts; one vector a text is needed"
+        )
+    if not np.isfinite(matrix).all():
+        raise EmbedderError("the embedding model made a vector with numbers that are not finite")
+    return matrix
 
 
 class SentenceTransformerEmbeddings(Embeddings):
@@ -148,17 +147,16 @@ class SentenceTransformerEmbeddings(Embeddings):
         Show a progress bar while documents are embedded, if they are more than one batch.
     model_name : str, optional
         Names the model, if ``model`` does not.
-    model_kwargs, encode_kwargs, query_encode_kwargs : dict, optional
-        More arguments of ``SentenceTransformer``, of its ``encode_document`` and of its ``encode_query``, which are
-        those of ``encode_document`` by default. All as langchain-huggingface has them.
+    model_kwargs, encode_kwargs : dict, optional
+        More arguments of ``SentenceTransformer``, and of its ``encode_document`` and ``encode_query``, as
+        langchain-huggingface has them.
 
     Raises
     ------
     EmbedderError
         If the model cannot be loaded.
     ConfigError
-        If ``batch_size`` is no whole number from 1 on, an argument of loading is given with a loaded model, or one is
-        not known.
+        If ``batch_size`` is no whole number from 1 on, or an argument of loading is given with a loaded model.
     """
 
     def __init__(
@@ -171,15 +169,11 @@ class SentenceTransformerEmbeddings(Embeddings):
         model_name: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         encode_kwargs: Mapping[str, Any] | None = None,
-        query_encode_kwargs: Mapping[str, Any] | None = None,
-        **others: Any,
     ) -> None:
-        _check_others(others)
         if (model is None) is (model_name is None):
             raise ConfigError("model", model, "name one, by model or by model_name")
         model = model_name if model is None else model
         self._encode = dict(encode_kwargs or {})
-        self._encode_query = dict(self._encode if query_encode_kwargs is None else query_encode_kwargs)
         batch_size = self._encode.pop("batch_size", batch_size)
         show_progress = self._encode.pop("show_progress_bar", show_progress)
         loading = {**(model_kwargs or {}), **({} if device is None else {"device": device})}
@@ -229,7 +223,7 @@ class SentenceTransformerEmbeddings(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a question; returns its vector."""
-        asked = {"show_progress_bar": False, **self._encode_query}
+        asked = {"show_progress_bar": False, **self._encode}
         return self._embed([text], lambda some: self.model.encode_query(some, **asked))[0]
 
     def _embed(self, texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[list[float]]:
@@ -312,11 +306,6 @@ class SharedEmbeddings(Embeddings):
         with self._lock:
             return self.inner.parts_of(texts)  # type: ignore[attr-defined, no-any-return]
 
-    @cached_property
-    def fingerprint(self) -> EmbedderFingerprint:
-        """Fingerprint of this model; see `cacheblend_rag.retrieval.embedder`."""
-        return embedder_fingerprint(self)
-
 
 def _mean(rows: Vectors) -> Vectors:
     """The mean of vectors [parts, dimension], made as long as they are: the mean of unit vectors is one."""
@@ -335,17 +324,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         batch.append(text)
     if batch:
         yield batch
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not known, and those of other packages with the one to use in their place."""
-    for name, value in others.items():
-        if name == "multi_process" and value:
-            raise ConfigError(name, value, "leave it out; texts are embedded in this process, batch_size at once")
-        if name == "cache_folder" and value is not None:
-            raise ConfigError(name, value, "use model_kwargs={'cache_folder': …}")
-    known = ("model", "batch_size", "device", "show_progress", "model_name", "model_kwargs", "encode_kwargs")
-    check_names(others.items(), (*known, "query_encode_kwargs", "multi_process", "cache_folder"))
 
 
 def _load(model: str | os.PathLike[str], loading: Mapping[str, Any]) -> SentenceTransformer:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +25,15 @@ from cacheblend_rag.retrieval.documents import (
     parse,
     read_bytes,
 )
-from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, part_tokens_of, same_model
+from cacheblend_rag.retrieval.embedder import (
+    EmbedderFingerprint,
+    Vectors,
+    embedder_fingerprint,
+    part_tokens_of,
+    same_model,
+)
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
-from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 
 _log = logging.getLogger(__name__)
@@ -111,8 +116,6 @@ class FolderIndex:
         Where the index is saved. A folder of its own.
     settings : SplitSettings, optional
         Chunk sizes.
-    only : collection of str
-        Names of folders in ``folder``, if what lies beside them is to be left out.
     on_error : {"raise", "skip"}
         For a file that cannot be read: raise, or leave it out with a logged warning. For an ``on_delete`` that raises
         `StoreError`: raise, or leave it to the next update.
@@ -138,7 +141,6 @@ class FolderIndex:
         embedder: Embeddings,
         index_dir: str | os.PathLike[str],
         settings: SplitSettings | None = None,
-        only: Collection[str] = (),
         on_error: str = "raise",
         on_delete: Callable[[Sequence[str]], object] | None = None,
         read: Callable[[FileBytes], SourceFile] = parse,
@@ -146,7 +148,6 @@ class FolderIndex:
     ) -> None:
         check_on_error(on_error)
         self.folder = Path(folder)
-        self.only = only
         self.index_dir = Path(index_dir)
         self.settings = settings or SplitSettings()
         self.on_error = on_error
@@ -211,7 +212,7 @@ class FolderIndex:
             return self._update(None if progress is None else not progress, enough)
 
     def _update(self, hidden: bool | None, enough: Callable[[int], bool]) -> IndexReport:
-        found = list_files(self.folder, only=self.only, may_be_empty=self.may_be_empty)
+        found = list_files(self.folder, may_be_empty=self.may_be_empty)
         self._load()
         before, stale = self._hashes, self._stale
         with tqdm(found.readable, desc="reading", unit="file", delay=1, leave=False, disable=hidden) as paths:

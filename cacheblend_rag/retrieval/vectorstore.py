@@ -7,28 +7,36 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
+import numpy.typing as npt
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.retrieval.embedder import embed_in_parts, part_tokens_of, unread_from
-from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
+from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.retrieval.embedder import Vectors, as_matrix, embed_in_parts, part_tokens_of
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count
 
 _log = logging.getLogger(__name__)
+# faiss rounds distances differently by place in the index; what is this close may be a tie.
+_TIE = 1e-5
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""
+
+
+class _Hit(NamedTuple):
+    """The key of a document that was found, and of its nearest vector, [dimension], the L2 distance and the numbers."""
+
+    key: int
+    distance: float
+    vector: Vectors
 
 
 class FaissVectorStore(VectorStore):
@@ -39,8 +47,7 @@ class FaissVectorStore(VectorStore):
     Methods may be called from several threads.
 
     Where the embedder embeds a long document in parts (`SentenceTransformerEmbeddings` does), each part has a vector,
-    and the nearest one counts. Of other embedders a document has one vector. If it does not depend on the document's
-    end, a warning is logged.
+    and the nearest one counts. Of other embedders a document has one vector.
 
     Parameters
     ----------
@@ -51,12 +58,17 @@ class FaissVectorStore(VectorStore):
     def __init__(self, embedding: Embeddings) -> None:
         self._embedding = embedding
         self._lock = threading.RLock()
-        self._index = ExactIndex[Document]()
-        self._tried = 0  # bytes of the longest document of which it is known whether it is read to its end
+        # The key of a document is the number of its first vector in the faiss index; further ones follow. The index is
+        # made with the first vector, which tells the dimension.
+        self._items: dict[int, Document] = {}  # by key, in the order in which they were added
+        self._keys: dict[str, int] = {}  # by the documents' ids
+        self._faiss: Any = None
+        self._next = 0
+        self._starts: npt.NDArray[np.int64] | None = None  # all keys in order, once they are asked for
 
     def __len__(self) -> int:
         """Number of documents."""
-        return len(self._index.items)
+        return len(self._items)
 
     @property
     def embeddings(self) -> Embeddings:
@@ -66,13 +78,7 @@ class FaissVectorStore(VectorStore):
     @property
     def vectors(self) -> int:
         """Number of vectors; a document has one for each of its parts."""
-        return self._index.vectors
-
-    @property
-    def dimension(self) -> int | None:
-        """Length of the vectors, or None while there are none."""
-        with self._lock:
-            return None if self._index.faiss is None else int(self._index.faiss.d)
+        return 0 if self._faiss is None else int(self._faiss.ntotal)
 
     # Adding, replacing and removing
 
@@ -129,7 +135,7 @@ class FaissVectorStore(VectorStore):
             True: when it returns, none of them is here. Unknown ids are not an error.
         """
         with self._lock:
-            self.replace(list(self._index.keys) if ids is None else ids)
+            self.replace(list(self._keys) if ids is None else ids)
         return True
 
     def embed(self, texts: Sequence[str]) -> list[Vectors]:
@@ -145,26 +151,7 @@ class FaissVectorStore(VectorStore):
         EmbedderError
             If the embedding model did not give one finite vector for each part.
         """
-        vectors = embed_in_parts(self._embedding, texts)
-        if part_tokens_of(self._embedding) is None:
-            self._try(max(texts, key=lambda text: len(text.encode(errors="replace")), default=""))
-        return vectors
-
-    def _try(self, longest: str) -> None:
-        """Warn if embeddings that do not divide documents leave the end of one out."""
-        size = len(longest.encode(errors="replace"))
-        if size <= self._tried:
-            return
-        self._tried = size
-        if (end := unread_from(self._embedding, longest)) is not None:
-            self._tried = sys.maxsize  # told once
-            _log.warning(
-                "the embedding model reads about %d of the %d characters of a document and leaves the rest out: what "
-                "stands there is not found; use smaller chunks, or embed with SentenceTransformerEmbeddings, which "
-                "divides them",
-                end,
-                len(longest),
-            )
+        return embed_in_parts(self._embedding, texts)
 
     def replace(
         self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Sequence[Vectors] | Vectors | None = None
@@ -195,21 +182,71 @@ class FaissVectorStore(VectorStore):
         if None in last:
             raise ConfigError("add", "a document without id", "give each document an id")
         added = {str(one): add[row].model_copy(deep=True) for one, row in last.items()}
+        parts = [] if vectors is None else [np.atleast_2d(vectors[row]) for row in last.values()]
         with self._lock:
-            self._index.replace(remove, added, [] if vectors is None else [vectors[row] for row in last.values()])
+            self._replace({*remove}, added, parts)
+
+    def _replace(self, remove: set[str], add: Mapping[str, Document], parts: Sequence[Vectors]) -> None:
+        leaving = {one: self._keys[one] for one in remove | add.keys() if one in self._keys}
+        if add and len(self._keys) > len(leaving):
+            self._check_dimension(parts[0].shape[1])
+        rows = self._rows_of([*leaving.values()])
+        self._starts = None
+        for one, key in leaving.items():
+            del self._keys[one], self._items[key]
+        if not self._items:
+            self._faiss = None  # the next vectors may have another dimension
+        elif leaving:
+            self._faiss.remove_ids(rows)
+        if not add:
+            return
+        if self._faiss is None:
+            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatL2(parts[0].shape[1]))
+        ends = self._next + np.cumsum([len(one) for one in parts])
+        keys = [self._next, *ends[:-1].tolist()]
+        self._faiss.add_with_ids(
+            np.ascontiguousarray(np.concatenate(parts)), np.arange(self._next, ends[-1], dtype=np.int64)
+        )
+        self._items.update(zip(keys, add.values(), strict=True))
+        self._keys.update(zip(add, keys, strict=True))
+        self._next = int(ends[-1])
+
+    def _check_dimension(self, dimension: int) -> None:
+        if self._faiss is not None and self._faiss.d != dimension:
+            raise EmbedderError(
+                f"the embedding model made a vector of {dimension} numbers, but those of the index have "
+                f"{self._faiss.d}; use the model the index was made with, or make the index anew"
+            )
+
+    def _list_numbers(self) -> npt.NDArray[np.int64]:
+        """The numbers of all vectors."""
+        return np.empty(0, np.int64) if self._faiss is None else faiss.vector_to_array(self._faiss.id_map)
+
+    def _owners(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The keys of the documents that have these vectors."""
+        if self._starts is None:
+            self._starts = np.fromiter(self._items, dtype=np.int64, count=len(self._items))
+        return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+
+    def _rows_of(self, keys: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The numbers of the vectors that these documents have."""
+        if not keys:
+            return np.empty(0, np.int64)
+        held = self._list_numbers()
+        return held[np.isin(self._owners(held), keys)]
 
     # Finding
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Return the documents with these ids, in their order; unknown ids are left out."""
         with self._lock:
-            found = [self._index.items[self._index.keys[one]] for one in ids if one in self._index.keys]
+            found = [self._items[self._keys[one]] for one in ids if one in self._keys]
             return [document.model_copy(deep=True) for document in found]
 
     def documents(self) -> list[Document]:
         """Return all documents, in the order they were added."""
         with self._lock:
-            return [document.model_copy(deep=True) for document in self._index.items.values()]
+            return [document.model_copy(deep=True) for document in self._items.values()]
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents nearest to a question.
@@ -249,7 +286,7 @@ class FaissVectorStore(VectorStore):
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
-        hits = self._search("k", embedding, k, filter)
+        hits = self._search(embedding, k, filter)
         return [(document, hit.distance) for document, hit in hits]
 
     def max_marginal_relevance_search(
@@ -301,36 +338,65 @@ class FaissVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """Return documents near to a vector and unlike each other; see `max_marginal_relevance_search`."""
-        check_count("k", k)
+        _check_count("k", k)
+        _check_count("fetch_k", fetch_k)
         if not 0 <= lambda_mult <= 1:
             raise ConfigError("lambda_mult", lambda_mult, "use a number from 0 to 1")
-        hits = self._search("fetch_k", embedding, fetch_k, filter)
+        hits = self._search(embedding, fetch_k, filter)
         if not hits:
             return []
         query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
         return [hits[row][0] for row in maximal_marginal_relevance(query, rows.tolist(), lambda_mult, k)]
 
-    def _search(
-        self, count: str, embedding: Sequence[float], k: int, filter: Filter | None
-    ) -> list[tuple[Document, Hit]]:
-        check_count(count, k)
+    def _search(self, embedding: Sequence[float], k: int, filter: Filter | None) -> list[tuple[Document, _Hit]]:
+        """The nearest documents. Of several at one distance, those whose text comes first, then whose id."""
+        _check_count("k", k)
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
-            documents = self._index.items
-            self._index.check_dimension(query.shape[1])
+            self._check_dimension(query.shape[1])
             allowed = None if filter is None else self._matching(filter)
-            hits = self._index.search(query, k, allowed, lambda key: (documents[key].page_content, documents[key].id))
-            return [(documents[hit.key].model_copy(deep=True), hit) for hit in hits]
+            if not (self._items if allowed is None else allowed):
+                return []
+            rows = self._nearest(query, k, allowed)
+            vectors: Vectors = self._faiss.reconstruct_batch(rows)
+            exact = np.linalg.norm(vectors.astype(np.float64) - query, axis=1)
+            order = np.argsort(exact, kind="stable")
+            nearest: dict[int, _Hit] = {}
+            keys = self._owners(rows[order]).tolist()
+            for key, far, row in zip(keys, exact[order].tolist(), vectors[order], strict=True):
+                nearest.setdefault(key, _Hit(key, far, row))
+            found = [(self._items[hit.key], hit) for hit in nearest.values()]
+            found.sort(key=lambda one: (one[1].distance, one[0].page_content, one[0].id))
+            return [(document.model_copy(deep=True), hit) for document, hit in found[:k]]
+
+    def _nearest(self, query: Vectors, k: int, allowed: Sequence[int] | None) -> npt.NDArray[np.int64]:
+        """Numbers of the vectors that are as near as the nearest one of the ``k``-th document, or may be."""
+        parameters, total = None, self.vectors
+        if allowed is not None:
+            rows = self._rows_of(allowed)
+            parameters, total = faiss.SearchParameters(), len(rows)
+            selector = faiss.IDSelectorBatch(rows)
+            parameters.sel = selector
+        count = int(min(k + 1, total))
+        while True:
+            squared, found = self._faiss.search(query, count, params=parameters)  # [1, count] each
+            _, first = np.unique(self._owners(found[0]), return_index=True)  # where each document is found first
+            last = np.sort(first)[k - 1] if len(first) >= k else -1
+            limit = squared[0, last] * (1 + _TIE)
+            if count == total or (len(first) >= k and squared[0, -1] > limit):
+                near: npt.NDArray[np.int64] = found[0][squared[0] <= limit]
+                return near
+            count = min(2 * count, total)
 
     def _matching(self, filter: Filter) -> list[int]:
         if callable(filter):
             # It gets a copy: a test that changes its document must not change the store.
-            return [key for key, one in self._index.items.items() if filter(one.model_copy(deep=True))]
-        wanted = dict(filter)
+            return [key for key, one in self._items.items() if filter(one.model_copy(deep=True))]
+        wanted = filter.items()
         return [
             key
-            for key, one in self._index.items.items()
-            if all(name in one.metadata and one.metadata[name] == value for name, value in wanted.items())
+            for key, one in self._items.items()
+            if all(name in one.metadata and one.metadata[name] == value for name, value in wanted)
         ]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
@@ -374,9 +440,9 @@ class FaissVectorStore(VectorStore):
             If writing fails.
         """
         with self._lock:
-            index = self._index.faiss or faiss.IndexIDMap2(faiss.IndexFlatL2(0))
+            index = self._faiss or faiss.IndexIDMap2(faiss.IndexFlatL2(0))
             vectors = faiss.serialize_index(index).tobytes()
-            saved = SavedIndex(vectors, dict(self._index.items), dict(state or {}), part_tokens_of(self._embedding))
+            saved = SavedIndex(vectors, dict(self._items), dict(state or {}), part_tokens_of(self._embedding))
         write_index(folder, saved)
 
     @classmethod
@@ -425,4 +491,11 @@ class FaissVectorStore(VectorStore):
         if held[starts].tolist() != keys or len(ids) != len(keys) or len(set(held.tolist())) != len(held):
             raise IndexDamagedError("the saved vectors and documents do not belong together")
         with self._lock:
-            self._index.restore(saved.documents, ids, index)
+            self._items, self._keys = dict(sorted(saved.documents.items())), ids
+            self._faiss, self._starts = index if self._items else None, None
+            self._next = int(self._list_numbers().max(initial=-1)) + 1
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ConfigError(name, value, "use a whole number, 1 or more")

@@ -160,8 +160,6 @@ def test_embeddings_have_the_name_and_the_arguments_that_they_have_elsewhere(tmp
     expected = model.encode(texts, normalize_embeddings=True)
     np.testing.assert_array_equal(np.array(embedder.embed_documents(texts), np.float32), expected)
     np.testing.assert_array_equal(np.array(embedder.embed_query(texts[0]), np.float32), expected[0])
-    apart = HuggingFaceEmbeddings(model, encode_kwargs=normal, query_encode_kwargs={})
-    np.testing.assert_array_equal(np.array(apart.embed_query(texts[0]), np.float32), model.encode(texts[0]))
     nodes = HuggingFaceEmbedding(model_name=str(tmp_path), embed_batch_size=3, device="cpu")
     assert (nodes.model_name, nodes.embed_batch_size) == (str(tmp_path), 3)
     np.testing.assert_array_equal(np.array(nodes.get_text_embedding(texts[0]), np.float32), model.encode(texts[0]))
@@ -172,9 +170,6 @@ def test_embeddings_have_the_name_and_the_arguments_that_they_have_elsewhere(tmp
     [
         ({}, "name one"),
         ({"model": "a", "model_name": "a"}, "name one"),
-        ({"model": "a", "multi_process": True}, "in this process"),
-        ({"model": "a", "cache_folder": "b"}, "model_kwargs"),
-        ({"model": "a", "batch_sise": 3}, "did you mean 'batch_size'"),
         ({"model": static_model(), "model_kwargs": {"trust_remote_code": True}}, "^trust_remote_code=True .*loaded"),
     ],
 )

@@ -38,10 +38,10 @@ def test_saved_model_is_loaded_by_its_path(
         assert loaded.embed_documents(["the old mill", "river"]) == embedder.embed_documents(["the old mill", "river"])
 
 
-@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "~/no/such/model"])
-def test_missing_path_is_refused(name: str) -> None:
-    with pytest.raises(EmbedderError, match=f"'{name}' cannot be loaded: there is no such file or folder.*; name a"):
-        SentenceTransformerEmbeddings(name)
+def test_missing_path_is_refused() -> None:
+    for name in ("./no/such/model", "~/no/such/model"):
+        with pytest.raises(EmbedderError, match=f"'{name}' cannot be loaded: there is no such file or folder"):
+            SentenceTransformerEmbeddings(name)
 
 
 def test_options_out_of_range(model: SentenceTransformer) -> None:

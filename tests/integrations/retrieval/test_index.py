@@ -80,18 +80,6 @@ def found(index: FolderIndex, query: str) -> list[str]:
     return [one.metadata["source"] for one in index.store.similarity_search(query, 1)]
 
 
-def test_index_of_some_folders_knows_nothing_beside_them(folder: Folder) -> None:
-    folder.write("people/young/cato.txt", "Cato is two.")
-    folder.write("mills/people/dora.txt", "Dora grinds.")
-    index = folder.index(only=("people",))
-    index.update()
-    assert {one.metadata["source"] for one in index.chunks()} == {
-        "people/anna.txt",
-        "people/ben.md",
-        "people/young/cato.txt",
-    }
-
-
 def test_only_what_changed_is_embedded(folder: Folder) -> None:
     folder.update()
     folder.write("people/anna.txt", "Anna works in Bergen.")
@@ -126,10 +114,10 @@ def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:
     assert folder.forgotten == [FILES["mill.txt"]]
 
 
-@pytest.mark.parametrize("other", [static_model(seed=1), static_model(dimension=24)], ids=["weights", "size"])
-def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> None:
+def test_another_embedding_model_rebuilds_all(folder: Folder) -> None:
     folder.update()
-    embedder = SentenceTransformerEmbeddings(other)
+    assert folder.update(embedder=SentenceTransformerEmbeddings(static_model(seed=1))).rebuilt
+    embedder = SentenceTransformerEmbeddings(static_model(dimension=24))
     assert folder.update(embedder=embedder) == report(
         files=3, changed=3, chunks=3, embedded=3, rebuilt="the embedding model changed"
     )
@@ -139,14 +127,15 @@ def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> Non
     assert found(index, "anna was born in oslo") == ["people/anna.txt"]
 
 
-@pytest.mark.parametrize("pattern", ["manifest.json", "*.faiss", "*.jsonl"])
-def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     folder.update()
-    (path,) = folder.index_dir.glob(pattern)
-    path.write_bytes(path.read_bytes()[:-9])
-    assert folder.update() == report(files=3, added=3, chunks=3, embedded=3, rebuilt="the saved index is damaged")
-    assert "the index is built anew" in caplog.text
-    assert folder.forgotten == []
+    for pattern in ("manifest.json", "*.faiss", "*.jsonl"):
+        caplog.clear()
+        path = max(folder.index_dir.glob(pattern), key=lambda one: one.stat().st_mtime_ns)
+        path.write_bytes(path.read_bytes()[:-9])
+        assert folder.update() == report(files=3, added=3, chunks=3, embedded=3, rebuilt="the saved index is damaged")
+        assert "the index is built anew" in caplog.text
+        assert folder.forgotten == []
     assert folder.update() == report(files=3, unchanged=3, chunks=3)
 
 
@@ -227,7 +216,7 @@ NAMES = st.sampled_from(["a.txt", "b.md", "sub/c.txt"])
 CONTENTS = st.sampled_from(["", "anna was born", "ben lives in oslo", "the old mill by the river", "a b c d e"])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(versions=st.lists(st.dictionaries(NAMES, CONTENTS, min_size=1), min_size=1, max_size=4))
 def test_any_history_ends_like_a_fresh_build(versions: list[dict[str, str]], model: Any) -> None:
     """Whatever the folder went through, the index equals one of the folder as it is now."""
