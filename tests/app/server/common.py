@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.app import create_app, server_config
-from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from tests import tiny
@@ -65,18 +65,11 @@ def drop_last_prompts(service: Any) -> None:
 
 
 def settings_for(
-    model: Path,
-    docs: Path,
-    data: Path,
-    *,
-    limits: Limits | None = None,
-    keys: dict[str, str] | None = None,
-    concurrent: int | None = None,
-    keys_file: Path | None = None,
-    find_repeated: bool = True,
-    **more: Any,
+    model: Path, docs: Path, data: Path, *, keys: dict[str, str] | None = None, **more: Any
 ) -> ServerSettings:
     """Settings of a server over the tiny model; documents that tests share are copied, for uploads lie among them."""
+    names = ("limits", "concurrent", "keys_file", "find_repeated")
+    own_options = {name: more.pop(name) for name in names if name in more}
     if (docs / SHARED).exists():
         own = data.with_name(data.name + "-docs")
         docs = own if own.exists() else shutil.copytree(docs, own, ignore=shutil.ignore_patterns(SHARED))
@@ -90,15 +83,7 @@ def settings_for(
         device="cpu",
         config=config,
     )
-    return ServerSettings(
-        rag=rag,
-        port=0,
-        api_keys=keys or {},
-        keys_file=keys_file,
-        limits=limits or Limits(),
-        concurrent=concurrent,
-        find_repeated=find_repeated,
-    )
+    return ServerSettings(rag=rag, port=0, api_keys=keys or {}, **own_options)
 
 
 class Served:

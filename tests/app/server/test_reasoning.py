@@ -20,16 +20,13 @@ CALL = '<tool_call>\n{"name": "look_up", "arguments": {"leaf": "red"}}\n</tool_c
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 
 
-def server_of(kind: str, docs: Path, folder: Path) -> Any:
-    tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420).save_pretrained(folder / "model")
-    thinking_tokenizer(kind).save_pretrained(folder / "model")
-    return running(settings_for(folder / "model", docs, folder / "data"))
-
-
 @pytest.fixture(scope="module")
 def thinker(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server over a model that thinks."""
-    with server_of("qwen3", docs, tmp_path_factory.mktemp("thinker")) as made:
+    folder = tmp_path_factory.mktemp("thinker")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420).save_pretrained(folder / "model")
+    thinking_tokenizer("qwen3").save_pretrained(folder / "model")
+    with running(settings_for(folder / "model", docs, folder / "data")) as made:
         yield made
 
 
