@@ -60,6 +60,7 @@ def chat_openai(server: Running, **more: Any) -> ChatOpenAI:
         model=server.service.model_name,
         use_responses_api=True,
         max_retries=0,
+        default_headers={"Connection": "close"},  # LangChain keeps connections for all models of a process
         **{"max_tokens": 6, **more},
     )
 

@@ -65,9 +65,9 @@ function chunksView({ report, sources }) {
   const again = report.chunks.reduce((sum, chunk) => sum + (chunk.hit ? chunk.recomputed : 0), 0);
   const told = `${share(report.reused / all)} of the prompt's ${count(all, "token")} came from the store`;
   const keys = [["kept", "reused"], ["again", "recomputed"], ["computed", "computed"]].map(([kind, text]) => el("span", {}, el("span", { class: `key ${kind}`, "aria-hidden": "true" }), text));
-  const why = report.plain_reason || "nothing was worth reusing";
+  const plain = report.resumed ? "Goes on from a prompt that was still in memory." : `Answered by plain prefill: ${report.plain_reason || "nothing was worth reusing"}.`;
   return [
-    report.plain && hint(`Answered by plain prefill: ${why}.`),
+    report.plain && hint(plain),
     el("p", { class: "took", text: `${count(report.hits, "hit")}, ${count(report.misses, "miss", "misses")}. ${told}.` }),
     barView([["kept prefix", prefix], ...report.chunks.flatMap(of), ["computed", between + suffix]], `${told}; ${count(again, "token")} of it recomputed`),
     el("p", { class: "hint keys" }, keys),
