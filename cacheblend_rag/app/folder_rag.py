@@ -190,14 +190,11 @@ class FolderRAG:
         result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
         report = self.llm.last_report or BlendReport(())
         text, found = result["result"].strip(), result["source_documents"]
-        return Answer(text, found, seen.info, self._segments(seen), report, seen.thought)
-
-    def _segments(self, seen: _SeenPrompt) -> Prompt:
-        return (
-            self.llm.segments(seen.messages)
-            if isinstance(self.llm, ChatCacheBlend)
-            else self.llm.match_chunks(seen.text)
-        )
+        if isinstance(self.llm, ChatCacheBlend):
+            prompt = self.llm.segments(seen.messages)
+        else:
+            prompt = self.llm.match_chunks(seen.text)
+        return Answer(text, found, seen.info, prompt, report, seen.thought)
 
     def _chain(self) -> Any:
         try:
@@ -205,17 +202,17 @@ class FolderRAG:
         except ImportError as error:
             raise MissingExtraError("langchain-classic", "langchain") from error
         retriever = self.index.store.as_retriever(search_kwargs={"k": self.options.top_k})
-        own = {"chain_type_kwargs": {"prompt": self._chat_prompt()}} if isinstance(self.llm, ChatCacheBlend) else {}
+        own = {}
+        if isinstance(self.llm, ChatCacheBlend):
+            turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
+            prompt = ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
+            own = {"chain_type_kwargs": {"prompt": prompt}}
         with warnings.catch_warnings():
             # RetrievalQA is deprecated in favour of create_retrieval_chain; both are supported.
             warnings.simplefilter("ignore")
             return RetrievalQA.from_chain_type(
                 self.llm, chain_type="stuff", retriever=retriever, return_source_documents=True, **own
             )
-
-    def _chat_prompt(self) -> ChatPromptTemplate:
-        turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
-        return ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
         """Store what waits and release the models.

@@ -53,11 +53,6 @@ class WrappedStore(KVStore):
         return record
 
     @property
-    def own_tiers(self) -> Sequence[KVStore]:
-        """Tiers of this machine."""
-        return [tier for tier in self.traits.tiers or (self.inner,) if not tier.traits.remote]
-
-    @property
     def on_evict(self) -> OnEvict | None:
         """See `KVStore.on_evict`."""
         return self.inner.on_evict

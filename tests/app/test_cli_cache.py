@@ -42,9 +42,18 @@ def data(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     return folder
 
 
+def used_at(data: Path) -> list[tuple[str, float]]:
+    store = DiskStore(data / "kv")
+    found = [(entry.key, entry.used_at) for entry in store.entries()]
+    store.close()
+    return found
+
+
 def test_stats_and_clear(data: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--data-dir", str(data)]
+    before = used_at(data)
     assert main(["cache", "stats", *where]) == 0
+    assert used_at(data) == before, "looking is no use"
     seen = capsys.readouterr().out
     assert re.search(r"^3 records, 0\.\d MB; 0\.\d MB taken", seen)
     assert re.search(r"^\d+ hits, \d+ misses, 0 evictions$", seen, re.MULTILINE)
@@ -59,25 +68,11 @@ def test_stats_and_clear(data: Path, model: Path, capsys: pytest.CaptureFixture[
     assert files(data / "kv") == []
 
 
-def test_looking_is_no_use(data: Path) -> None:
-    def state() -> list[tuple[str, float]]:
-        store = DiskStore(data / "kv")
-        found = [(entry.key, entry.used_at) for entry in store.entries()]
-        store.close()
-        return found
-
-    before = state()
-    assert main(["cache", "stats", "--data-dir", str(data)]) == 0
-    assert state() == before
-
-
-@pytest.mark.parametrize("command", ["stats", "clear"])
-def test_folder_without_a_store_is_named_and_not_made(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["cache", command, "--data-dir", str(tmp_path / "typo")]) == 2
-    assert "typo" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_folder_without_a_store_is_named_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("stats", "clear"):
+        assert main(["cache", command, "--data-dir", str(tmp_path / "typo")]) == 2
+        assert "typo" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

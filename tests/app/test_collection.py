@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cacheblend_rag.app.collection import ARTICLES_PATH, QUESTIONS_PATH
 
 ARTICLES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ARTICLES_PATH.iterdir())}
@@ -23,17 +21,14 @@ def test_the_folder_holds_two_dozen_articles_below_a_megabyte() -> None:
     assert sum(path.stat().st_size for path in files) < 1_000_000
 
 
-@pytest.mark.parametrize("name", ARTICLES)
-def test_article_has_a_title_and_plain_paragraphs(name: str) -> None:
-    title, blank, *rest = ARTICLES[name].split("\n")
-    assert re.fullmatch(r"# \S.*", title)
-    assert blank == ""
-    assert not any(line.startswith("# ") for line in rest)
-    assert not re.search(r"https?://|\]\(|<\w", ARTICLES[name])
-    assert 300 <= len(ARTICLES[name].split()) <= 800
-
-
-def test_titles_differ() -> None:
+def test_each_article_has_a_title_of_its_own_and_plain_paragraphs() -> None:
+    for name, text in ARTICLES.items():
+        title, blank, *rest = text.split("\n")
+        assert re.fullmatch(r"# \S.*", title), name
+        assert blank == "", name
+        assert not any(line.startswith("# ") for line in rest), name
+        assert not re.search(r"https?://|\]\(|<\w", text), name
+        assert 300 <= len(text.split()) <= 800, name
     assert len({text.split("\n")[0] for text in ARTICLES.values()}) == len(ARTICLES)
 
 
@@ -56,13 +51,13 @@ def test_questions_have_the_fields_that_readers_expect() -> None:
     assert len({one["question"] for one in QUESTIONS}) == len(QUESTIONS)
 
 
-@pytest.mark.parametrize("one", QUESTIONS, ids=lambda one: one["question"])
-def test_the_answer_stands_in_a_named_article(one: dict[str, Any]) -> None:
-    assert one["files"]
-    assert len(set(one["files"])) == len(one["files"])
-    assert set(one["files"]) <= set(ARTICLES)
-    accepted = [text.casefold() for text in (one["answer"], *one["aliases"])]
-    assert any(text in ARTICLES[name].casefold() for name in one["files"] for text in accepted)
+def test_each_answer_stands_in_a_named_article() -> None:
+    for one in QUESTIONS:
+        assert one["files"], one
+        assert len(set(one["files"])) == len(one["files"]), one
+        assert set(one["files"]) <= set(ARTICLES), one
+        accepted = [text.casefold() for text in (one["answer"], *one["aliases"])]
+        assert any(text in ARTICLES[name].casefold() for name in one["files"] for text in accepted), one
 
 
 def test_every_article_is_asked_about_and_some_questions_need_two() -> None:

@@ -96,6 +96,7 @@ def test_the_image_runs_the_server_as_nobody_in_particular() -> None:
     assert of("EXPOSE") == [values["CACHEBLEND_RAG_PORT"]]
 
 
+@pytest.mark.slow
 def test_the_image_is_healthy_while_requests_are_answered(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny.model(num_hidden_layers=2).save_pretrained(model)

@@ -2,158 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore, KVRecord, StoredKV
-from tests.toy import MODEL_PATH
-
-__all__ = [
-    "Crowd",
-    "DamageTrials",
-    "Outcome",
-    "crowd",
-    "is_right",
-    "kill_while_writing",
-    "only_from",
-    "record_of",
-    "same_result",
-    "truncations",
-    "wrong_records",
-]
 
 _LAYERS, _HEADS, _DIM = 3, 2, 16
-_CHUNKS = (
-    "The harbour was dredged in 1912 and the sand went to the mill.",
-    "The mill burned down in 1931. Nobody was in it.",
-    "The bridge beside the mill is made of oak and was mended twice.",
-)
-_PROMPT = Prompt("Read this.\n", list(_CHUNKS), "\nQuestion: When did the mill burn down?\nAnswer:")
-
-
-@contextmanager
-def only_from(level: int, name: str = "cacheblend_rag") -> Iterator[None]:
-    """Within it, nothing below this level is logged there: every trial would log a miss."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-# Damage -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a request over a damaged record.
-
-    Parameters
-    ----------
-    hits : int
-        Chunks read from the store, of three.
-    as_never_stored : bool
-        Whether the result is bit by bit that of a run in which the chunk was never stored.
-    as_undamaged : bool
-        Whether it is that of a run over the whole record.
-    """
-
-    hits: int
-    as_never_stored: bool
-    as_undamaged: bool
-
-    @property
-    def right(self) -> bool:
-        """Whether the damage was seen, or did not touch the content."""
-        return self.as_never_stored if self.hits == 2 else self.as_undamaged and self.hits == 3
-
-
-class DamageTrials:
-    """One request over a tiny model, asked again and again with the record of one chunk damaged.
-
-    Parameters
-    ----------
-    folder : path
-        Of the KV store; should be empty.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-        torch.manual_seed(0)
-        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": _LAYERS, "num_attention_heads": 4}
-        config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.3, **shape)
-        options = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="off")
-        model = LlamaForCausalLM(config).eval()
-        self.engine = BlendEngine(model, tokenizer, config=options, store=folder)
-        self.engine.warm([_CHUNKS[0], _CHUNKS[2]], progress=False)
-        self._never = self.engine.fuse(_PROMPT)
-        others = set(self._files())
-        self._restore()
-        (self.path,) = set(self._files()) - others
-        self._others = others
-        self.data = self.path.read_bytes()
-        self._warm = self.engine.fuse(_PROMPT)
-
-    def _files(self) -> list[Path]:
-        store: Any = self.engine.store
-        return sorted(store.folder.glob("??/??/*.val"))
-
-    def _restore(self) -> None:
-        self.engine.warm([_CHUNKS[1]], progress=False)
-
-    def run(self, damaged: bytes | None) -> Outcome:
-        """Put these bytes in place of the record's file, or nothing, and ask."""
-        self._restore()
-        (path,) = set(self._files()) - self._others
-        if damaged is None:
-            path.unlink()
-        else:
-            path.write_bytes(damaged)
-        fused = self.engine.fuse(_PROMPT)
-        return Outcome(fused.report.hits, same_result(fused, self._never), same_result(fused, self._warm))
-
-    def close(self) -> None:
-        """Release the engine."""
-        self.engine.close()
-
-
-def truncations(data: bytes) -> dict[str, int]:
-    """A length of every class to which a record can be cut."""
-    header = int.from_bytes(data[8:12], "little")
-    return {
-        "nothing left": 0,
-        "within the magic": 5,
-        "within the header's size": 10,
-        "before the header": 16,
-        "within the header": 16 + header // 2,
-        "before the padding": 16 + header,
-        "before layer 0": 4096 * -(-(16 + header) // 4096),
-        "within a layer": len(data) // 2 + 100,
-        "before the last layer": len(data) - 4096,
-        "within the last layer": len(data) - 4000,
-        "last byte missing": len(data) - 1,
-    }
 
 
 def same_result(one: FusedKV, other: FusedKV) -> bool:
@@ -229,6 +97,23 @@ def kill_while_writing(folder: Path, rounds: int, seed: int = 0) -> list[int]:
         writer.join()
         written.append(int(count.value))
     return written
+
+
+def hold_claim(folder: Path, key: str) -> BaseProcess:
+    """A process that holds a claim until it is killed."""
+    context = _context()
+    held = context.Event()
+    holder = context.Process(target=_hold, args=(str(folder), key, held), daemon=True)
+    holder.start()
+    assert held.wait(120)
+    return holder
+
+
+def _hold(folder: str, key: str, held: Any) -> None:
+    with DiskStore(folder).claim(key) as mine:
+        assert mine
+        held.set()
+        signal.pause()
 
 
 def _write(folder: str, seed: int, count: Any) -> None:

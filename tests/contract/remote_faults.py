@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,18 +16,15 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import FusedKV
-from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.servers import Proxy, make_bucket, s3_environment
-from tests.contract.faults import is_right, record_of, same_result
+from tests.contract.faults import same_result
 from tests.toy import MODEL_PATH
-
-__all__ = ["Answered", "Place", "RemoteTrials", "clients_at_once", "s3_place", "valkey_place"]
 
 _LAYERS = 8
 Change: TypeAlias = Callable[[bytes], bytes | None]
@@ -163,70 +156,3 @@ class RemoteTrials:
                 self.warm(engine, [chunk for chunk, hit in zip(self.chunks, hits, strict=True) if hit])
                 self._expected[known] = engine.fuse(self._prompt)
         return self._expected[known]
-
-
-def clients_at_once(
-    opened: Callable[[], KVStore], clients: int, seconds: float, fault: Callable[[float], None] | None = None
-) -> dict[str, int]:
-    """Let clients read, write and delete at random in one store, each through a store object of its own.
-
-    Parameters
-    ----------
-    opened : callable
-        Makes one of these objects.
-    clients : int
-    seconds : float
-    fault : callable, optional
-        Called again and again meanwhile, with the seconds that are left.
-
-    Returns
-    -------
-    dict of str to int
-        ``reads``, ``hits``, ``lost`` (records that were gone while they were read), ``writes``, ``deletions``,
-        ``refused`` (calls that ended in an error of the store's own), ``wrong`` and ``longest`` (of one call, in
-        milliseconds).
-    """
-    counts, lock, end = Counter[str](), threading.Lock(), time.monotonic() + seconds
-
-    def client(seed: int) -> None:
-        chooser, own, longest = random.Random(seed), Counter[str](), 0.0
-        with closing(opened()) as store:
-            while time.monotonic() < end:
-                started = time.monotonic()
-                own += Counter(_one_call(store, chooser))
-                longest = max(longest, time.monotonic() - started)
-        with lock:
-            counts.update(own)
-            counts["longest"] = max(counts["longest"], round(longest * 1000))
-
-    with ThreadPoolExecutor(clients) as pool:
-        done = [pool.submit(client, seed) for seed in range(clients)]
-        while fault is not None and (left := end - time.monotonic()) > 0:
-            fault(left)
-        for one in done:
-            one.result()
-    return {name: counts[name] for name in _COUNTED}
-
-
-_COUNTED: Sequence[str] = ("reads", "hits", "lost", "writes", "deletions", "refused", "wrong", "longest")
-
-
-def _one_call(store: KVStore, chooser: random.Random) -> list[str]:
-    number, what = chooser.randrange(30), chooser.random()
-    try:
-        if what < 0.6:
-            stored = store.open(str(number))
-            if stored is None:
-                return ["reads"]
-            with closing(stored):
-                try:
-                    return ["reads", "hits"] + ["wrong"] * (not is_right(stored, number))
-                except StoreError:
-                    return ["reads", "lost"]
-        if what < 0.9:
-            store.put(str(number), record_of(number))
-            return ["writes"]
-        store.delete(str(number))
-        return ["deletions"]
-    except StoreError:
-        return ["refused"]

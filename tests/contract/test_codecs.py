@@ -61,18 +61,7 @@ def bound(name: str, exact: torch.Tensor, axis: int) -> torch.Tensor:
     return largest / 127 * 1.001 + rounding  # a scale is a power of two, up to twice the least that would do
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LOSSY)
-def test_no_element_is_off_by_more_than_half_a_step(name: str, dtype: torch.dtype) -> None:
-    record = make(dtype)
-    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
-        assert keys.dtype == values.dtype == dtype
-        for got, exact, axis in ((keys, record.kv.keys[layer], 1), (values, record.kv.values[layer], 2)):
-            off = (got.float() - exact.float()).abs()
-            assert bool((off <= bound(name, exact, axis)).all())
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(LOSSY),
     dtype=st.sampled_from(DTYPES),
@@ -90,19 +79,6 @@ def test_any_shape_keeps_the_bound(name: str, dtype: torch.dtype, tokens: int, d
         assert bool(((values.float() - exact.float()).abs() <= bound(name, exact, 2)).all())
 
 
-def test_each_codec_is_more_exact_than_the_smaller_one() -> None:
-    record = make()
-    exact = torch.stack(record.kv.keys)
-    errors, sizes = {}, {}
-    for name, codec in CODECS.items():
-        keys = torch.stack([layer[0] for layer in read_back(record, RecordFormat(name))])
-        errors[name] = float(((keys - exact) / exact.abs().amax(2, keepdim=True)).norm())
-        sizes[name] = codec.token_bytes(dataclasses.replace(record.info, dtype="bfloat16"))
-    assert errors["raw"] == 0 < errors["int8"]
-    assert sizes["raw"] == LAYERS * 2 * HEADS * DIM * 2
-    assert sizes["int8"] < 0.58 * sizes["raw"]
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_the_size_is_known_before_a_record_is_made(name: str) -> None:
     form = RecordFormat(name)
@@ -112,19 +88,19 @@ def test_the_size_is_known_before_a_record_is_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
-def test_unscalable_rows_are_kept_raw(name: str, bad: float) -> None:
-    record = make()
-    record.kv.keys[1][0, 3, 5] = bad
-    record.kv.keys[1][0, 4, 5] = -bad
-    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
-        if bad != 1e38:
-            assert torch.equal(keys.nan_to_num(7.0), record.kv.keys[layer].nan_to_num(7.0))
-            assert torch.equal(values, record.kv.values[layer])
-        assert bool((keys.isfinite() == record.kv.keys[layer].isfinite()).all())
+def test_unscalable_rows_are_kept_raw(name: str) -> None:
+    for bad in (float("nan"), float("inf"), 1e38):
+        record = make()
+        record.kv.keys[1][0, 3, 5] = bad
+        record.kv.keys[1][0, 4, 5] = -bad
+        for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
+            if bad != 1e38:
+                assert torch.equal(keys.nan_to_num(7.0), record.kv.keys[layer].nan_to_num(7.0))
+                assert torch.equal(values, record.kv.values[layer])
+            assert bool((keys.isfinite() == record.kv.keys[layer].isfinite()).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(dtype=st.sampled_from(DTYPES), tokens=st.integers(1, 131), seed=st.integers(0, 2**31))
 def test_eight_bits_once_decoded_are_encoded_again_without_loss(dtype: torch.dtype, tokens: int, seed: int) -> None:
     form, record = RecordFormat("int8"), make(dtype, seed, tokens)
@@ -201,15 +177,4 @@ def test_store_reads_records_of_every_codec(tmp_path: Path) -> None:
         stored.close()
     sizes = {entry.key: entry.bytes for entry in store.entries()}
     assert sizes["int8"] < sizes["raw"]
-    store.close()
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_store_adds_little_to_the_kv(name: str, tmp_path: Path) -> None:
-    record = make(torch.bfloat16, tokens=512)
-    store = DiskStore(tmp_path, form=RecordFormat(name))
-    for number in range(8):
-        store.put(f"key {number}", record)
-    kv = 8 * 512 * CODECS[name].token_bytes(record.info)
-    assert kv < store.volume() <= 1.2 * kv + 2**16, "apart from the empty index"
     store.close()

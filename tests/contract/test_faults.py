@@ -5,70 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
-import json
 import logging
 import os
 import resource
 import shutil
 import signal
-import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import diskcache
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
-from tests import tiny
 from tests.contract.faults import (
-    DamageTrials,
     crowd,
     kill_while_writing,
     record_of,
-    truncations,
     wrong_records,
 )
 from tests.contract.test_store import alter, files
-from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
-
-
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DamageTrials]:
-    made = DamageTrials(tmp_path_factory.mktemp("trials") / "kv")
-    yield made
-    made.close()
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_flipped_bit_gives_the_result_without_the_record(trials: DamageTrials, where: float, bit: int) -> None:
-    at = int(where * len(trials.data))
-    damaged = bytearray(trials.data)
-    damaged[at] ^= 1 << bit
-    outcome = trials.run(bytes(damaged))
-    assert outcome.right
-    header = int.from_bytes(trials.data[8:12], "little")
-    table = json.loads(trials.data[16 : 16 + header])["table"]
-    content = at < 16 + header or any(offset <= at < offset + size for offset, size, _ in table)
-    assert outcome.hits == (2 if content else 3)
-
-
-def test_every_class_of_truncation_gives_the_result_without_the_record(trials: DamageTrials) -> None:
-    for name, length in truncations(trials.data).items():
-        outcome = trials.run(trials.data[:length])
-        assert outcome.as_never_stored, name
-        assert outcome.hits == 2, name
-    assert trials.run(None).as_never_stored
-    untouched = trials.run(trials.data)
-    assert untouched.as_undamaged
-    assert not untouched.as_never_stored, "nothing would show the difference"
-
+from tests.probes import CHUNKS, PROMPT, assert_same, engine_of
 
 # The folder ---------------------------------------------------------------------------------
 
@@ -80,12 +38,11 @@ def cold() -> FusedKV:
         return engine.fuse(PROMPT)
 
 
-@pytest.mark.parametrize("write_back", ["inline", "background"])
 def test_removing_the_folder_in_use_costs_only_hits(
-    write_back: str, tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, cold: FusedKV, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kv"
-    with engine_of(store=folder, recompute_ratio=0.2, write_back=write_back) as engine:
+    with engine_of(store=folder, recompute_ratio=0.2, write_back="background") as engine:
         engine.warm(CHUNKS)
         shutil.rmtree(folder)
         with caplog.at_level(logging.WARNING):
@@ -94,20 +51,6 @@ def test_removing_the_folder_in_use_costs_only_hits(
                 engine.flush()
         assert "could not store" in caplog.text
     assert not folder.exists(), "nothing is written into a folder that was taken away"
-
-
-def test_removing_the_folder_between_two_layers_changes_nothing(tmp_path: Path) -> None:
-    """Records that are open stay readable."""
-    folder = tmp_path / "kv"
-    store = Hooked(DiskStore(folder))
-    with engine_of(store=store, recompute_ratio=0.2, write_back="off") as engine:
-        engine.warm(CHUNKS)
-        warm = engine.fuse(PROMPT)
-        store.reading = lambda key, layer: shutil.rmtree(folder, ignore_errors=True) if layer == 2 else None
-        fused = engine.fuse(PROMPT)
-        assert fused.report.hits == 3
-        assert_same(fused, warm)
-    store.close()
 
 
 BIND, REMOUNT, READ_ONLY = 4096, 32, 1
@@ -241,58 +184,7 @@ def test_folder_turned_read_only_costs_only_storing(
             DiskStore(tmp_path / "other")
 
 
-def test_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records do not age, whatever the clock says; the order of eviction may suffer, no more."""
-    size = 4096 * 5
-    store = DiskStore(tmp_path, 4 * size + 100_000)
-    now = time.time()
-    jumps = iter([0, 10**9, -(10**9), 5, 10**10, -now, 3, 2, 1] * 20)
-    clock = type("Clock", (), {"time": staticmethod(lambda: now + next(jumps)), "sleep": time.sleep})
-    monkeypatch.setattr(diskcache.core, "time", clock)
-    for number in range(12):
-        store.put(str(number), record_of(number))
-        opened = store.open(str(number))
-        if opened is not None:  # when the clock was back, the newest looked the oldest
-            opened.close()
-    assert store.volume() <= store.traits.size_limit
-    assert list(store.entries())
-    assert list(wrong_records(store)) == []
-    store.close()
-
-
-def test_two_models_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path)
-    models = [tiny.model(), tiny.model(seed=1), tiny.model("qwen3")]
-    alone = []
-    for model in models:
-        with engine_of(model, recompute_ratio=0.2) as engine:
-            engine.warm(CHUNKS)
-            alone.append(engine.fuse(PROMPT))
-    engines = [engine_of(model, store=store, recompute_ratio=0.2) for model in models]
-    for engine in engines:
-        engine.warm(CHUNKS)
-    for engine, expected in zip(engines, alone, strict=True):
-        fused = engine.fuse(PROMPT)
-        assert fused.report.hits == 3
-        assert_same(fused, expected)
-        engine.close()
-    store.close()
-
-
 # Foreign files -----------------------------------------------------------------------------
-
-
-def test_files_and_folders_are_private(tmp_path: Path) -> None:
-    old = os.umask(0)
-    try:
-        store = DiskStore(tmp_path / "kv")
-        store.put("a", record_of(1))
-        with store.claim("a"):
-            for path in (tmp_path / "kv").rglob("*"):
-                assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-        store.close()
-    finally:
-        os.umask(old)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "socket folder"])
@@ -313,36 +205,37 @@ def test_record_that_is_no_plain_file_is_a_miss(kind: str, tmp_path: Path, caplo
     store.close()
 
 
-@pytest.mark.parametrize("key", ["../../outside", "/etc/passwd", "a/b", "\0", "x" * 5000, "..", "'; DROP TABLE Cache"])
-def test_path_in_a_key_leads_nowhere(key: str, tmp_path: Path) -> None:
+def test_path_in_a_key_leads_nowhere(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = DiskStore(folder)
-    store.put(key, record_of(3))
-    with store.claim(key) as mine:
-        assert mine
-    opened = store.open(key)
-    assert opened is not None
-    assert opened.info == record_of(3).info
-    opened.close()
-    assert len(files(folder)) == 1
-    assert store.delete(key)
-    assert sorted(tmp_path.iterdir()) == [folder]
+    for key in ("../../outside", "/etc/passwd", "a/b", "\0", "x" * 5000, "..", "'; DROP TABLE Cache"):
+        store.put(key, record_of(3))
+        with store.claim(key) as mine:
+            assert mine, key
+        opened = store.open(key)
+        assert opened is not None, key
+        assert opened.info == record_of(3).info
+        opened.close()
+        assert len(files(folder)) == 1
+        assert store.delete(key)
+        assert sorted(tmp_path.iterdir()) == [folder]
     store.close()
 
 
-@pytest.mark.parametrize(
-    "name", ["../../outside", "/etc/passwd", "\0", "x" * 5000, 5, None, b"bytes", "cache.db/../../outside"], ids=repr
-)
-def test_path_in_the_index_leads_nowhere(name: Any, tmp_path: Path) -> None:
-    store = DiskStore(tmp_path / "kv")
-    store.put("a", record_of(3))
-    (tmp_path / "outside").write_bytes(files(tmp_path / "kv")[0].read_bytes())
-    alter(tmp_path / "kv", "UPDATE Cache SET filename = ?", name)
-    assert store.open("a") is None
-    store.put("b", record_of(4))
-    assert [entry.key for entry in store.entries() if entry.key == "b"] == ["b"]
-    assert (tmp_path / "outside").exists()
-    store.close()
+def test_path_in_the_index_leads_nowhere(tmp_path: Path) -> None:
+    name: Any
+    for name in ("../../outside", "/etc/passwd", "\0", "x" * 5000, 5, None, b"bytes", "cache.db/../../outside"):
+        store = DiskStore(tmp_path / "kv")
+        store.put("a", record_of(3))
+        (file,) = [path for path in files(tmp_path / "kv") if path.stat().st_size > 5000]
+        (tmp_path / "outside").write_bytes(file.read_bytes())
+        alter(tmp_path / "kv", "UPDATE Cache SET filename = ?", name)
+        assert store.open("a") is None, name
+        store.put("b", record_of(4))
+        assert [entry.key for entry in store.entries() if entry.key == "b"] == ["b"], name
+        assert (tmp_path / "outside").exists()
+        store.close()
+        shutil.rmtree(tmp_path / "kv")
 
 
 def test_settings_someone_left_in_the_data_base_are_an_error_of_ours_or_nothing(tmp_path: Path) -> None:
@@ -363,7 +256,7 @@ def test_settings_someone_left_in_the_data_base_are_an_error_of_ours_or_nothing(
 
 
 def test_kill_9_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
-    written = kill_while_writing(tmp_path / "kv", rounds=4)
+    written = kill_while_writing(tmp_path / "kv", rounds=2)
     assert all(written)
     store = DiskStore(tmp_path / "kv", 20_000_000)
     assert list(store.entries())
@@ -376,27 +269,8 @@ def test_kill_9_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("error", [FileExistsError, FileNotFoundError])
-def test_folder_removed_by_another_process_is_made_again(
-    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, make, failed = DiskStore(tmp_path), Path.mkdir, list[Path]()
-
-    def removed(path: Path, *args: Any, **kwargs: Any) -> None:
-        if len(failed) < 3:
-            failed.append(path)
-            raise error(str(path))
-        make(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "mkdir", removed)
-    store.put("a", record_of(1))
-    assert len(failed) == 3
-    assert store.contains("a")
-    store.close()
-
-
 def test_processes_share_a_folder(tmp_path: Path) -> None:
-    seen = crowd(tmp_path / "kv", processes=3, seconds=1.5, size_limit=600_000)
+    seen = crowd(tmp_path / "kv", processes=3, seconds=1.0, size_limit=600_000)
     assert (seen.wrong, seen.crashed, seen.refused) == (0, 0, 0)
     assert seen.hits
     assert seen.writes

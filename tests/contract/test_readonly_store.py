@@ -67,7 +67,7 @@ print(json.dumps([said_of(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-CASES = {"inline": ("inline", "0"), "background": ("background", "0"), "below memory": ("inline", "1GB")}
+CASES = {"alone": ("background", "0"), "below memory": ("inline", "1GB")}
 
 
 class Kept(NamedTuple):
@@ -89,9 +89,12 @@ def kept() -> Iterator[dict[str, Kept]]:
     above.chmod(0o755)
     config = BlendConfig(min_tokens=0, recompute_ratio=0.2)
     folders = {name: above / name for name in CASES}
+    first, *others = folders.values()
+    with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=first) as engine:
+        engine.warm(CHUNKS, progress=False)
+    for other in others:
+        shutil.copytree(first, other)
     for folder in folders.values():
-        with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
-            engine.warm(CHUNKS, progress=False)
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
     before = {name: files_of(folder) for name, folder in folders.items()}
@@ -122,9 +125,8 @@ def run(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
-@pytest.mark.parametrize("write_back", ["inline", "background"])
-def test_unwritable_folder_serves_hits(kept: dict[str, Kept], write_back: str) -> None:
-    said = kept[write_back].said
+def test_unwritable_folder_serves_hits(kept: dict[str, Kept]) -> None:
+    said = kept["alone"].said
     for turn in range(2):
         assert said[f"stored {turn}"] == [2, 0]
         assert said[f"new {turn}"] == [2, 1]
@@ -137,7 +139,7 @@ def test_unwritable_folder_serves_hits(kept: dict[str, Kept], write_back: str) -
     assert others == []
     assert "not all could be forgotten" in said["forget"]
     assert "cannot be erased" in said["forget"]
-    assert kept[write_back].before == kept[write_back].after
+    assert kept["alone"].before == kept["alone"].after
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")

@@ -19,7 +19,7 @@ from cacheblend_rag.calibration.profiler import measure_remote
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreUnreachableError
 from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
-from cacheblend_rag.loading import ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
+from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.factory import open_remote
 from cacheblend_rag.store.remote import RemoteStore
@@ -114,13 +114,12 @@ def test_places_are_named_in_one_line(valkey: int, tmp_path: Path) -> None:
             assert [tier.traits.tier for tier in store.traits.tiers] == expected
 
 
-@pytest.mark.parametrize(
-    "store", [[], [""], ["kv", 3], "ftp://host/kv", "s3://", "valkey://host:port/0", "s3://name:secret@bucket"]
-)
-def test_bad_store_address_is_refused_without_its_secret(store: Any) -> None:
-    with pytest.raises(ConfigError, match="store=") as raised:
-        open_store(store, BlendConfig())
-    assert "secret" not in str(raised.value)
+def test_bad_store_address_is_refused_without_its_secret() -> None:
+    store: Any
+    for store in ([], [""], ["kv", 3], "ftp://host/kv", "s3://", "valkey://host:port/0", "s3://name:secret@bucket"):
+        with pytest.raises(ConfigError, match="store=") as raised:
+            open_store(store, BlendConfig())
+        assert "secret" not in str(raised.value)
 
 
 def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
@@ -162,20 +161,6 @@ def store_of_each(request: Any, s3: int, valkey: int) -> Iterator[KVStore]:
     url = f"s3://{bucket}/kv" if request.param == "s3" else f"valkey://127.0.0.1:{valkey}/3"
     with closing(open_remote(url)) as store:
         yield store
-
-
-def test_chunk_slower_to_fetch_than_to_compute_is_computed() -> None:
-    prefill = {"model": PrefillProfile(0.0, 1e-3, 0.0)}
-    devices = {"disk": Device("disk", 1e9), "s3": Device("s3", 1e6, latency=0.02)}
-    controller = LoadingController(MachineProfile(prefill, devices))
-    near, far = ChunkKV(500, 10**7), ChunkKV(500, 10**7, "s3")  # half a second to compute; 0.01 s, and 10 s
-    plan = controller.plan("model", [near, far, near], 1600, device="disk", reads=24)
-    assert plan.recomputed_chunks == (1,)
-    assert plan.load_seconds == pytest.approx(0.02)
-    small = ChunkKV(500, 10**5, "s3")
-    plan = controller.plan("model", [near, small, small], 1600, device="disk", reads=24)
-    assert plan.recomputed_chunks == ()
-    assert plan.load_seconds == pytest.approx(0.01 + 2 * 0.02 + 0.2), "both are asked for at once"
 
 
 def test_engine_leaves_records_that_do_not_pay(tmp_path: Path) -> None:

@@ -95,19 +95,14 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
         os.umask(old)
 
 
-def test_tilde_in_a_folder_means_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    store = DiskStore("~/kv")
-    store.put("a", make(1))
-    assert len(files(tmp_path / "kv")) == 1
-    store.close()
-
-
 def test_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that first uses the store after the process has changed its folder opens the data base anew."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "first")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    DiskStore("~/tilde").close()
+    assert (tmp_path / "tilde").is_dir()
     store = DiskStore("kv", 10**7)
     monkeypatch.chdir(tmp_path / "second")
     writer = threading.Thread(target=store.put, args=("key", make()))
@@ -205,59 +200,6 @@ def test_pickled_key_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
-def test_value_outside_the_folder_is_neither_read_nor_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "kv"
-    store = DiskStore(folder)
-    store.put("a", make(1))
-    outside = tmp_path / "outside"
-    files(folder)[0].rename(outside)
-    alter(folder, "UPDATE Cache SET filename = '../outside'")
-    with caplog.at_level(logging.WARNING):
-        assert store.open("a") is None
-    assert "outside" in caplog.text
-    store.delete("a")
-    assert outside.exists()
-    store.put("a", make(1))
-    alter(folder, "UPDATE Cache SET filename = ?", str(outside))
-    store.put("a", make(2))
-    assert outside.exists()
-    assert same(store.open("a"), make(2))
-    store.close()
-
-
-def _truncate(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(5000)
-
-
-DAMAGE = {
-    "deleted": Path.unlink,
-    "emptied": lambda path: path.write_bytes(b""),
-    "truncated": _truncate,
-    "header flipped": lambda path: path.write_bytes(path.read_bytes()[:30] + b"\0" + path.read_bytes()[31:]),
-    "a folder instead": lambda path: (path.unlink(), path.mkdir()),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_record_is_a_logged_miss_and_can_be_stored_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = DiskStore(tmp_path)
-    store.put("a", make(1))
-    DAMAGE[damage](files(tmp_path)[0])
-    with caplog.at_level(logging.WARNING):
-        assert store.open("a") is None
-    assert "counts as a miss" in caplog.text
-    assert not store.contains("a"), "a record that cannot be read must not keep a new one from being stored"
-    caplog.clear()
-    assert store.open("a") is None
-    assert caplog.text == ""
-    store.put("a", make(2))
-    assert same(store.open("a"), make(2))
-    store.close()
-
-
 def test_database_destroyed_while_open_is_a_logged_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(tmp_path)
     store.put("a", make(1))
@@ -288,9 +230,8 @@ def test_keys_are_stable_and_take_any_sequence() -> None:
     assert record_key(**KEY) == record_key(**KEY | {"context_ids": [1], "token_ids": [5, 6]})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_every_part_moves_the_key() -> None:
+    for changes in (
         {"fingerprint": "other"},
         {"salt": "tenant"},
         {"kind": "prefix"},
@@ -301,8 +242,5 @@ def test_keys_are_stable_and_take_any_sequence() -> None:
         {"fingerprint": "mode", "salt": "l"},
         {"salt": "chunk", "kind": ""},
         {"salt": "5chunk1", "kind": ""},
-    ],
-    ids=str,
-)
-def test_every_part_moves_the_key(changes: dict[str, Any]) -> None:
-    assert record_key(**KEY | changes) != record_key(**KEY)
+    ):
+        assert record_key(**KEY | changes) != record_key(**KEY), changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from cacheblend_rag import __version__
+from cacheblend_rag.app.cli.arguments import only_from
 from cacheblend_rag.app.cli.ask import add_ask
 from cacheblend_rag.app.cli.cache import add_cache
 from cacheblend_rag.app.cli.calibrate import add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
 from cacheblend_rag.app.cli.keys import add_keys
 from cacheblend_rag.app.cli.models import add_models
-from cacheblend_rag.app.cli.other_packages import others_muted
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
 from cacheblend_rag.app.options import FolderRAGOptions
@@ -25,6 +26,8 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 __all__ = ["main"]
 
+# Packages that warn at each start of what they lack or deprecate, whatever is done with them.
+_CHATTY = ("torch.utils._pytree", "torchao", "bitsandbytes")
 # Commands and flags of earlier versions, as the parser's errors quote them, and what to do instead.
 _REMOVED = {
     "'adapt'": "calibrate alone finds how little recompute a model tolerates",
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        with others_muted():
+        with only_from(logging.ERROR, *_CHATTY):
             status: int = parsed.run(parsed)
         return status
     except CacheBlendError as error:
@@ -82,15 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (
-        add_ask,
-        add_serve,
-        add_keys,
-        add_models,
-        add_cache,
-        add_profile,
-        add_calibrate,
-        add_eval,
-    ):
+    for add in (add_ask, add_serve, add_keys, add_models, add_cache, add_profile, add_calibrate, add_eval):
         add(commands)
     return parser

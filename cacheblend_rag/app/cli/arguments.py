@@ -24,7 +24,7 @@ from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.config import BlendConfig, default_data_path, options_of
 
 # They log what the screen says better, or what only who repairs the file could use.
-_SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.documents")
+SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.documents")
 RAG_OPTIONS = options_of(FolderRAGOptions)
 _OF_ENGINE = [option for option in options_of(BlendConfig) if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -42,6 +42,19 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 _ARGUMENTS["reasoning"] |= {"nargs": "?", "const": "on"}
 
 
+@contextmanager
+def only_from(level: int, *names: str) -> Iterator[None]:
+    """Within it, these loggers let nothing through below a level."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, before in levels.items():
+            logger.setLevel(before)
+
+
 class Screen:
     """The two streams of a command."""
 
@@ -50,18 +63,6 @@ class Screen:
         self._err = Console(stderr=True, soft_wrap=True, highlight=False)
         if not sys.stderr.isatty():  # bars of the libraries that load models
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-    @contextmanager
-    def mute_logs(self) -> Iterator[None]:
-        """Nothing is logged meanwhile that the screen says itself."""
-        levels = {logging.getLogger(name): logging.getLogger(name).level for name in _SILENT}
-        for logger in levels:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in levels.items():
-                logger.setLevel(level)
 
     def show(self, *parts: str | tuple[str, str]) -> None:
         """A line of the result: texts, or texts with a style."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.cli.arguments import (
+    SILENT,
+    Screen,
+    add_arguments,
+    add_rag_arguments,
+    only_from,
+    rag_options,
+)
 from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.config import VERIFY
@@ -18,12 +25,10 @@ from cacheblend_rag.models.loading_bars import bars_hidden
 from cacheblend_rag.retrieval.documents import by_suffix
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.cli.arguments import Screen
     from cacheblend_rag.app.folder_rag import Answer, FolderRAG
     from cacheblend_rag.app.options import FolderRAGOptions
     from cacheblend_rag.report import Verification
 
-_T = TypeVar("_T")
 # Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
 _NAMED = 10
 _FEW = 3
@@ -83,11 +88,9 @@ def _ask(parsed: argparse.Namespace) -> int:
 @contextmanager
 def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     """Load the models, and say so: importing and loading takes seconds."""
-    from cacheblend_rag.app.cli.arguments import Screen
-
     screen = Screen()
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
-    with screen.mute_logs(), bars_hidden():
+    with only_from(logging.CRITICAL, *SILENT), bars_hidden():
         with no_search_for_garbage():
             from cacheblend_rag.app.folder_rag import FolderRAG
 
@@ -102,21 +105,15 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
     if index.rebuilt:
         screen.warn(f"The index was built anew: {index.rebuilt}.")
     screen.note(f"{index.chunks} chunks of {index.files} files indexed ({index.embedded} embedded now)")
-    for path, reason in _first(index.skipped.items()):
-        screen.warn(f"skipped: {reason if path in reason else f'{path}: {reason}'}")
-    for path in _first(index.empty):
+    skipped = [reason if path in reason else f"{path}: {reason}" for path, reason in index.skipped.items()]
+    for path in index.empty:
         scanned = " (scanned pages need text recognition first)" if path.lower().endswith(".pdf") else ""
-        screen.warn(f"skipped: {path} holds no text{scanned}")
-    more = max(0, len(index.skipped) - _NAMED) + max(0, len(index.empty) - _NAMED)
-    if more:
-        screen.warn(f"skipped: {more} more")
+        skipped.append(f"{path} holds no text{scanned}")
+    for text in (*skipped[:_NAMED], *[f"{len(skipped) - _NAMED} more"] * (len(skipped) > _NAMED)):
+        screen.warn(f"skipped: {text}")
     if index.others:
         names = ", ".join(index.others[:_FEW]) + (", …" if len(index.others) > _FEW else "")
         screen.note(f"{len(index.others)} files of other kinds left out ({by_suffix(index.others)}): {names}")
-
-
-def _first(items: Iterable[_T]) -> Iterator[_T]:
-    return islice(items, _NAMED)
 
 
 def prepare(options: FolderRAGOptions) -> None:

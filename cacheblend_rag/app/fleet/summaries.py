@@ -32,7 +32,7 @@ class SummarizedStore(WrappedStore):
 
     def __init__(self, inner: KVStore) -> None:
         super().__init__(inner)
-        own = self.own_tiers
+        own = [tier for tier in inner.traits.tiers or (inner,) if not tier.traits.remote]
         self._memory = next((tier for tier in own if not tier.traits.persistent), None)
         self._kept = next((tier for tier in own if tier.traits.persistent), None)
         self._pieces = OrderedDict[str, tuple[int, ...]]()  # by key, the last used last
