@@ -220,13 +220,11 @@ class Proxy:
         Bytes a second at which answers come, on all connections together.
     silent : bool
         Whether nothing comes through any more, on connections that stay open.
-    pieces : int
-        Pieces of requests that have come.
     """
 
     def __init__(self, port: int) -> None:
         self._behind = port
-        self.delay, self.rate, self.silent, self.pieces = 0.0, float("inf"), False, 0
+        self.delay, self.rate, self.silent = 0.0, float("inf"), False
         self._lock, self._free = threading.Lock(), 0.0  # when the link is done with what was sent so far
         self._open = set[socket.socket]()
         self._listening = socket.create_server((_LOOPBACK, 0))
@@ -253,8 +251,6 @@ class Proxy:
             while data := source.recv(2**16 if self.rate > _FAST else 2**12):
                 if slow:
                     time.sleep(self.delay + self._wait(len(data)))
-                else:
-                    self.pieces += 1
                 while self.silent:
                     time.sleep(0.01)
                 target.sendall(data)
