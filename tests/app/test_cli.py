@@ -178,7 +178,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--data-dir", "FILE"], "--data-dir='FILE' is not usable: File exists; name a folder that can be written"),
     (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
     (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),
-    (["--model", "qwen2.5-coder-1.5"], "did you mean the starter model 'qwen2.5-coder-1.5b'?"),
+    (["--model", "qwen2.5-coder-1.5"], "did you mean the starter model 'qwen2.5-coder-1.5b'"),
     (["--model", "minilm"], "use 'smollm2' or 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b' here"),
     (["--model", "./nowhere"], "model='./nowhere' is not usable: there is no such file or folder; name a folder"),
     (["--model", "nowhere.gguf"], "there is no such file or folder"),
