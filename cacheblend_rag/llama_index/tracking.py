@@ -38,6 +38,8 @@ _STEP, _SEED = 16, 32
 _SHORTEST = 64
 # A rewritten node whose text is one part of the original, or known chunks, for this share is found as these.
 _MOSTLY = 0.8
+# Nodes that count as retrieved lately.
+_RECENT = 128
 # Spans that never end are forgotten after so many others.
 _SPANS = 16_384
 _SUMS = "cacheblend"
@@ -112,68 +114,47 @@ def node_texts(node: BaseNode) -> list[str]:
     return [text for text in dict.fromkeys(texts) if text]
 
 
-class RecentNodes:
-    """Texts of the nodes retrieved last.
+class NodeTracker:
+    """Where retrieved nodes are noted, and the texts of those that were retrieved last.
 
     Parameters
     ----------
-    limit : int
-        Most nodes kept.
+    known : ChunkRegistry
+        Gets their texts.
 
     Notes
     -----
     Safe to use from several threads.
     """
 
-    def __init__(self, limit: int = 128) -> None:
-        self._limit = limit
-        self._texts: OrderedDict[str, str] = OrderedDict()  # by id of the node
-        self._lock = threading.Lock()
-
-    def add(self, nodes: Iterable[BaseNode]) -> None:
-        """Nodes were retrieved."""
-        with self._lock:
-            for node in nodes:
-                for text in node_texts(node)[:1]:
-                    self._texts[node.node_id] = text
-                    self._texts.move_to_end(node.node_id)
-            while len(self._texts) > self._limit:
-                self._texts.popitem(last=False)
-
-    def discard(self, texts: Iterable[str]) -> None:
-        """Forget texts."""
-        gone = set(texts)
-        with self._lock:
-            for node_id in [one for one, text in self._texts.items() if text in gone]:
-                del self._texts[node_id]
-
-    def texts(self) -> list[str]:
-        """Texts of the nodes, the last retrieved first."""
-        with self._lock:
-            return list(dict.fromkeys(reversed(self._texts.values())))
-
-    def text_of(self, node_id: str) -> str | None:
-        """Text of a node as it was retrieved, if it was lately."""
-        with self._lock:
-            return self._texts.get(node_id)
-
-
-class NodeTracker:
-    """Where retrieved nodes are noted.
-
-    Parameters
-    ----------
-    known : ChunkRegistry
-        Gets their texts.
-    """
-
     def __init__(self, known: ChunkRegistry) -> None:
-        self.known, self.recent = known, RecentNodes()
+        self.known = known
+        self._recent: OrderedDict[str, str] = OrderedDict()  # by id of the node, the last retrieved last
+        self._lock = threading.Lock()
 
     def note(self, nodes: Sequence[BaseNode]) -> None:
         """Nodes were retrieved."""
         self.known.add(text for node in nodes for text in node_texts(node))
-        self.recent.add(nodes)
+        with self._lock:
+            for node in nodes:
+                for text in node_texts(node)[:1]:
+                    self._recent[node.node_id] = text
+                    self._recent.move_to_end(node.node_id)
+            while len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+
+    def forget(self, texts: Iterable[str] | None = None) -> None:
+        """Forget that texts were retrieved, or all of them."""
+        with self._lock:
+            gone = set(self._recent.values() if texts is None else texts)
+            for node_id in [one for one, text in self._recent.items() if text in gone]:
+                del self._recent[node_id]
+
+    @property
+    def recent(self) -> list[str]:
+        """Texts of the nodes that were retrieved last, the latest first."""
+        with self._lock:
+            return list(dict.fromkeys(reversed(self._recent.values())))
 
     def note_given(self, nodes: Sequence[BaseNode], inside: bool) -> None:
         """Know nodes that a synthesizer is given and that were not retrieved.
@@ -181,7 +162,7 @@ class NodeTracker:
         Within a query engine these are those that have a document, such as neighbours of retrieved nodes. Others are
         made of answers, or cut of retrieved nodes for citations.
         """
-        new = [node for node in nodes if self.recent.text_of(node.node_id) is None]
+        new = [node for node in nodes if self._recent.get(node.node_id) is None]
         if inside and (len(new) < len(nodes) or not _cut_of_retrieved(nodes)):
             new = [node for node in new if isinstance(node, Document) or node.ref_doc_id is not None]
         elif inside:
@@ -190,7 +171,7 @@ class NodeTracker:
 
     def documents(self, nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
         """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
-        known = [(node, original) for node in nodes if (original := self.recent.text_of(node.node_id)) is not None]
+        known = [(node, original) for node in nodes if (original := self._recent.get(node.node_id)) is not None]
         retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
         cut = not known and _cut_of_retrieved(nodes)
         _retrieved.set(())
@@ -205,7 +186,7 @@ class NodeTracker:
     def note_rewritten(self, nodes: Iterable[BaseNode]) -> None:
         """Know the new texts of retrieved nodes; nodes made of answers and questions are no documents."""
         for node in nodes:
-            original = self.recent.text_of(node.node_id)
+            original = self._recent.get(node.node_id)
             text = chunk_text(node.get_content(metadata_mode=MetadataMode.LLM))
             if original is None or text in self.known:
                 continue
@@ -399,7 +380,7 @@ def split_again(known: ChunkRegistry, documents: Iterable[RetrievedDocument]) ->
     documents : iterable of RetrievedDocument
         Of the prompt.
     """
-    lately = [text for one in _trackers() if one.known is known for text in one.recent.texts()]
+    lately = [text for one in _trackers() if one.known is known for text in one.recent]
     return list(dict.fromkeys([*lately, *(text for one in documents for text in one.texts)]))
 
 
@@ -411,7 +392,7 @@ def rewritten_texts(documents: Iterable[RetrievedDocument]) -> list[str]:
 def forget_retrieved(texts: Sequence[str]) -> None:
     """Forget texts of nodes that were retrieved lately."""
     for tracker in _trackers():
-        tracker.recent.discard(texts)
+        tracker.forget(texts)
 
 
 def _trackers() -> set[NodeTracker]:

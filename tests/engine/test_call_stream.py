@@ -111,7 +111,7 @@ _PARTS = (
 _TEXTS = strategies.lists(strategies.sampled_from(_PARTS), min_size=1, max_size=6).map("".join)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(_TEXTS | strategies.sampled_from([one[0] for one in READ.values()]), strategies.sampled_from((1, 2, 3, 7, 1000)))
 def test_pieces_make_the_calls_of_the_whole_answer_whatever_is_written(text: str, size: int) -> None:
     said, pieces, last, split = streamed(text, size)

@@ -44,7 +44,7 @@ def holds_only(stored: Iterable[tuple[int, ...]], allowed: Iterable[str], openin
         assert opening.startswith(text) or any(part in one for one in squeezed), text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     system=CONTEXT,
     turns=st.lists(st.tuples(SAID, CONTEXT, SAID), max_size=2),
@@ -73,7 +73,7 @@ def test_chat_model_stores_documents_alone(
     holds_only(store.stored_ids(), [*DOCUMENTS, *answers], text[: text.index("[user] ") + len("[user] ")])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(system=QUOTED, turns=st.lists(QUOTED, max_size=2), last=QUOTED)
 def test_so_it_does_where_documents_of_the_run_are_rewritten_and_quoted(
     system: str, turns: list[str], last: str

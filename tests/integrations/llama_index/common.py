@@ -117,7 +117,7 @@ def unknow(nodes: Sequence[BaseNode]) -> None:
     """Forget that these nodes were ever seen; what is stored stays."""
     texts = [text for node in nodes for text in node_texts(node)]
     known_chunks.discard([*texts, *known_chunks.forms.find(texts)])
-    shared_tracker.recent.discard(texts)
+    shared_tracker.forget(texts)
 
 
 class Answers(BaseEventHandler):

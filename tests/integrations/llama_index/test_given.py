@@ -29,7 +29,7 @@ from tests.probes import Hooked
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     known_chunks.clear()
-    shared_tracker.recent.discard(shared_tracker.recent.texts())
+    shared_tracker.forget()
 
 
 def scored(nodes: list[TextNode]) -> list[NodeWithScore]:
