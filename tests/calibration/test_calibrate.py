@@ -199,21 +199,6 @@ SETTINGS = BlendSettings(
 )
 
 
-def test_old_profile_has_the_options_of_its_rule_beside_the_others(tmp_path: Path) -> None:
-    path, profile = tmp_path / "profile.json", MachineProfile(blends={"m": SETTINGS})
-    profile.save(path)
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    earlier = saved["blends"]["m"]
-    earlier |= earlier.pop("selection_options")
-    path.write_text(json.dumps(saved), encoding="utf-8")
-    assert MachineProfile.load(path) == profile
-    earlier |= {"selection": "query", "selection_options": {"score_layers": [2]}}  # what it saved for other rules
-    path.write_text(json.dumps(saved), encoding="utf-8")
-    again = MachineProfile.load(path)
-    assert again is not None
-    assert again.blends["m"].selection_options == {"score_layers": (2,)}
-
-
 def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: Path) -> None:
     old = {"prefill": {"m": {"constant": 0, "linear": 1, "quadratic": 0}}, "devices": {}}
     path = tmp_path / "profile.json"

@@ -105,17 +105,6 @@ def test_hotpotqa_and_2wikimultihopqa(tmp_path: Path) -> None:
         )
 
 
-def test_samsum_gets_worked_examples(tmp_path: Path) -> None:
-    records = [{"id": str(n), "dialogue": f"A: {n}?\r\nB: yes", "summary": f"B agrees {n} times."} for n in range(3)]
-    cases = load_cases(write(tmp_path / "test.json", records))
-    assert [case.task for case in cases] == ["examples"] * 3
-    assert cases[1].question == "Dialogue: A: 1?\nB: yes\nSummary:"
-    assert [passage.text for passage in cases[1].passages] == [
-        "Dialogue: A: 2?\nB: yes\nSummary: B agrees 2 times.",
-        "Dialogue: A: 0?\nB: yes\nSummary: B agrees 0 times.",
-    ]
-
-
 def test_longbench(tmp_path: Path) -> None:
     common = {"answers": ["an owl"], "length": 9, "language": "en", "all_classes": None}
     passages = "Passage 1:\nOwls\nAn owl watched.\n\nPassage 2:\nOaks\nAn oak fell.\n"

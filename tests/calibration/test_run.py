@@ -10,11 +10,10 @@ import pytest
 
 from cacheblend_rag.calibration.statistics import Interval
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
 from docs.benchmarks.evaluation.command import MethodRow, least_work, main
 from docs.benchmarks.evaluation.datasets import EvalCase
 from docs.benchmarks.evaluation.journal import Journal
-from docs.benchmarks.evaluation.runner import METHODS, Subject, rule_of, variants
+from docs.benchmarks.evaluation.runner import Subject
 from tests.calibration.conftest import write_questions
 
 QUESTIONS = 2
@@ -116,21 +115,3 @@ def test_the_least_work_that_loses_no_more_than_0_015() -> None:
 
 
 # Methods ------------------------------------------------------------------------------------
-
-
-def test_methods_by_name() -> None:
-    found = variants(["reuse", "gradual:head=0.5+0.3", "query", "hkvd", "hkvd"], (0.05, 0.1), 6)
-    assert [variant.label for variant in found[:4]] == [
-        "full", "reuse", "gradual:head=0.5+0.3 0.05", "gradual:head=0.5+0.3 0.1",
-    ]  # fmt: skip
-    assert found[2].rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.3, 0.05))
-    assert found[4].rule == SelectQuery(0.05).fit(6)
-    assert len(found) == 8
-    assert rule_of("gradual", 0.2) == SelectGradual((1,), 0.2)
-    own = variants(["hkvd:ratio=0.02+0.04:check_layers=2", "query"], (0.1,), 6)
-    assert [variant.label for variant in own[1:]] == [
-        "hkvd:check_layers=2 0.02",
-        "hkvd:check_layers=2 0.04",
-        "query 0.1",
-    ]
-    assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "random"} < set(METHODS)
