@@ -278,7 +278,8 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         self.rows = _Rows()
         self.failed = False
         """Whether a product by a copy, or making one, has failed; then there are no copies any more."""
-        self._begin(layers)
+        self._renewed: list[nn.Linear] | None = list(layers)
+        self._begin()
 
     @contextmanager
     def multiplying(self, *, answers: bool) -> Iterator[None]:
@@ -323,22 +324,22 @@ class CopiedWeights(ForwardOverrides[CopyForward]):
         with self._lock:
             self._renewed = list(layers)
             if not self._users:
-                self._begin(self._renewed)
+                self._begin()
 
     def forget(self) -> None:
         """Free all copies; the next pass makes them again."""
         self.renew([forward.module for forward in self._forwards])
 
-    def _begin(self, layers: Iterable[nn.Linear]) -> None:
-        self._forwards = self._ours(CopyForward(layer, self) for layer in layers)
-        self._renewed: list[nn.Linear] | None = None
+    def _begin(self) -> None:
+        self._forwards = self._ours(CopyForward(layer, self) for layer in self._renewed or ())
+        self._renewed = None
         self._samples: torch.Tensor | None = None
 
     @torch.no_grad()
     def _put(self) -> None:
         """Bring copies up to date, and put them to use."""
         if self._renewed is not None and self._users == 1:
-            self._begin(self._renewed)
+            self._begin()
         first = self._samples is None
         # Copies of weights that have changed are made again once the weights rest: training between requests
         # would pay for them again and again.
