@@ -129,7 +129,7 @@ def test_unreadable_tier_is_reported_after_the_others_are_listed() -> None:
 
 def test_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
     class Partly(MemoryStore):
-        held = ""
+        held, unreadable = "", False
 
         def delete(self, key: str) -> bool:
             if key == self.held:
@@ -137,7 +137,7 @@ def test_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
             return super().delete(key)
 
         def infos(self, beginning: str) -> Any:
-            if beginning == "found-":
+            if self.unreadable:
                 raise StoreError("cannot be read")
             return super().infos(beginning)
 
@@ -145,8 +145,10 @@ def test_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
     with engine_of(store=store) as engine:
         engine.warm(CHUNKS, progress=False)
         keys = [key for key, _ in store.infos("")]
+        store.unreadable = True
         with pytest.raises(StoreError, match="3 records were: cannot be read"):
             engine.forget(CHUNKS)
+        store.unreadable = False
         engine.warm(CHUNKS, progress=False)
         store.held = keys[1]
         with pytest.raises(StoreError, match="not all could be forgotten, 2 records were"):
