@@ -48,7 +48,7 @@ REMEMBERED = {
         "are_there",
         "kernels_run_on",
     ),
-    *("rows_worth_it", "_arguments", "_options_of", "_tracer", "_instruments"),
+    *("rows_worth_it", "_arguments", "_options_of"),
     # a text of ours, numbers of samples, and models' own templates
     *("_passages", "_draw", "template_variables"),
 }

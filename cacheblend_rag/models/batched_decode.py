@@ -13,7 +13,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
 from cacheblend_rag.models.cache import joined_layers
 from cacheblend_rag.models.cpu.plain import PlainRows, plain_rows
-from cacheblend_rag.models.memory import free_memory_on, token_bytes
+from cacheblend_rag.models.memory import free_memory_on
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.rope import Rotaries
@@ -45,7 +45,7 @@ class BatchedDecode:
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
-        self._token_bytes = token_bytes(adapter)
+        self._token_bytes = 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
     @cached_property
     def plain(self) -> PlainRows | None:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend_rag.models.adapter import ModelAdapter
-
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -66,11 +64,6 @@ def give_back_unused(device: torch.device) -> None:
         getattr(torch, device.type).empty_cache()
     with suppress(AttributeError, OSError, TypeError):  # only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def token_bytes(adapter: ModelAdapter) -> int:
-    """Bytes of a token's keys and values on all layers, in the model's element type."""
-    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
 
 def _limits(own: Path, groups: Path) -> list[tuple[int, int]]:

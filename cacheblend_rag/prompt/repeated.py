@@ -8,6 +8,7 @@ in two ways.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import OrderedDict
@@ -80,6 +81,12 @@ _MARK = re.compile(
 )
 # A mark stands within so many characters in front of a piece.
 _BETWEEN = 1000
+
+
+def _key(text: str, kind: str = "") -> int:
+    """Digest of a text; texts of another kind have other digests."""
+    data = f"{len(kind)}:{kind}{text}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -317,7 +324,7 @@ class RepeatedText:
             self._note_own([windows.ends[-1][1]])
         taken = DisjointMatches(sorted(windows.known_spans(seen, is_open), key=lambda one: one.start - one.stop))
         for first, span in windows.new_spans(seen, is_open, taken):
-            key = hash(windows.text[span.start : span.stop])
+            key = _key(windows.text[span.start : span.stop])
             seen[first].spans = (*seen[first].spans[1 - _SAME_START :], (span.stop - span.start, key))
             taken.offer([span])
         return taken.matches
@@ -356,7 +363,7 @@ class _Windows:
     """
 
     def __init__(self, text: str, part: Said, asked: int) -> None:
-        self.text, self.message = text, hash((text[part.start : part.stop], part.call)) or 1
+        self.text, self.message = text, _key(text[part.start : part.stop], part.call)
         pieces = _pieces(text, part.start, part.stop)
         self.starts, self.stops = [start for start, _ in pieces], [stop for _, stop in pieces]
         self.asked = next((at for at, start in enumerate(self.starts) if start >= asked), len(pieces))
@@ -366,20 +373,20 @@ class _Windows:
             self._before.append(self._before[-1] + len(text[start:stop].encode("utf-8", "surrogatepass")))
         self.ends = self._ends()
         # What a tool answers may stand alone in its message; of others, a beginning in common is a template's.
-        last, place, behind = 0, hash(text[: part.start]) if part.role == "tool" else 0, part.start
+        last, place, behind = 0, _key(text[: part.start]) if part.role == "tool" else 0, part.start
         for at, start in enumerate(self.starts):
             while last < len(pieces) and self._before[last + 1] - self._before[at] < _WINDOW:
                 last += 1
             if last == len(pieces):
                 break
-            place, behind = hash((place, text[behind:start])), start
+            place, behind = _key(text[behind:start], str(place)), start
             self.last.append(last)
-            self.keys.append(hash(text[start : self.stops[last]]))
+            self.keys.append(_key(text[start : self.stops[last]]))
             self.places.append(place)
 
     def beside(self, piece: int) -> int:
         """Hash of a piece; 0 beyond the message's border."""
-        return hash(self.text[self.starts[piece] : self.stops[piece]]) if 0 <= piece < len(self.starts) else 0
+        return _key(self.text[self.starts[piece] : self.stops[piece]]) if 0 <= piece < len(self.starts) else 0
 
     def _ends(self) -> list[tuple[int, int]]:
         """For each piece, the first of the shortest stretch that ends with it and is as long as a window, and its key.
@@ -391,7 +398,7 @@ class _Windows:
             while self._before[piece + 1] - self._before[first + 1] >= _WINDOW:
                 first += 1
             long = self._before[piece + 1] - self._before[first] >= _WINDOW
-            found.append((first, hash(("end", self.text[self.starts[first] : stop]))) if long else (-1, 0))
+            found.append((first, _key(self.text[self.starts[first] : stop], "end")) if long else (-1, 0))
         return found
 
     def known_spans(self, seen: Sequence[_Seen], is_open: Sequence[bool]) -> Iterator[Match]:
@@ -399,7 +406,7 @@ class _Windows:
         for at, one in enumerate(seen):
             for length, key in one.spans if is_open[at] else ():
                 start, stop = self.starts[at], self.starts[at] + length
-                if stop <= self.stops[-1] and hash(self.text[start:stop]) == key:
+                if stop <= self.stops[-1] and _key(self.text[start:stop]) == key:
                     inside = at
                     while inside < len(seen) and self.stops[self.last[inside]] <= stop and is_open[inside]:
                         inside += 1

@@ -234,13 +234,14 @@ def farthest(engine: BlendEngine) -> float:
     """Largest relative distance of a row by codes from the weight as it is."""
     copies = prepacking._by_model[engine.model]()
     assert copies is not None
-    found = [forward for forward in copies._forwards if forward.copy is not None and forward.copy.codes is not None]
+    codes = {one.module: one.copy.product.args[1] for one in copies._forwards if one.copy is not None}  # type: ignore[attr-defined]
+    found = {module: one for module, one in codes.items() if one is not None}
     assert len(found) >= 7 * len(engine.model.model.layers)
     away = [0.0]
-    for forward in found:
-        weight = forward.module.weight.detach()
+    for module, one in found.items():
+        weight = module.weight.detach()
         ones = torch.eye(weight.shape[1], dtype=torch.bfloat16)
-        rows = int4_product(ones, forward.copy.codes, None).float().T  # type: ignore[union-attr, arg-type]
+        rows = int4_product(ones, one, None).float().T
         away.append(float(((rows - weight.float()).norm(dim=1) / weight.float().norm(dim=1)).max()))
     return max(away)
 
