@@ -1,7 +1,8 @@
 """Reading stored KV into place, one layer after another or one layer ahead (section 6 of the paper).
 
-On a CPU KV is read straight into a prompt's buffers. Where a GPU can decode all records of a prompt, it gets them as
-they were written, some layers at a time, on a stream of its own. Threads read those that lie in files.
+On a CPU KV is read straight into a prompt's buffers, and comes to a GPU through pinned host memory. Where a GPU can
+decode all records of a prompt, it gets them as they were written, some layers at a time, on a stream of its own.
+Threads read those that lie in files.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property
+from itertools import cycle
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +44,75 @@ _FAST = 10**9
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
 # take no memory that the prompt's cache would not take in the end.
 _AHEAD = 8
+
+
+class _Copier(Protocol):
+    """A way into buffers; one thread at a time uses it."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Within it buffers are made and filled; behind it they are whole, for every stream."""
+        ...
+
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Bring one layer of a record into place; see `StoredKV.read_into`."""
+        ...
+
+
+class _PlainCopier:
+    """Copies where it stands: for a CPU, and the plain twin of `_PinnedCopier`."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """See `_Copier.open`."""
+        return nullcontext()
+
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `_Copier.put`."""
+        place.copy_layer(layer, keys, values)
+
+
+class _PinnedCopier:
+    """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
+
+    Of two pinned buffers one is read into while the other is copied.
+
+    Parameters
+    ----------
+    records : sequence of StoredKV
+        Records to be read; the buffers hold a layer of the largest.
+    dtype : torch.dtype
+        Element type of the model.
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
+        self._device, self._stream = device, _side_stream(device)
+        infos = [record.info for record in records if record.tier != "memory"]
+        shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
+        buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """See `_Copier.open`."""
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `_Copier.put`."""
+        if place.record.tier == "memory":
+            # Where it lies already, and if that is the GPU's, perhaps only now being written by what was queued before.
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            place.copy_layer(layer, keys, values)
+            return
+        buffer, sent = next(self._buffers)
+        sent.synchronize()  # what it held before has left it
+        held = buffer[:, :, : place.record.info.tokens]
+        place.copy_layer(layer, held[0], held[1])
+        keys.copy_(held[0], non_blocking=True)
+        values.copy_(held[1], non_blocking=True)
+        sent.record(self._stream)
 
 
 @cache
@@ -156,22 +227,17 @@ class LayerReader:
         """
         started = time.perf_counter()
         shape = (1, self.kv_heads, self.tokens, self.head_dim)
-        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-        values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._read_ahead(layer)
-        for place in self.placements:
-            span = slice(place.start, place.start + place.record.info.tokens)
-            target = keys[0, :, span], values[0, :, span]
-            # What lies in memory may be the GPU's already. A file is read by the host.
-            direct = self.device.type == "cpu" or place.record.tier == "memory"
-            held = target if direct else tuple(torch.empty_like(part, device="cpu") for part in target)
-            try:
-                place.copy_layer(layer, *held)
-            except (StoreError, OSError) as error:
-                raise _lost_error(place, error) from error
-            if not direct:
-                for part, read in zip(target, held, strict=True):
-                    part.copy_(read)
+        with self._copier.open():
+            keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._read_ahead(layer)
+            for place in self.placements:
+                stop = place.start + place.record.info.tokens
+                span = slice(place.start, stop)
+                try:
+                    self._copier.put(place, layer, keys[0, :, span], values[0, :, span])
+                except (StoreError, OSError) as error:
+                    raise _lost_error(place, error) from error
         self.took(time.perf_counter() - started)
         return LayerKV(keys, values)
 
@@ -187,6 +253,12 @@ class LayerReader:
     def took(self, seconds: float) -> None:
         """Count time spent reading."""
         self.clock.add(seconds)
+
+    @cached_property
+    def _copier(self) -> _Copier:
+        if self.device.type != "cuda":
+            return _PlainCopier()
+        return _PinnedCopier([place.record for place in self.placements], self.dtype, self.device)
 
 
 def _lost_error(place: Placement, error: Exception) -> RecordLost:
@@ -340,13 +412,20 @@ def synchronize(layer: Future[LayerKV]) -> LayerKV:
     RecordLost
         If a record could not be read.
     """
-    return layer.result()
+    return _take(layer.result())
+
+
+def _take(kv: LayerKV) -> LayerKV:
+    """KV that the stream of this thread works on from now on; its memory was given out to another."""
+    for tensor in (kv.keys, kv.values) if kv.keys.is_cuda else ():
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return kv
 
 
 def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
     """Read each layer when it is asked for: the plain twin of `load_ahead`."""
     for layer in range(start, reader.layers):
-        yield reader.fetch_kv(layer)
+        yield _take(reader.fetch_kv(layer))
 
 
 def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
