@@ -203,7 +203,7 @@ def _add_steps(tracer: trace.Tracer, span: trace.Span, report: BlendReport, note
     """A span for each of the five verbs, one behind the other, each as long as the report says."""
     chunks = report.hits + report.misses
     seconds, at, within = report.seconds, noted.waited, trace.set_span_in_context(span)
-    for name, took, attributes in (
+    verbs: tuple[tuple[str, float | None, dict[str, Any]], ...] = (
         (
             "split",
             seconds.split,
@@ -218,10 +218,13 @@ def _add_steps(tracer: trace.Tracer, span: trace.Span, report: BlendReport, note
         ("load", seconds.load, {"seconds.read": seconds.read, "lost": report.lost}),
         ("fuse", seconds.fuse, {"tokens_recomputed_by_layer": report.recomputed_tokens}),
         ("decode", None, {"tokens_generated": report.generated_tokens, "seconds.first_token": seconds.first_token}),
-    ):
+    )
+    for name, took, attributes in verbs:
         ends = noted.took if took is None else at + took
-        own = {f"cacheblend.{key}": value for key, value in attributes.items()} | {"openinference.span.kind": "CHAIN"}
-        step = tracer.start_span(name, within, attributes=own, start_time=began + int(at * 1e9))
+        step = tracer.start_span(name, within, start_time=began + int(at * 1e9))
+        step.set_attribute("openinference.span.kind", "CHAIN")
+        for key, value in attributes.items():
+            step.set_attribute(f"cacheblend.{key}", value)
         step.end(began + int(ends * 1e9))
         at = ends
 

@@ -159,8 +159,11 @@ class Variants:
                     chosen.append(one)
                     continue
                 known.move_to_end(key)
-                kind = {"key": key, "regime": one.regime, "model": one.model, "before": known[key].before}
-                chosen.append(Segment("variant", (), one.token_ids, usual=one, **kind))
+                before = known[key].before
+                variant = Segment(
+                    "variant", (), one.token_ids, key, regime=one.regime, model=one.model, before=before, usual=one
+                )
+                chosen.append(variant)
         return tuple(chosen)
 
     def jobs(self, split: TokenizedPrompt, cache: Any, segments: Segments, regime: int) -> Mapping[str, Job]:
