@@ -128,12 +128,11 @@ def or_auto(kind: Kind) -> Kind:
         except ConfigError as error:
             raise ConfigError(name, value, f"use {words}") from error
 
+    def parse(given: str) -> Any:
+        return "auto" if given.strip().lower() == "auto" else kind.parse(given)
+
     words = f"{kind.words}, or 'auto'"
-    written = kind.written and f"{kind.written}, or auto"
-    parse = kind.parse
-    return Kind(
-        words, check, lambda given: "auto" if given.strip().lower() == "auto" else parse(given), written=written
-    )
+    return Kind(words, check, parse, written=kind.written and f"{kind.written}, or auto")
 
 
 def read_reasoning(name: str, value: Any) -> Reasoning:
@@ -144,9 +143,8 @@ def read_reasoning(name: str, value: Any) -> Reasoning:
     ConfigError
         If it is none of the words for it.
     """
-    known = (
-        value if isinstance(value, bool) else _REASONING.get(value.strip().lower() if isinstance(value, str) else "")
-    )
+    word = value.strip().lower() if isinstance(value, str) else ""
+    known = value if isinstance(value, bool) else _REASONING.get(word)
     if known is None:
         raise ConfigError(name, value, f"use {REASONING.words}")
     return known
@@ -155,10 +153,7 @@ def read_reasoning(name: str, value: Any) -> Reasoning:
 REASONING = Kind("True or 'on', False or 'off', 'low', 'medium' or 'high'", read_reasoning)
 SHARE = number("from 0 to 1", lambda value: 0 <= value <= 1)
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
-FLAG = replace(
-    kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool),
-    written="on or off",
-)
+FLAG = replace(kind_of("True or False", lambda value: isinstance(value, bool), _flag, bool), written="on or off")
 
 
 def check_whole(name: str, value: object, lowest: int = 0) -> None:
@@ -182,17 +177,13 @@ def check_share(name: str, value: object) -> None:
 
 
 def check_shares(name: str, values: object) -> None:
-    """A sequence of numbers from 0 to 1."""
+    """A sequence of numbers from 0 to 1 that never rise."""
     if not isinstance(values, (tuple, list)):
         raise ConfigError(name, values, "use a tuple of numbers, such as (0.2, 0.1)")
     for value in values:
         check_share(name, value)
-
-
-def flat_or_falling(name: str, ratios: Sequence[float]) -> None:
-    """Ratios that never rise."""
-    if any(after > before for before, after in pairwise(ratios)):
-        raise ConfigError(name, ratios, "use ratios that never rise; a row that was dropped cannot return")
+    if any(after > before for before, after in pairwise(values)):
+        raise ConfigError(name, values, "use ratios that never rise; a row that was dropped cannot return")
 
 
 def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
@@ -295,17 +286,7 @@ REMOVED = {
 }
 """Options of earlier versions, and what to do instead."""
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
@@ -316,23 +297,13 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
     ConfigError
         If the value is not a positive size.
     """
-    remedy = 'use a positive number of bytes or text such as "20GB" or "512MiB"'
-    if isinstance(value, bool):
-        raise ConfigError(field_name, value, remedy)
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.IGNORECASE)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(field_name, value, remedy)
-        bytes_given = float(match[1]) * _UNITS[match[2].lower()]
-        if math.isinf(bytes_given):
-            raise ConfigError(field_name, value, remedy)
-        size = int(bytes_given)
-    elif isinstance(value, int):
-        size = value
-    else:
-        raise ConfigError(field_name, value, remedy)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", value, re.IGNORECASE)
+        given = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
+        size = int(given) if math.isfinite(given) else 0
     if size <= 0:
-        raise ConfigError(field_name, value, remedy)
+        raise ConfigError(field_name, value, f"use {BYTES.words}")
     return size
 
 
@@ -343,8 +314,7 @@ BYTES = Kind(
 )
 
 
-_DURATIONS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
-_PART = r"([0-9]+(?:\.[0-9]+)?)([smh])"
+_DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 
 
 def read_keep_alive(name: str, value: Any) -> float | None:
@@ -363,14 +333,12 @@ def read_keep_alive(name: str, value: Any) -> float | None:
     """
     seconds = value
     if isinstance(value, str):
-        if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", value):
-            seconds = float(value)
-        elif re.fullmatch(f"-?({_PART})+", value):
-            seconds = sum(float(count) * _DURATIONS[unit] for count, unit in re.findall(_PART, value))
-            seconds = -seconds if value.startswith("-") else seconds
-        else:
-            raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
-    elif value is not None and (not _is_number(value) or value != value):  # NaN is not itself
+        parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", value)
+        known = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?[smh])+|-?[0-9]+(\.[0-9]+)?", value) is not None
+        seconds = sum(float(count) * _DURATIONS[unit] for count, unit in parts) * (-1 if value[:1] == "-" else 1)
+    else:
+        known = value is None or (_is_number(value) and value == value)  # NaN is not itself
+    if not known:
         raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
     return float(seconds) if seconds is not None and 0 <= seconds <= sys.float_info.max else None
 
@@ -800,16 +768,17 @@ class BlendConfig:
 
     def asdict(self) -> dict[str, Any]:
         """All options by name, as JSON would have them; ``BlendConfig(**config.asdict())`` is the same again."""
-        return {name: _as_json(getattr(self, name)) for name in self.names()}
+        return {name: as_json(getattr(self, name)) for name in self.names()}
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
         return {one.name: value for one in options_of(type(self)) if (value := getattr(self, one.name)) != one.default}
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """A value of an option as JSON would have it."""
     if isinstance(value, Mapping):
-        return {name: _as_json(one) for name, one in value.items()}
+        return {name: as_json(one) for name, one in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -825,9 +794,4 @@ def flag_from_environment(name: str, default: bool) -> bool:
     ConfigError
         If the variable holds something else than on or off.
     """
-    variable = ENV_PREFIX + name.upper()
-    text = os.environ.get(variable)
-    try:
-        return default if text is None else _flag(text)
-    except ValueError as error:
-        raise ConfigError(variable, text, "use on or off") from error
+    return bool(Option(default, FLAG, "", name=name).from_environment())

@@ -40,19 +40,17 @@ def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "")
     more = {name: settled.pop(name) for name in MORE_OPTIONS if name in settled and name not in known}
     for outer in _NESTED:
         check_mapping(outer, settled.get(outer), "options of decoding")
-        inner = one_length(settled.pop(outer, None) or {})
-        for name, value in inner.items():
+        for name, value in one_length(settled.pop(outer, None) or {}).items():
             if value is None and name in _UNSET:
                 continue
-            twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
-            if name in MORE_OPTIONS:
-                twice, more[name] = name if name in more else None, value
-            if twice is not None:
-                raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
+            own = more if name in MORE_OPTIONS else settled
+            for twice in _LENGTHS if name in _LENGTHS else (name,):
+                if twice in own:
+                    remedy = f"leave {name!r} out; {twice!r} is given beside {outer}, too"
+                    raise ConfigError(outer, {name: value}, remedy)
             if name not in OTHERS:
                 check_names([(name, value)], (*known, *MORE_OPTIONS))
-            if name not in MORE_OPTIONS:
-                settled[name] = value
+            own[name] = value
     if more:
         settled["additional_kwargs"] = more
     for name in [name for name in settled if name not in known]:
@@ -75,11 +73,11 @@ def one_length(given: Mapping[str, Any]) -> dict[str, Any]:
     Of two lengths the last one counts. LangChain puts the options of a call behind those that `bind` has bound, so
     that the call's win whatever their names are.
     """
+    settled = {name: value for name, value in given.items() if name not in _LENGTHS}
     lengths = [given[name] for name in given if name in _LENGTHS]
-    if not lengths:
-        return dict(given)
-    others = {name: value for name, value in given.items() if name not in _LENGTHS}
-    return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
+    if lengths:
+        settled["max_new_tokens"] = next((one for one in reversed(lengths) if one is not None), None)
+    return settled
 
 
 def named_model(given: Mapping[str, Any]) -> dict[str, Any]:

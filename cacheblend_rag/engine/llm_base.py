@@ -16,14 +16,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import (
-    BlendConfig,
-    Reasoning,
-    check_config,
-    check_mapping,
-    check_names,
-    check_whole,
-)
+from cacheblend_rag.config import BlendConfig, as_json, check_config, check_mapping, check_names, check_whole
 from cacheblend_rag.engine.answer_form import answer_form
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
@@ -147,7 +140,7 @@ class LLMBase(DecodeFields):
         """Refuse fields that are not known, and put those of the engine together."""
         if not isinstance(given, dict):
             return given
-        known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
+        known = {*cls.model_fields, "max_tokens"}
         named = named_model(given) if given.get("engine") is None else given
         fields = settle(named, (*known, *BlendConfig.names()))
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields and name not in known}
@@ -161,7 +154,7 @@ class LLMBase(DecodeFields):
         used = engine.config.asdict()
         check_names(fields.get("blend", {}).items(), tuple(used))
         for name, value in {**fields.get("blend", {}), **options}.items():
-            if _plain(value) != used[name]:
+            if as_json(value) != used[name]:
                 raise ConfigError(name, value, f"give it to the engine: engine.with_config({name}={value!r})")
         return fields
 
@@ -173,7 +166,14 @@ class LLMBase(DecodeFields):
         DecodeOptions(**self._arguments(None, {}))
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        self.engine = _engine_for(self.engine, self._make_engine, self.reasoning, self.reasoning_tokens)
+        given = self.engine
+        self.engine = self._make_engine() if given is None else given
+        try:
+            check_reasoning(self.engine.tokenizer, self.reasoning, most_thought=self.reasoning_tokens)
+        except ConfigError:
+            if given is None:
+                self.engine.close()
+            raise
         self.blend = self.engine.config.asdict()
         if not self.model_name:
             path = getattr(self.engine.model.config, "_name_or_path", "")
@@ -494,20 +494,6 @@ class LLMBase(DecodeFields):
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
 
 
-def _engine_for(
-    given: BlendEngine | None, make: Callable[[], BlendEngine], reasoning: Reasoning, most_thought: int | None
-) -> BlendEngine:
-    """The engine that was given, or else one that is made; it can think, if it shall."""
-    engine = make() if given is None else given
-    try:
-        check_reasoning(engine.tokenizer, reasoning, most_thought=most_thought)
-    except ConfigError:
-        if given is None:
-            engine.close()
-        raise
-    return engine
-
-
 # Fields of loading that `model_kwargs` may hold, too.
 _OF_LOADING = {"device", "dtype"}
 
@@ -538,14 +524,8 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
     return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _passes(error: BaseException) -> bool:
     """Whether an error may be gone at another try."""
-    import torch
-
     if not isinstance(error, torch.OutOfMemoryError):
         return False
     torch.cuda.empty_cache()

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.config import (
-    check_layer_list,
-    check_share,
-    check_shares,
-    flat_or_falling,
-)
+from cacheblend_rag.config import check_layer_list, check_share, check_shares
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
@@ -47,7 +42,6 @@ class SelectGradual(SelectionRule):
             raise ConfigError("check_layers", self.check_layers, "use one layer, the first that drops rows")
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
-        flat_or_falling("recompute_ratios", self.recompute_ratios)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.config import (
-    check_fit,
-    check_layer_list,
-    check_share,
-    check_shares,
-    flat_or_falling,
-)
+from cacheblend_rag.config import check_fit, check_layer_list, check_share, check_shares
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 
@@ -40,7 +34,6 @@ class SelectHKVD(SelectionRule):
         check_layer_list("check_layers", self.check_layers)
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
-        flat_or_falling("recompute_ratios", self.recompute_ratios)
         if self.recompute_ratios and len(self.recompute_ratios) != len(self.check_layers):
             remedy = f"use one ratio for each of the check layers {tuple(self.check_layers)}"
             raise ConfigError("recompute_ratios", self.recompute_ratios, remedy)
