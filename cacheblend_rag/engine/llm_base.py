@@ -421,7 +421,7 @@ class LLMBase(DecodeFields):
     ) -> TextStream:
         engine = self.engine.named(self.model_name, operation)
         stream = engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
-        stream.on_result = self._answered
+        stream.on_result, stream.with_thoughts = self._answered, operation == "chat"
         return stream
 
     def _complete(

@@ -44,7 +44,6 @@ from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter
-from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
 from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
@@ -260,7 +259,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = self._request(messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-            stream.with_thoughts = True
         split = request.splitter()
         try:
             for piece in stream:
@@ -282,7 +280,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-            stream.with_thoughts = True
         split = request.splitter()
         try:
             async for piece in stream:
@@ -349,12 +346,12 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         if answer is None:
             return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
         whole = self._message(request, answer)
-        read = parse_calls(request.opening + answer.text, request.tools, begun=bool(request.opening))
+        rest, calls = split.finish(answer.text)
         chunk = AIMessageChunk(
-            content=split.rest(read.content),
+            content=rest,
             usage_metadata=whole.usage_metadata,
             response_metadata=whole.response_metadata,
-            tool_call_chunks=stream_chunks(split.end(read.found)),
+            tool_call_chunks=stream_chunks(calls),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=chunk)

@@ -15,7 +15,6 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, StreamedCall
-from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.thoughts import Thought
 from cacheblend_rag.report import BlendReport, Generation
 
@@ -245,6 +244,6 @@ class _Pieces(Generic[R]):
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
             said = self._call.opening + answer.text
-            self._split.end(parse_calls(said, self._call.tools, begun=bool(self._call.opening)).found)
+            self._split.finish(answer.text)
             calls = [one for one in self._split.calls if one.whole]
             yield self._call.respond(AnswerText(said, None, answer, self._text, answer.thought, calls=calls))

@@ -114,6 +114,11 @@ class AnswerSplitter:
         pieces = self._grown(found)
         return pieces + [CallPiece(number, unreadable_end(self.calls[number].written)) for number in self.unread]
 
+    def finish(self, text: str) -> tuple[str, list[CallPiece]]:
+        """The text and the pieces of calls that are left of a whole answer, which comes without its opening."""
+        read = parse_calls(self._opening + text, self._tools, begun=bool(self._opening))
+        return self.rest(read.content), self.end(read.found)
+
     @property
     def unread(self) -> list[int]:
         """Numbers of the calls that were handed out and never became whole."""

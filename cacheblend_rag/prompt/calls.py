@@ -214,7 +214,8 @@ def parse_calls(
         kept.append(text[start:at])
         found = _START.search(text, at)
     if certain:
-        kept.append(text[at:] if whole else _without_cut_mark(text[at:]))
+        rest = text[at:]
+        kept.append(rest if whole else rest[: certain_length(rest, (CALL_START, _FUNCTION))])
     content = "".join(kept)
     return ParsedAnswer(content.rstrip() if calls or not whole else content, tuple(calls))
 
@@ -240,14 +241,14 @@ def _fence_end(text: str, at: int, marks: str) -> int:
     return close.end() if close else len(text)
 
 
-def _without_cut_mark(text: str) -> str:
-    """The text without a beginning of a mark at its end."""
-    longest = max(len(CALL_START), len(_FUNCTION))
-    ends = range(max(0, len(text) - longest), len(text))
-    return text[: next((at for at in ends if _may_become(text[at:], CALL_START, _FUNCTION)), len(text))]
+def certain_length(text: str, marks: Sequence[str]) -> int:
+    """Length of a text without what may be the beginning of a mark at its end."""
+    ends = range(max(0, len(text) - max(map(len, marks))), len(text))
+    return next((at for at in ends if may_become(text[at:], *marks)), len(text))
 
 
-def _may_become(rest: str, *marks: str) -> bool:
+def may_become(rest: str, *marks: str) -> bool:
+    """Whether a text is the beginning of one of some marks."""
     return any(mark.startswith(rest) for mark in marks)
 
 
@@ -271,7 +272,7 @@ def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: boo
         if text.startswith(_BEHIND, rest):
             break
         try:
-            if _may_become(text[rest:], CALL_START, _FUNCTION, *_BEHIND):
+            if may_become(text[rest:], CALL_START, _FUNCTION, *_BEHIND):
                 raise _UnfinishedError
             if not _MARK_START.match(text, rest):
                 raise _NoCallError
@@ -293,7 +294,7 @@ def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple
     tagged = text.startswith(CALL_START, at)
     if tagged:
         at = _end_of_run(_SPACE, text, at + len(CALL_START))
-        if _may_become(text[at:], _FUNCTION):
+        if may_become(text[at:], _FUNCTION):
             raise _UnfinishedError
     if text.startswith(_FUNCTION, at):
         calls, at = _function_calls(text, at, schemas)
@@ -306,7 +307,7 @@ def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple
     end = _end_of_run(_LEFT_OVER, text, at)
     if text.startswith(CALL_END, end):
         return calls, end + len(CALL_END)
-    if _may_become(text[end:], CALL_END):
+    if may_become(text[end:], CALL_END):
         if whole:
             return calls, len(text)
         raise _UnfinishedError
@@ -393,7 +394,7 @@ def _certain_json(text: str) -> str:
 
 
 def _bare_calls(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[WrittenCall], int]:
-    if _may_become(text[at:], MARK):
+    if may_become(text[at:], MARK):
         raise _UnfinishedError
     if text.startswith(MARK, at):
         at = _end_of_run(_SPACE, text, at + len(MARK))
@@ -475,12 +476,12 @@ def _function_calls(text: str, at: int, schemas: Mapping[str, Any]) -> tuple[lis
             arguments[given[1]] = _parse_value(given[2], given[1], schemas.get(name))
             at = given.end()
         if not text.startswith(_FUNCTION_END, at):
-            begun = text.startswith(_PARAMETER, at) or _may_become(text[at:], _PARAMETER, _FUNCTION_END)
+            begun = text.startswith(_PARAMETER, at) or may_become(text[at:], _PARAMETER, _FUNCTION_END)
             raise _UnfinishedError if begun else _NoCallError
         calls.append(_sendable(WrittenCall(name, arguments)))
         at = _end_of_run(_SPACE, text, at + len(_FUNCTION_END))
     rest = text[at:]
-    if _BEGUN_NAME.match(rest) or (rest and _may_become(rest, _FUNCTION)):
+    if _BEGUN_NAME.match(rest) or (rest and may_become(rest, _FUNCTION)):
         raise _UnfinishedError
     if not calls:
         raise _NoCallError

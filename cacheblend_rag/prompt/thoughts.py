@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 
 from cacheblend_rag.config import Reasoning, read_reasoning
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt.calls import certain_length, may_become
 
 BUDGETS: dict[Reasoning, int] = {False: 256, "low": 512, True: 2048, "medium": 2048, "high": 8192}
 """Most tokens of a thought where no number is given. Without reasoning it is that of a model that cannot do without."""
@@ -353,7 +354,7 @@ class ThoughtSplitter:
         text, begin = self._held.lstrip(), self.marks.begin
         if found := next((one for one in begin if text.startswith(one)), None):
             self._held, self.place, self.thought = text[len(found) :], "thought", True
-        elif final or not _may_become(text, *begin):
+        elif final or not may_become(text, *begin):
             self.settle()
         return ""
 
@@ -373,7 +374,7 @@ class ThoughtSplitter:
         if at >= 0:
             said, self._held = self._held[:at].rstrip(), self._held[at + len(mark) :]
         else:
-            said = (self._held if final else self._held[: _certain(self._held, ends)]).rstrip()
+            said = (self._held if final else self._held[: certain_length(self._held, ends)]).rstrip()
             self._held = "" if final else self._held[len(said) :]
         if not self._begun:
             said = said.lstrip()
@@ -388,14 +389,14 @@ class ThoughtSplitter:
         before = "" if self._marked else self.marks.answer[0]
         if before and self._held.startswith(before):
             self._held, self._marked = self._held[len(before) :].lstrip(), True
-        elif not final and before and _may_become(self._held, before):
+        elif not final and before and may_become(self._held, before):
             return ""
         if self._skip:
             if self._held.startswith(self._skip):
                 self._held, self._skip = self._held[len(self._skip) :], ""
                 self.place = "answer"
                 return ""
-            if not final and _may_become(self._held, self._skip):
+            if not final and may_become(self._held, self._skip):
                 return ""
         if self._held or final:
             self.place = "answer"
@@ -410,7 +411,7 @@ class ThoughtSplitter:
             if at >= 0 and not self._held[at + len(mark) :].strip():
                 stop = len(self._held[:at].rstrip())
             elif not final:
-                stop = len(self._held[: _certain(self._held, (mark,))].rstrip())
+                stop = len(self._held[: certain_length(self._held, (mark,))].rstrip())
         said, self._held = self._held[:stop], "" if final else self._held[stop:]
         return said
 
@@ -430,7 +431,7 @@ class ChannelSplitter(ThoughtSplitter):
         text = self._held.lstrip()
         if text.startswith(("<|channel|>", "<|start|>")):
             self.place = "header"
-        elif final or not _may_become(text, "<|channel|>", "<|start|>"):
+        elif final or not may_become(text, "<|channel|>", "<|start|>"):
             self.settle()
         return ""
 
@@ -459,7 +460,7 @@ class ChannelSplitter(ThoughtSplitter):
 
     def _answer(self, final: bool) -> str:
         at, mark = _first(self._held, self._ends)
-        stop = at if at >= 0 else len(self._held) if final else _certain(self._held, self._ends)
+        stop = at if at >= 0 else len(self._held) if final else certain_length(self._held, self._ends)
         said, self._held = self._held[:stop], "" if final else self._held[stop:]
         if at >= 0:
             self._held, self.place = self._held[len(mark) :], "header"
@@ -492,19 +493,6 @@ def split_thought(marks: ThoughtMarks, text: str, in_thought: bool = False) -> t
     return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
 
 
-def _may_become(text: str, *marks: str) -> bool:
-    return any(mark.startswith(text) for mark in marks)
-
-
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Where the first of some marks stands in a text, and which it is; -1 if there is none."""
     return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
-
-
-def _certain(text: str, marks: Sequence[str]) -> int:
-    """Length of a text without what may be the beginning of a mark at its end."""
-    longest = max(map(len, marks))
-    for start in range(max(0, len(text) - longest), len(text)):
-        if _may_become(text[start:], *marks):
-            return start
-    return len(text)

@@ -18,7 +18,6 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
-from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.thoughts import Thought
 
@@ -101,7 +100,6 @@ class ServedChat(ChatCacheBlend):
             Seconds it may take.
         """
         stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
-        stream.with_thoughts = True
         split = request.splitter(most=1 if self.one_call else None)
         return Conversation(self, request, stream, split)
 
@@ -131,9 +129,7 @@ class Conversation:
         """The text and the pieces of calls that are left, once the stream has ended."""
         if (answer := self.stream.result) is None:
             return "", []
-        opening = self.request.opening
-        read = parse_calls(opening + answer.text, self.request.tools, begun=bool(opening))
-        return self.split.rest(read.content), self.split.end(read.found)
+        return self.split.finish(answer.text)
 
     def message(self) -> AIMessage:
         """The whole answer, once the stream has ended."""
