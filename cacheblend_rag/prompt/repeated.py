@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,7 +30,7 @@ _WINDOW = 320
 # Windows that are remembered of a tenant at least, and twice as many at most; in a prompt with more nothing is found.
 _LIMIT = 50_000
 _TENANTS = 64
-# Spans that may begin with the same window.
+# Spans that may begin with the same window, and places of a window in a message where they are looked for.
 _SAME_START = 4
 _ASKED = ("", "user")
 _COUNTED = ("", "system", "developer", "tool", "template")
@@ -402,9 +402,14 @@ class _Windows:
         return found
 
     def known_spans(self, seen: Sequence[_Seen], is_open: Sequence[bool]) -> Iterator[Match]:
-        """Spans of earlier prompts that stand in this one; they may overlap."""
+        """Spans of earlier prompts that stand in this one; they may overlap.
+
+        A window that stands in it over and over begins few of them: time is in proportion to the text's length.
+        """
+        places = Counter[int]()
         for at, one in enumerate(seen):
-            for length, key in one.spans if is_open[at] else ():
+            places[self.keys[at]] += 1
+            for length, key in one.spans if is_open[at] and places[self.keys[at]] <= _SAME_START else ():
                 start, stop = self.starts[at], self.starts[at] + length
                 if stop <= self.stops[-1] and _key(self.text[start:stop]) == key:
                     inside = at

@@ -27,7 +27,10 @@ from tests.app.server.common import BASE, settings_for, settle, write_documents
 from tests.integrations.langchain.models import TEMPLATE, Script, passages
 from tests.probes import engine_of
 
-WHY = "3 of its 4 layers carry a recurrent state, of which no part is a chunk's; blended is Qwen3"
+WHY = (
+    "3 of its 4 layers carry a recurrent state, of which no part is a chunk's; "
+    "blended is a model all of whose layers attend, such as Qwen3, Llama 3 or Granite 3"
+)
 DOCUMENTS = passages(2)
 SYSTEM = "Answer briefly, from these passages alone, and say so if they do not hold the answer."
 
