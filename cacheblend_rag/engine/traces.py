@@ -56,7 +56,7 @@ class SpanNames:
 
 
 class Noted:
-    """What is noted of an answer on its way: when its turn came, and when all its tokens were there."""
+    """Notes of an answer on its way: when its turn came, and when all its tokens were there."""
 
     def __init__(self) -> None:
         self._clock = time.perf_counter()

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     Parameters
     ----------
     alike : tuple of str
-        What a variant must have in common with it: the model, the digest of the chunk's ids, that of the prefix's.
+        Digests that a variant has in common with it: of the model, of the chunk's ids, and of the prefix's.
     chunks : tuple of str
         Digests of the ids of the chunks before it, in their order.
     """

@@ -127,7 +127,7 @@ def check_room(what: str, disk: int, memory: int, instead: str) -> None:
     disk, memory : int
         Bytes that it takes.
     instead : str
-        What else to do, as a phrase.
+        Another way out, as a phrase.
 
     Raises
     ------

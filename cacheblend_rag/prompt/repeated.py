@@ -207,7 +207,7 @@ class RepeatedTexts:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a window: where it was seen first, and what has varied since.
+    """Knowledge of a window: where it was seen first, and what has varied since.
 
     Attributes
     ----------
@@ -285,7 +285,7 @@ class RepeatedText:
             self._note_own(_Windows(answer, Said(0, len(answer)), len(answer)).keys[: self._limit])
 
     def _get(self, key: int) -> _Seen | None:
-        """What is known of a window; it stays known."""
+        """Knowledge of a window; it stays known."""
         if (seen := self._young.get(key)) is None and (seen := self._old.pop(key, None)) is not None:
             self._enter(key, seen)
         return seen
@@ -372,7 +372,7 @@ class _Windows:
         for start, stop in pieces:
             self._before.append(self._before[-1] + len(text[start:stop].encode("utf-8", "surrogatepass")))
         self.ends = self._ends()
-        # What a tool answers may stand alone in its message; of others, a beginning in common is a template's.
+        # A tool's answer may stand alone in its message; of others, a beginning in common is a template's.
         last, place, behind = 0, _key(text[: part.start]) if part.role == "tool" else 0, part.start
         for at, start in enumerate(self.starts):
             while last < len(pieces) and self._before[last + 1] - self._before[at] < _WINDOW:

@@ -50,7 +50,7 @@ def prompts(first: int, count: int) -> list[Prompt]:
 MODELS: dict[str, dict[str, Any]] = {
     # The wider the weights, the sharper attention, and the more it matters what a chunk cannot see.
     "calm": {"seed": 1, "initializer_range": 0.05, "num_hidden_layers": 6},
-    "wild": {"seed": 0, "initializer_range": 0.5, "num_hidden_layers": 2},
+    "wild": {"seed": 0, "initializer_range": 1.0, "num_hidden_layers": 2},
 }
 
 

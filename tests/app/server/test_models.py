@@ -63,7 +63,7 @@ def hits(server: Running, client: httpx.Client, model: str, seed: int) -> int:
     """Whether a model reads the KV of a passage; it has stored it afterwards if it may."""
     body = {"model": model, "prompt": QUESTION, "documents": [passage(seed)], "max_tokens": 1}
     for one in server.service.models.values():
-        one.engine.chunks.drop_prompts()  # the store alone is asked
+        one.engine.chunks.pipeline.prompts.drop(one.engine.config.salt)  # the store alone is asked
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     flush(server)
