@@ -281,6 +281,7 @@ REMOVED = {
     "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
+    "keep_alive": "leave it out; `serve --keep-alive` gives the memory of idle models back",
     "keep_conversations": "leave it out; the browser keeps conversations",
     "database": "leave it out; replicas serve one folder, which several machines can mount",
 }
