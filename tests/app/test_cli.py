@@ -321,3 +321,17 @@ def test_thought_is_shown_above_the_answer(
     monkeypatch.setattr(BlendEngine, "generate", lambda *args, **more: generate(*args, **more | process))
     assert ask(tmp_path / "model", docs, tmp_path / "data", "--reasoning", "--reasoning-tokens", "30") == 0
     assert "Thought:  Hm, leaves.\nAnswer:   It\n" in capsys.readouterr().out
+
+
+def test_what_went_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, remedy in (
+        (["adapt"], "calibrate alone finds"),
+        (["cache", "list"], "use cache stats"),
+        (["serve", "--keep-conversations", "5"], "the browser keeps conversations"),
+        (["ask", "--int8-prefill", "on", "q"], "multiplied as the weights are"),
+    ):
+        with pytest.raises(SystemExit):
+            main(given)
+        said = capsys.readouterr().err
+        assert " is gone; " in said, given
+        assert remedy in said, given

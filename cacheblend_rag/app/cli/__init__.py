@@ -21,7 +21,7 @@ from cacheblend_rag.app.cli.models import add_models
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
 from cacheblend_rag.app.options import FolderRAGOptions
-from cacheblend_rag.config import BlendConfig, options_of
+from cacheblend_rag.config import REMOVED, BlendConfig, options_of
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 __all__ = ["main"]
@@ -77,8 +77,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and what to use in place of what is gone."""
-        gone = next((word for word in re.findall(r"'\w+'|--\w+", message)[:1] if word in _REMOVED), None)
-        super().error(message if gone is None else gone.strip("'") + f" is gone; {_REMOVED[gone]}")
+        word = next(iter(re.findall(r"'\w+'|--[\w-]+", message)), "")
+        option = word.removeprefix("--").replace("-", "_") if word.startswith("--") else ""
+        remedy = _REMOVED.get(word) or REMOVED.get(option)
+        super().error(message if remedy is None else word.strip("'") + f" is gone; {remedy}")
 
 
 def _parser() -> argparse.ArgumentParser:

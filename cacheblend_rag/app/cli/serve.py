@@ -15,11 +15,8 @@ from cacheblend_rag.app.cli.configuration import (
 )
 from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.options import stronger_model
-from cacheblend_rag.config import REMOVED
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading_bars import bars_hidden
-
-_REMOVED = ("keep_conversations", "database")  # flags of earlier versions
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,16 +32,10 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                 action = "append" if option.repeats else "store"
                 shown = option.metavar or None
                 serve.add_argument(f"--{option.flag}", action=action, metavar=shown, help=option.help_line)
-    for name in _REMOVED:
-        serve.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    for name in _REMOVED:
-        if (value := getattr(parsed, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(flag, value, f"there is no such option any more; {REMOVED[name]}")
     replicas = 1 if parsed.replicas is None else parsed.replicas
     if replicas < 1:
         raise ConfigError("--replicas", replicas, "use 1 or more")
