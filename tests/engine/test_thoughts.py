@@ -22,6 +22,7 @@ from cacheblend_rag.prompt.thoughts import (
     thinks,
 )
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.probes import CHUNKS
 from tests.thinking import KINDS, Writer, thinking_engine, thinking_tokenizer
 
@@ -145,7 +146,7 @@ def test_thoughts_are_apart_and_counted(kind: str) -> None:
     assert kinds.count(True) > 5, "it comes as it is thought"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow([*KINDS], ("qwen3", "gpt-oss")))
 def test_thought_that_never_ends_is_ended_and_the_answer_goes_on(kind: str) -> None:
     engine = thinking_engine(kind)
     writer = Writer(engine.tokenizer, begun(kind), forever=" old")
@@ -185,7 +186,9 @@ def test_window_leaves_the_answer_its_room() -> None:
     assert answer.thought
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "smollm3", "deepseek", "gpt-oss", "granite-3.3", "mistral"])
+@pytest.mark.parametrize(
+    "kind", others_slow(["qwen3", "smollm3", "deepseek", "gpt-oss", "granite-3.3", "mistral"], ("qwen3", "gpt-oss"))
+)
 @pytest.mark.parametrize("reasoning", [True, False])
 def test_schemas_hold_for_the_answer_and_not_for_the_thought(kind: str, reasoning: bool) -> None:
     pytest.importorskip("llguidance")

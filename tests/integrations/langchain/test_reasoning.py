@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from tests.pairwise import others_slow
 from tests.thinking import KINDS, Writer, thinking_engine
 
 THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
@@ -30,7 +31,7 @@ def find(what: str) -> str:
     return f"The {what} is red."
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow([*KINDS], ("qwen3", "gpt-oss", "deepseek")))
 async def test_thoughts_stand_where_langchain_looks_for_them(kind: str) -> None:
     model = model_of(kind, KINDS[kind].thought.format(t=THOUGHT, a=ANSWER))
     chunks = list(model.stream("What fell?"))
@@ -82,7 +83,7 @@ def test_thoughts_are_not_sent_back_with_later_turns() -> None:
         assert writer.prompts[-1].endswith(THOUGHT)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek", "gpt-oss", "mistral"])
+@pytest.mark.parametrize("kind", others_slow(["qwen3", "deepseek", "gpt-oss", "mistral"], ("qwen3", "mistral")))
 async def test_agents_call_tools_behind_a_thought(kind: str) -> None:
     """A call that a thought names is none."""
     call = CALL

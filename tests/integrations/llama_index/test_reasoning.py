@@ -11,6 +11,7 @@ from llama_index.core.tools import FunctionTool
 
 from cacheblend_rag.llama_index import CacheBlendLLM
 from tests.integrations.llama_index.test_llm import CHAT_FORMS, HELLO, responses
+from tests.pairwise import others_slow
 from tests.thinking import KINDS, Writer, thinking_engine
 
 THOUGHT, ANSWER = "Leaves fell, <b> I think.", "It fell. A <think> is text."
@@ -28,7 +29,7 @@ def find(what: str) -> str:
     return f"The {what} is red."
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow([*KINDS], ("qwen3", "gpt-oss", "deepseek")))
 async def test_thoughts_are_blocks_of_their_own_in_every_form(kind: str) -> None:
     llm = model_of(kind, KINDS[kind].thought.format(t=THOUGHT, a=ANSWER))
     for form in CHAT_FORMS:
@@ -67,7 +68,7 @@ async def test_thoughts_are_not_sent_back_with_later_turns() -> None:
 
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 @pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek", "mistral"])
+@pytest.mark.parametrize("kind", others_slow(["qwen3", "deepseek", "mistral"], ("qwen3", "mistral")))
 async def test_agents_call_tools_behind_a_thought_and_stream_it(kind: str) -> None:
     def said(prompt: str) -> str:
         thought, answer = (THOUGHT, ANSWER) if "is red" in prompt else (f"{THOUGHT} {CALL}", CALL)
