@@ -323,7 +323,7 @@ def test_thought_is_shown_above_the_answer(
     assert "Thought:  Hm, leaves.\nAnswer:   It\n" in capsys.readouterr().out
 
 
-def test_what_went_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_flags_that_went_are_named_with_their_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     for given, remedy in (
         (["adapt"], "calibrate alone finds"),
         (["cache", "list"], "use cache stats"),
