@@ -202,11 +202,16 @@ def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> No
     for name, value in given:
         if name in known:
             continue
-        if name in REMOVED:
-            raise ConfigError(name, value, f"there is no such option any more; {REMOVED[name]}")
+        if gone := removed_remedy(name):
+            raise ConfigError(name, value, gone)
         nearest = get_close_matches(name, known, n=1)
         remedy = f"did you mean {nearest[0]!r}?" if nearest else "use one of " + ", ".join(sorted(known))
         raise ConfigError(name, value, f"there is no such option; {remedy}")
+
+
+def removed_remedy(name: str) -> str | None:
+    """The remedy for an option of earlier versions; None if it is none."""
+    return f"there is no such option any more; {REMOVED[name]}" if name in REMOVED else None
 
 
 def check_mapping(name: str, value: object, what: str = "arguments") -> None:

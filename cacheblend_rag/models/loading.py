@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
 from transformers.utils import cached_file, find_adapter_config_file
 
-from cacheblend_rag.config import DTYPES, REMOVED, check_choice, flag_from_environment
+from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment, removed_remedy
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_runs, why_plain
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
@@ -352,7 +352,7 @@ def _load(
         if (unknown := _UNKNOWN.search(str(error))) is None or unknown[1] not in model_kwargs:
             raise
         own = f"leave it out; transformers' from_pretrained does not take it for this model ({error})"
-        remedy = REMOVED.get(unknown[1], own)
+        remedy = removed_remedy(unknown[1]) or own
         raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
     except SafetensorError as error:
         again = "fetch or save them anew; a file that git has fetched needs git-lfs"

@@ -34,6 +34,7 @@ _REMOVED = {
     "'list'": "use cache stats",
     "'verify'": "leave it out; a damaged record is computed again when it is read",
     "--out": "leave it out; a run is not continued",
+    **{f"--{name.replace('_', '-')}": remedy for name, remedy in REMOVED.items()},
 }
 
 
@@ -78,9 +79,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and what to use in place of what is gone."""
         word = next(iter(re.findall(r"'\w+'|--[\w-]+", message)), "")
-        option = word.removeprefix("--").replace("-", "_") if word.startswith("--") else ""
-        remedy = _REMOVED.get(word) or REMOVED.get(option)
-        super().error(message if remedy is None else word.strip("'") + f" is gone; {remedy}")
+        super().error(word.strip("'") + f" is gone; {_REMOVED[word]}" if word in _REMOVED else message)
 
 
 def _parser() -> argparse.ArgumentParser:

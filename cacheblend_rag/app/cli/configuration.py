@@ -16,7 +16,7 @@ from typing import Any
 
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings, keys_from_environment
-from cacheblend_rag.config import ENV_PREFIX, REMOVED, BlendConfig, Option, options_of
+from cacheblend_rag.config import ENV_PREFIX, REMOVED, BlendConfig, Option, options_of, removed_remedy
 from cacheblend_rag.errors import ConfigError
 
 SECTIONS: dict[str, tuple[Option, ...]] = {
@@ -210,8 +210,8 @@ def _show(name: str, value: object) -> object:
 
 def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
     """The remedy for an unknown option."""
-    if name in REMOVED:
-        return f"there is no such option any more; {REMOVED[name]}"
+    if gone := removed_remedy(name):
+        return gone
     if name in _SECTION_OF:
         return f"write it under [{_SECTION_OF[name]}]"
     if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):
