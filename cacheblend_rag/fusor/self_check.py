@@ -40,7 +40,7 @@ def check_adapter(adapter: ModelAdapter) -> None:
         wrong = _wrong(adapter, [(first + 37 * number) % vocabulary for number in range(_TOKENS)])
         if not wrong:
             return
-    raise UnsupportedModelError(_message(adapter, f"differs in {' and '.join(wrong)} of their size"))
+    raise UnsupportedModelError(_message(adapter.config.model_type, f"differs in {' and '.join(wrong)} of their size"))
 
 
 def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
@@ -49,7 +49,7 @@ def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
         errors = errors_of(adapter, ids)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
         failed = f"failed with {type(error).__name__} ({error})"
-        raise UnsupportedModelError(_message(adapter, failed)) from error
+        raise UnsupportedModelError(_message(adapter.config.model_type, failed)) from error
     # Quantised layers may round what they read to 8 bits: a difference of rounding grows to that step.
     limit = _COARSE if is_quantised(adapter.model) else _TOLERANCE.get(adapter.dtype, _COARSE)
     # Written so that NaN counts as wrong.
@@ -107,9 +107,9 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _message(adapter: ModelAdapter, what: str) -> str:
+def _message(model_type: str, what: str) -> str:
     return (
-        f"the blended pass of a {adapter.config.model_type!r} model {what}, compared with the model's own "
+        f"the blended pass of a {model_type!r} model {what}, compared with the model's own "
         f"forward pass under transformers {transformers.__version__}; use a version this package was tested "
         "with, or switch this check off if you know better"
     )

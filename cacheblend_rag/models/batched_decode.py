@@ -45,7 +45,7 @@ class BatchedDecode:
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
-        self._token_bytes = 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
+        self._token_bytes = token_bytes(adapter)
 
     @cached_property
     def plain(self) -> PlainRows | None:
@@ -145,3 +145,8 @@ def _causal(span: range, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(1, 0)
     hidden = torch.full((len(span), span.stop), float("-inf"), dtype=like.dtype, device=like.device)
     return hidden.triu_(span.start + 1)
+
+
+def token_bytes(adapter: ModelAdapter) -> int:
+    """Bytes of a token's keys and values on all layers, in the model's element type."""
+    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
