@@ -160,7 +160,7 @@ class PreparedPrompt:
 
     def fuse(self, rule: SelectionRule) -> _Fused:
         """Fuse by a rule."""
-        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
+        fusion = fuse(self.adapter, self.plan, _layers(self.adapter, len(self.tokens.input_ids), self._known), rule)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
         return _Fused(fusion, work_share(shape, tokens, fusion.done))
 
@@ -169,32 +169,23 @@ class PreparedPrompt:
         """Full prefill: every row is computed."""
         return prefill_layerwise(self.adapter, self.tokens.input_ids)
 
-    def _buffers(self, known: Mapping[range, SegmentKV]) -> list[LayerKV]:
-        """Fresh buffers of every layer, with what is stored in place."""
-        adapter = self.adapter
-        shape = (1, adapter.kv_heads, len(self.tokens.input_ids), adapter.head_dim)
-        layers = []
-        for number in range(adapter.num_layers):
-            keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
-            values = torch.zeros_like(keys)
-            for span, kv in known.items():
-                keys[0, :, span.start : span.stop] = kv.keys[number]
-                values[0, :, span.start : span.stop] = kv.values[number]
-            layers.append(LayerKV(keys, values))
-        return layers
+
+def _layers(adapter: ModelAdapter, tokens: int, known: Mapping[range, SegmentKV]) -> Iterator[LayerKV]:
+    """Fresh buffers of every layer, with what is stored in place."""
+    shape = (1, adapter.kv_heads, tokens, adapter.head_dim)
+    for number in range(adapter.num_layers):
+        keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+        values = torch.zeros_like(keys)
+        for span, kv in known.items():
+            keys[0, :, span.start : span.stop] = kv.keys[number]
+            values[0, :, span.start : span.stop] = kv.values[number]
+        yield LayerKV(keys, values)
 
 
 def prefill_layerwise(adapter: ModelAdapter, ids: Sequence[int]) -> Fusion:
     """Full prefill through the blended pass: every row is computed on every layer."""
-    shape = (1, adapter.kv_heads, len(ids), adapter.head_dim)
-
-    def empty() -> Iterator[LayerKV]:
-        for _ in range(adapter.num_layers):
-            keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
-            yield LayerKV(keys, torch.zeros_like(keys))
-
     plan = FusionPlan(ids, exact=[], reused=[], unrotated=range(0))
-    return fuse(adapter, plan, empty(), SelectNone())
+    return fuse(adapter, plan, _layers(adapter, len(ids), {}), SelectNone())
 
 
 def greedy_answer(
