@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from cacheblend_rag.engine.decode import DecodedAnswer
-from cacheblend_rag.engine.pipeline import Blend, Pipeline
+from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.route import Blend, Fused, Prefill
+from cacheblend_rag.engine.verification import CheckedAnswer
+from cacheblend_rag.loading import LoadingPlan
 from cacheblend_rag.prompt import DocumentPlace
-from cacheblend_rag.report import BlendReport, DocumentUse, Verification
+from cacheblend_rag.report import BlendReport, DocumentUse, ExpectedTimes, Verification
 
 PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
@@ -16,93 +18,92 @@ _BEGINS = 80
 
 
 def report_of(
-    pipeline: Pipeline,
-    blend: Blend,
-    decoded: DecodedAnswer | None = None,
-    first_token: float = 0.0,
-    verification: Verification | None = None,
+    pipeline: Pipeline, fused: Fused, first_token: float = 0.0, checked: CheckedAnswer | None = None
 ) -> BlendReport:
     """How a prompt was answered.
 
     Parameters
     ----------
     pipeline : Pipeline
-    blend : Blend
-        Its fused KV.
-    decoded : DecodedAnswer, optional
-        Its answer, if it was answered.
+    fused : Fused
+        Its KV.
     first_token : float
         Seconds from the logits to the first token.
-    verification : Verification, optional
-        How the answer was held against full prefill.
+    checked : CheckedAnswer, optional
+        Its answer, if it was answered.
     """
-    lookup, layers = blend.lookup, len(blend.computed)
-    whole, split, kept = lookup.fit.split, lookup.split, lookup.kept
-    plain = blend.choice is None
-    hits = _hits(blend)
-    tiers = tuple(lookup.records[one.key].tier if one.key in lookup.records else "" for one in lookup.chunks)
-    tiers = tiers or tuple("memory" if hit else "" for hit in hits)
-    resumed = len(whole.chunks) - len(split.chunks)  # chunks of a kept prompt that this one goes on from
-    if kept is not None:
-        tiers = (kept.record.tier,) * resumed + tiers
+    route, whole, layers = fused.route, fused.route.fit.split, len(fused.computed)
+    blend = route if isinstance(route, Blend) else None
+    tiers, decoded = _tiers(fused), None if checked is None else checked.decoded
+    reads_whole_prefix = blend is not None and blend.begun is None and blend.prefix_hit
     return BlendReport(
         input_ids=whole.input_ids,
         prefix_tokens=len(whole.prefix),
         chunk_tokens=whole.chunk_tokens,
         suffix_tokens=len(whole.suffix),
-        hits=sum(hits) + resumed,
-        misses=hits.count(False),
+        hits=len(tiers) - tiers.count(""),
+        misses=tiers.count(""),
         chunk_tiers=tiers,
-        variants=tuple(
-            resumed + number
-            for number, one in enumerate(lookup.chunks)
-            if one.kind == "variant" and one.key in lookup.records
-        ),
-        left_out=lookup.fit.left_out,
-        prefix_hit=0 < len(whole.prefix) <= blend.resumed
-        or (lookup.prefix_hit and (kept is None or kept.tokens >= len(whole.prefix))),
-        reused_tokens=_reused_tokens(blend, hits),
-        resumed_tokens=blend.resumed if kept is None else kept.tokens,
-        recomputed_tokens=(0,) * layers if plain else blend.recomputed_tokens,
-        computed_tokens=tuple(map(len, blend.computed)),
-        work=blend.work,
-        plain=plain,
-        plain_reason=blend.plain_reason or lookup.why,
-        lost=blend.lost,
-        recompute_ratio=0.0 if blend.choice is None else blend.choice.ratio,
-        expected=None if blend.choice is None else blend.choice.expected,
+        variants=() if blend is None else _variants(blend, len(whole.chunks) - len(blend.chunks)),
+        left_out=route.fit.left_out,
+        prefix_hit=0 < len(whole.prefix) <= fused.resumed or reads_whole_prefix,
+        reused_tokens=_reused_tokens(fused),
+        resumed_tokens=fused.resumed,
+        recomputed_tokens=(0,) * layers if fused.fusion is None else fused.fusion.recomputed_tokens,
+        computed_tokens=tuple(map(len, fused.computed)),
+        work=fused.work,
+        plain=blend is None,
+        plain_reason=route.why if isinstance(route, Prefill) else "",
+        lost=fused.lost,
+        recompute_ratio=0.0 if blend is None else blend.ratio,
+        expected=None if blend is None or blend.plan is None else _expected(blend.plan),
         seconds=dataclasses.replace(
-            blend.seconds, split=lookup.fit.seconds, look_up=lookup.seconds, first_token=first_token
+            fused.seconds, split=route.fit.seconds, look_up=route.seconds, first_token=first_token
         ),
         generated_tokens=0 if decoded is None else len(decoded.token_ids),
         thought_tokens=0 if decoded is None else decoded.thought_tokens,
         finish_reason="" if decoded is None else decoded.finish_reason,
         stopped_by="" if decoded is None else decoded.stopped_by,
-        documents=_uses(lookup.fit.prompt.documents, tiers),
+        documents=_uses(route.fit.prompt.documents, tiers),
         found=tuple(bool(tier) for tier, chunk in zip(tiers, whole.located, strict=True) if chunk.found),
-        tokens_to_store=0 if pipeline.store.traits.read_only else sum(job.stored_tokens for job in blend.jobs.values()),
-        verification=verification or Verification(),
+        tokens_to_store=0 if pipeline.store.traits.read_only else sum(job.stored_tokens for job in fused.jobs.values()),
+        verification=Verification() if checked is None else checked.verification,
     )
 
 
-def why_exact(blend: Blend) -> str:
+def why_exact(fused: Fused) -> str:
     """Why an answer is full prefill's without a check."""
-    reused = _reused_tokens(blend, _hits(blend))
-    where = "of its beginning" if blend.choice is None else "of it"
+    reused = _reused_tokens(fused)
+    where = "of it" if isinstance(fused.route, Blend) else "of its beginning"
     exact = f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
     return exact if reused else PREFILLED
 
 
-def _hits(blend: Blend) -> tuple[bool, ...]:
-    """Whether the KV of each chunk was reused, of those behind a kept prompt."""
-    split = blend.lookup.split
-    return blend.lookup.hits or tuple(span.stop <= blend.resumed for span in split.chunks)
+def _tiers(fused: Fused) -> tuple[str, ...]:
+    """Of each chunk of the whole prompt, what its KV was read from; empty where it was computed."""
+    route, split = fused.route, fused.route.split
+    resumed = ("memory",) * (len(route.fit.split.chunks) - len(split.chunks))
+    if isinstance(route, Blend):
+        return resumed + tuple(route.records[one.key].tier if one.key in route.records else "" for one in route.chunks)
+    return resumed + tuple("memory" if span.stop <= fused.resumed else "" for span in split.chunks)
 
 
-def _reused_tokens(blend: Blend, hits: Sequence[bool]) -> int:
-    split = blend.lookup.split
-    reused = sum(len(span) for span, hit in zip(split.chunks, hits, strict=True) if hit)
-    return blend.resumed or reused + len(split.prefix) * blend.lookup.prefix_hit
+def _variants(blend: Blend, resumed: int) -> tuple[int, ...]:
+    """Numbers of the chunks of which a variant is read, behind those of a kept prompt."""
+    chunks = enumerate(blend.chunks, resumed)
+    return tuple(number for number, one in chunks if one.kind == "variant" and one.key in blend.records)
+
+
+def _expected(plan: LoadingPlan) -> ExpectedTimes:
+    return ExpectedTimes(plan.load_seconds, plan.recompute_seconds, plan.prefill_seconds)
+
+
+def _reused_tokens(fused: Fused) -> int:
+    route = fused.route
+    if not isinstance(route, Blend):
+        return fused.resumed
+    read = sum(len(span) for span, hit in zip(route.split.chunks, route.hits, strict=True) if hit)
+    return read + len(route.split.prefix) * route.prefix_hit
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

@@ -1,4 +1,4 @@
-"""One answer: split, look up, load, fuse, decode; then keep what is worth storing."""
+"""One answer: split, choose a route, fuse, decode; then keep what is worth storing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from cacheblend_rag.engine.answer_report import report_of, why_exact
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.logits import LogProbs
-from cacheblend_rag.engine.pipeline import Blend, Lookup, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import Pauses, Pipeline
+from cacheblend_rag.engine.route import Fused, Route
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, traced
 from cacheblend_rag.engine.turns import Turns
@@ -43,7 +44,7 @@ class Answering:
     ----------
     tokenizer : transformers tokenizer
     pipeline : Pipeline
-        The first four verbs.
+        Makes the KV of prompts.
     turns : Turns
         Lets requests have the model in turn.
     verifications : Verifications
@@ -87,7 +88,7 @@ class Answering:
     def answer(
         self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None = None, shared: SharedKV | None = None
     ) -> Generation:
-        """Split, look up, load, fuse, decode; keep.
+        """Split, choose a route, fuse, decode; keep.
 
         Parameters
         ----------
@@ -111,18 +112,17 @@ class Answering:
             fit = pipeline.split(
                 pipeline.with_found(prompt), *answer_room(options, pipeline.segments.model.adapter.context_window)
             )
-            with pipeline.look_up(fit, plain=self._verifies(options) == "held") as lookup:
-                loading = pipeline.load(lookup, cancelled, shared)
-                blend = pipeline.fuse(loading, self.turns.pauses(cancelled))
-            answer, blend = self._decode(blend, options, sink)
+            with pipeline.route(fit, plain=self._verifies(options) == "held") as route:
+                fused = pipeline.fuse(route, cancelled, self.turns.pauses(cancelled), shared)
+            answer, fused = self._decode(fused, options, sink)
             if (finder := pipeline.segments.finder) is not None:
                 finder.hear(pipeline.config.salt, (answer.text, answer.thought))
             trace.answered(answer)
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            pipeline.keep_answered(blend, later)
-            self._keep(dropped.left(blend.jobs))
+            pipeline.keep_answered(fused, later)
+            self._keep(dropped.left(fused.jobs))
             if answer.verification.done:
-                self._keep(dropped.left(pipeline.keep_variants(blend.lookup, blend.cache)))
+                self._keep(dropped.left(pipeline.variant_jobs(fused.route, fused.cache)))
         return answer
 
     def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
@@ -148,41 +148,43 @@ class Answering:
         with self.turns.alone():
             dropped = self.turns.write_back.begin()
             pipeline = self.pipeline
-            with pipeline.look_up(pipeline.split(pipeline.with_found(prompt))) as lookup:
-                blend = pipeline.fuse(pipeline.load(lookup, lambda: False))
-            if blend.cache is None:
-                raise PromptError(f"this model fuses no prompt: use generate or stream; {blend.plain_reason}")
-            self._keep(dropped.left(blend.jobs))
-        ids, report = list(blend.input_ids), report_of(self.pipeline, blend)
-        return FusedKV(blend.cache, blend.logits, ids, blend.computed, blend.deviation, report, blend.done)
+            with pipeline.route(pipeline.split(pipeline.with_found(prompt))) as route:
+                fused = pipeline.fuse(route)
+            if fused.cache is None:
+                reason = pipeline.segments.model.adapter.plain_reason
+                raise PromptError(f"this model fuses no prompt: use generate or stream; {reason}")
+            self._keep(dropped.left(fused.jobs))
+        report, fusion = report_of(self.pipeline, fused), fused.fusion
+        deviation, done = (None, None) if fusion is None else (fusion.deviation, fusion.done)
+        return FusedKV(fused.cache, fused.logits, list(fused.input_ids), fused.computed, deviation, report, done)
 
-    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Blend]:
+    def _decode(self, fused: Fused, options: DecodeOptions, sink: Cancelled | None) -> tuple[Generation, Fused]:
         """The answer to a fused prompt, verified if it is to be, and the same prompt with the KV behind it."""
         options = self._repeatable(options)
-        draft = self._draft(blend, options, sink)
-        checked = self._verify(blend, draft, options, sink)
-        decoded = checked.decoded
+        draft = self._draft(fused, options, sink)
+        checked = self._verify(fused, draft, options, sink)
+        decoded, deviation = checked.decoded, None if fused.fusion is None else fused.fusion.deviation
         self.verifications.note(checked.verification)
-        jobs = {**blend.jobs, **self.pipeline.store_unread(blend.lookup)}
-        exact = blend.exact or checked.cache is not blend.cache  # that of a check is
-        kept, took = dataclasses.replace(blend, jobs=jobs), draft.first_token_at - blend.ready_at
-        report = report_of(self.pipeline, kept, decoded, took, checked.verification)
+        jobs = {**fused.jobs, **self.pipeline.unread_jobs(fused.route)}
+        exact = fused.exact or checked.cache is not fused.cache  # that of a check is
+        kept = dataclasses.replace(fused, jobs=jobs, cache=checked.cache, exact=exact)
+        report = report_of(self.pipeline, kept, draft.first_token_at - fused.ready_at, checked)
         answer = Generation(
-            decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs, blend.computed, blend.deviation
+            decoded.text, decoded.token_ids, report, decoded.thought, decoded.logprobs, fused.computed, deviation
         )
-        return answer, dataclasses.replace(kept, cache=checked.cache, exact=exact)
+        return answer, kept
 
-    def _draft(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
+    def _draft(self, fused: Fused, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
         model, put = self.pipeline.segments.model, sink.put if sink else None
         window, cancelled = model.adapter.context_window, _cancelled_by(sink)
         how: dict[str, Any] = {"options": options, "on_text": put, "cancelled": cancelled, "window": window}
-        if blend.cache is None:  # by transformers' own generation, prefill and all; nobody is let in beside it
-            ids = torch.tensor([blend.input_ids], device=model.adapter.device)
+        if fused.cache is None:  # by transformers' own generation, prefill and all; nobody is let in beside it
+            ids = torch.tensor([fused.input_ids], device=model.adapter.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             return generate(model.adapter.model, self.tokenizer, inputs=inputs, **how)
-        with model.products(decoding=True), self.turns.steps(blend) as step:
-            how |= {"input_ids": blend.input_ids, "cache": blend.cache, "logits": blend.logits, "step": step}
+        with model.products(decoding=True), self.turns.steps(fused) as step:
+            how |= {"input_ids": fused.input_ids, "cache": fused.cache, "logits": fused.logits, "step": step}
             return decode(model.adapter.model, self.tokenizer, **how)
 
     def _verifies(self, options: DecodeOptions) -> str:
@@ -198,7 +200,7 @@ class Answering:
         return options.model_copy(update={"seed": int(torch.randint(2**31, ()))})
 
     def _verify(
-        self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
+        self, fused: Fused, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
     ) -> CheckedAnswer:
         """The answer that full prefill gives, if it is to be verified now."""
         mode, turns, cancelled = self._verifies(options), self.turns, _cancelled_by(sink)
@@ -206,20 +208,20 @@ class Answering:
             found = Verification()
         elif cancelled():
             found = Verification("given up", reason="the answer was cut short")
-        elif blend.exact:
-            found = Verification("verified", len(draft.token_ids), len(draft.text), reason=why_exact(blend))
+        elif fused.exact:
+            found = Verification("verified", len(draft.token_ids), len(draft.text), reason=why_exact(fused))
         elif mode == "idle":
-            found = self._verify_later(blend, draft, options)
+            found = self._verify_later(fused, draft, options)
         else:
-            checked = self._check(blend.lookup, draft, options, turns.step, turns.pauses(cancelled), cancelled)
+            checked = self._check(fused.route, draft, options, turns.step, turns.pauses(cancelled), cancelled)
             if checked is not None:
                 return checked
             found = _NO_MEMORY
-        return CheckedAnswer(draft, found, blend.cache)
+        return CheckedAnswer(draft, found, fused.cache)
 
     def _check(
         self,
-        lookup: Lookup,
+        route: Route,
         draft: DecodedAnswer,
         options: DecodeOptions,
         step: Step,
@@ -227,8 +229,8 @@ class Answering:
         cancelled: Callable[[], bool],
     ) -> CheckedAnswer | None:
         """The answer that full prefill gives; None if memory ran out."""
-        model, ids = self.pipeline.segments.model, lookup.split.input_ids
-        begun = self.pipeline.recent_prompts.exact_beginning(lookup.ticket, ids)
+        model, ids = self.pipeline.segments.model, route.split.input_ids
+        begun = self.pipeline.beginnings.exact_beginning(route.ticket, ids)
         how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun, "products": model.products}
         try:
             with model.products(decoding=True):
@@ -239,12 +241,12 @@ class Answering:
             _log.warning("an answer could not be verified: %s", error)
             return None
 
-    def _verify_later(self, blend: Blend, draft: DecodedAnswer, options: DecodeOptions) -> Verification:
+    def _verify_later(self, fused: Fused, draft: DecodedAnswer, options: DecodeOptions) -> Verification:
         """Let an answer be verified when nothing else waits, if it is among the share that is."""
         if not self.verifications.chosen(self.pipeline.config):
             return Verification(reason="verify_share leaves it out")
-        model, lookup = self.pipeline.segments.model, blend.lookup
-        split, dropped = lookup.fit.split, self.turns.write_back.begin()
+        model, route = self.pipeline.segments.model, fused.route
+        split, dropped = route.fit.split, self.turns.write_back.begin()
         fingerprint = model.fingerprint
         # Log-probabilities are those of the answer that was given; a program may read what noted them meanwhile.
         others = [one for one in options.logits_processor if not isinstance(one, LogProbs)]
@@ -267,7 +269,7 @@ class Answering:
                 if has_changed():
                     return _CHANGED
                 pauses = turns.pauses_in_background(cancelled)
-                found = self._check(lookup, draft, options, turns.step_in_background, pauses, cancelled)
+                found = self._check(route, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
                 if has_changed():
@@ -276,8 +278,8 @@ class Answering:
                 with self.verifications.storing:
                     if not cancelled():  # else one of its chunks was forgotten meanwhile
                         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
-                        self.pipeline.recent_prompts.keep(lookup.ticket, split, later, found.cache)
-                        self._keep(dropped.left(self.pipeline.keep_variants(lookup, found.cache)))
+                        self.pipeline.beginnings.keep(route.ticket, split, later, found.cache)
+                        self._keep(dropped.left(self.pipeline.variant_jobs(route, found.cache)))
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])

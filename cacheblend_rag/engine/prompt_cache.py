@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cacheblend_rag.config import BlendConfig, options_of
+from cacheblend_rag.engine.ratio_policy import RatioPolicy
+from cacheblend_rag.engine.segments import Segment, Segments
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes, tokens_read
 from cacheblend_rag.models.identity import fingerprint_in
@@ -43,8 +45,8 @@ LEAST_STATE = 16
 _REMEMBERED = 32
 # Of "auto": most bytes, and the share of memory that they may be.
 _MOST, _SHARE = 2**30, 16
-KEPT_KEY = "prompt cache"
-"""Key, in a look-up, of the beginning that a prompt goes on from."""
+# Key, among the records that a prompt reads, of what it goes on from.
+_KEPT_KEY = "prompt cache"
 # Settings on which the KV of a blended prompt depends, apart from its ids and the model.
 _BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
 
@@ -269,15 +271,17 @@ def next_to_go(salts: Sequence[str], sizes: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class RecentPrompt:
-    """A prompt whose first tokens are those of a kept one.
+class Begun:
+    """The kept prompt that a prompt goes on from.
 
     Parameters
     ----------
     split : TokenizedPrompt
         The prompt, with all of that as its prefix.
+    segment : Segment
+        These first tokens.
     record : StoredKV
-        KV of exactly these tokens, keys rotated.
+        Their KV, keys rotated.
     cache : transformers Cache
         KV of the kept prompt.
     exact_tokens : int
@@ -285,6 +289,7 @@ class RecentPrompt:
     """
 
     split: TokenizedPrompt
+    segment: Segment
     record: StoredKV
     cache: Any
     exact_tokens: int
@@ -296,72 +301,74 @@ class RecentPrompt:
 
     @property
     def exact(self) -> bool:
-        """Whether what it begins with has the KV of a full prefill."""
+        """Whether they have the KV of a full prefill."""
         return self.exact_tokens >= self.tokens
 
     def new_cache(self) -> Any:
-        """A cache that holds the KV of its beginning; what is added to it is written elsewhere."""
+        """A cache that holds their KV; what is added to it is written elsewhere."""
         return first_rows(self.cache, self.tokens)
 
 
 @dataclass(frozen=True)
-class RecentPrompts:
+class Beginnings:
     """The prompt cache as an engine under some options uses it.
 
     Parameters
     ----------
     cache : PromptCache
-    adapter : PlainAdapter
-    fingerprint : str
-        Of the model.
-    config : BlendConfig
-    like : callable
-        Info of a record of a whole prompt with some tokens.
-    rule : str
-        See `PromptKind`.
+    segments : Segments
+        They know the model and the options.
+    policy : RatioPolicy
+        It knows how prompts are blended.
     """
 
     cache: PromptCache
-    adapter: PlainAdapter
-    fingerprint: str
-    config: BlendConfig
-    like: Callable[[int], RecordInfo]
-    rule: str
+    segments: Segments
+    policy: RatioPolicy
+
+    @property
+    def _adapter(self) -> PlainAdapter:
+        return self.segments.model.adapter
 
     def kind(self, tokens: int) -> PromptKind:
         """The kind of a prompt with so many tokens."""
-        return PromptKind(
-            self.config.salt, fingerprint_in(self.fingerprint, self.adapter.regime(tokens) or 0), self.rule
-        )
+        fingerprint = fingerprint_in(self.segments.model.fingerprint, self._adapter.regime(tokens) or 0)
+        rule = _blended_by(self.policy.config, self.segments.condition)
+        return PromptKind(self.segments.config.salt, fingerprint, rule)
 
     def begin(self, tokens: int) -> Ticket | None:
         """See `PromptCache.begin`; None where nothing is kept."""
         # Where rows depend on one another, no pass over some of them gives what one over all would.
-        cannot = not self.adapter.plain_reason and (self.adapter.mixes_rows or not self.adapter.reusable(tokens))
+        adapter = self._adapter
+        cannot = not adapter.plain_reason and (adapter.mixes_rows or not adapter.reusable(tokens))
         return None if cannot or not self.limit else self.cache.begin(self.kind(tokens))
 
     @property
     def limit(self) -> int:
         """Most bytes that kept prompts may take."""
-        chosen = self.config.prompt_cache
-        return _auto_limit(self.adapter.device) if isinstance(chosen, str) else chosen
+        if not self.policy.rule.reads_store:
+            return 0
+        chosen = self.segments.config.prompt_cache
+        return _auto_limit(self._adapter.device) if isinstance(chosen, str) else chosen
 
-    def find_exact(self, ticket: Ticket | None, split: TokenizedPrompt) -> RecentPrompt | None:
+    def find_exact(self, ticket: Ticket | None, split: TokenizedPrompt) -> Begun | None:
         """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read."""
-        return self.find(ticket, split, True, ())
+        return self._find(ticket, split, (), exact=True)
 
-    def find(
-        self, ticket: Ticket | None, split: TokenizedPrompt, exact: bool, chunks: Sequence[Span] | None = None
-    ) -> RecentPrompt | None:
-        """The kept prompt that most can be gone on from; see `PromptCache.find`. By default no chunk is cut in two."""
-        ids, chunks = split.input_ids, split.chunks if chunks is None else chunks
+    def find(self, ticket: Ticket | None, split: TokenizedPrompt) -> Begun | None:
+        """The kept prompt that most can be gone on from, exact or not; no chunk is cut in two."""
+        return self._find(ticket, split, split.chunks, exact=False)
+
+    def _find(self, ticket: Ticket | None, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool) -> Begun | None:
+        ids = split.input_ids
         found = None if ticket is None else self.cache.find(ticket.kind, ids, chunks, exact)
         if found is None:
             return None
         kept, tokens = found
-        info = dataclasses.replace(self.like(len(ids)), token_ids=ids[:tokens])
-        record = _InMemory(info, cast(ModelAdapter, self.adapter), kept.cache)
-        return RecentPrompt(_resumed(split, tokens), record, kept.cache, kept.exact_tokens)
+        model, regime = self.segments.model, self._adapter.regime(len(ids)) or 0
+        segment = Segment("kept", (), ids[:tokens], _KEPT_KEY, regime, model=model.fingerprint)
+        record = _InMemory(self.segments.info(segment), model.blended, kept.cache)
+        return Begun(_resumed(split, tokens), segment, record, kept.cache, kept.exact_tokens)
 
     def exact_beginning(self, ticket: Ticket | None, ids: Sequence[int]) -> Any:
         """A cache with the KV that a full prefill gives to the first of some ids; None without any."""
@@ -394,7 +401,7 @@ class RecentPrompts:
             return
         prompt, ids = split.input_ids, (*split.input_ids, *answer_ids)
         ids = ids[: cache.get_seq_length()]
-        regime = self.adapter.regime
+        regime = self._adapter.regime
         changed = self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
         if changed or len(ids) < max(_LEAST, len(prompt)):
             return
@@ -430,7 +437,7 @@ class RecentPrompts:
         int, Prefill
             Without a cache, where the model's own generation has yet to make it.
         """
-        ids, adapter = split.input_ids, self.adapter
+        ids, adapter = split.input_ids, self._adapter
         if adapter.goes_on == "whole":
             return 0, Prefill(None, torch.empty(0))
         if ticket is None or adapter.goes_on == "steps":
@@ -458,7 +465,7 @@ class RecentPrompts:
             As it is after the answer.
         """
         ids = (*split.input_ids, *answer_ids[:-1])
-        read = answer_ids and self.adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)
+        read = answer_ids and self._adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)
         if ticket is not None and read and self.kind(len(ids)) == ticket.kind:
             self._keep_state(ticket, split, ids, cache)
 
@@ -490,7 +497,7 @@ class _InMemory(StoredKV):
         return kv.keys[0, :, : self.info.tokens], kv.values[0, :, : self.info.tokens]
 
 
-def blended_by(config: BlendConfig, condition: str) -> str:
+def _blended_by(config: BlendConfig, condition: str) -> str:
     """All that the KV of a blended prompt depends on, apart from its ids and the model.
 
     Parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from cacheblend_rag.loading import (
     RatioBounds,
 )
 from cacheblend_rag.models.shape import ModelShape
-from cacheblend_rag.report import ExpectedTimes
 from cacheblend_rag.store.base import KVStore
 
 _log = logging.getLogger(__name__)
@@ -35,31 +33,6 @@ WORTH = 0.75
 A row takes longer than one of a prefill: rows are scattered, attention is a greater part of them, KV is read, and the
 question's attention is looked at in its plain form.
 """
-
-
-@dataclass(frozen=True)
-class RatioChoice:
-    """How one request is answered.
-
-    Parameters
-    ----------
-    rule : SelectionRule
-    ratio : float
-        Its recompute ratio.
-    plan : LoadingPlan or None
-        The controller's plan; None where nothing was measured.
-    """
-
-    rule: SelectionRule
-    ratio: float
-    plan: LoadingPlan | None = None
-
-    @property
-    def expected(self) -> ExpectedTimes | None:
-        """For the report."""
-        if self.plan is None:
-            return None
-        return ExpectedTimes(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
 
 
 class RatioPolicy:
@@ -94,8 +67,9 @@ class RatioPolicy:
             self.config = _applied(config, self.settings)
         self._layers, self._model = layers, model
         self.rule = make_rule(self.config).fit(layers)
-        self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
-        self._rules = {self._ratio: self.rule}
+        self.ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
+        """The rule's recompute ratio where no plan says another."""
+        self._rules = {self.ratio: self.rule}
 
     @property
     def free(self) -> bool:
@@ -111,12 +85,12 @@ class RatioPolicy:
         bounds = RatioBounds()
         if self.settings is None:
             return bounds
-        return RatioBounds(self._ratio, max(bounds.highest, self._ratio), bounds.step)
+        return RatioBounds(self.ratio, max(bounds.highest, self.ratio), bounds.step)
 
     def choose(
         self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str, scored: int | None = None
-    ) -> RatioChoice:
-        """Choose for a request.
+    ) -> tuple[SelectionRule, float, LoadingPlan | None]:
+        """Choose for a request: the rule, its recompute ratio, and the plan; no plan where nothing was measured.
 
         Parameters
         ----------
@@ -133,13 +107,13 @@ class RatioPolicy:
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):
-            return RatioChoice(self.rule, self._ratio)
+            return self.rule, self.ratio, None
         plan = controller.plan(
             self._model,
             chunks,
             tokens,
             device=tier,
-            ratio=None if self.free else self._ratio,
+            ratio=None if self.free else self.ratio,
             bounds=self._bounds,
             fixed_share=self._fixed_share(tokens, computed, computed if scored is None else scored),
             reads=self._layers,
@@ -147,16 +121,20 @@ class RatioPolicy:
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
-        return RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan)
+        return self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan
 
-    def expected_work(self, choice: RatioChoice, plan: FusionPlan, shape: ModelShape, begun: int) -> float:
+    def expected_work(
+        self, rule: SelectionRule, ratio: float, plan: FusionPlan, shape: ModelShape, begun: int
+    ) -> float:
         """Work that a blended pass will do, as a share of the full prefill in whose place it stands.
 
         With few reused tokens it may be more than that: a scoring pass runs other rows through most layers once more.
 
         Parameters
         ----------
-        choice : RatioChoice
+        rule : SelectionRule
+        ratio : float
+            Its recompute ratio.
         plan : FusionPlan
             The rows that are read.
         shape : ModelShape
@@ -167,11 +145,11 @@ class RatioPolicy:
         reused = [at for span in plan.reused for at in span]
         read = {*reused, *(at for span in plan.exact for at in span)}
         computed = [at for at in range(tokens) if at not in read or at == tokens - 1]
-        fixed = keep_at_least(choice.rule, 1.0) is choice.rule  # a rule without a share recomputes nothing
-        kept = 0.0 if fixed else choice.ratio + self.head_share() * (1 - choice.ratio)
+        fixed = keep_at_least(rule, 1.0) is rule  # a rule without a share recomputes nothing
+        kept = 0.0 if fixed else ratio + self.head_share() * (1 - ratio)
         left_out = {at for span in plan.missing for at in span if at >= SINK}
         scored = [at for at in computed if at not in left_out] if reused else []
-        share = _scored_share(choice.rule, self._layers)
+        share = _scored_share(rule, self._layers)
         return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
 
     def _fixed_share(self, tokens: int, computed: int, scored: int) -> float:
@@ -205,10 +183,10 @@ class RatioPolicy:
                 self._rules[ratio] = make_rule(config).fit(self._layers)
         return self._rules[ratio]
 
-    def note(self, choice: RatioChoice, read: float) -> None:
+    def note(self, plan: LoadingPlan | None, read: float) -> None:
         """Tell the controller how long reading really took."""
-        if self.controller is not None and choice.plan is not None:
-            self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
+        if self.controller is not None and plan is not None:
+            self.controller.note(plan.device, plan.load_seconds, read)
 
 
 def _scored_share(rule: SelectionRule, layers: int) -> float:

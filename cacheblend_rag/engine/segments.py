@@ -211,7 +211,7 @@ class Segments:
             kv_heads=adapter.kv_heads,
             head_dim=adapter.head_dim,
             dtype=str(adapter.dtype).removeprefix("torch."),
-            rotated=segment.kind == "prefix",
+            rotated=segment.kind in ("prefix", "kept"),
             kind=segment.kind,
             contexts=CONTEXTS * segment.averaged,
             behind=contexts,

@@ -14,8 +14,9 @@ import torch
 
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, BlendConfig
 from cacheblend_rag.engine.decode import Step
-from cacheblend_rag.engine.pipeline import Blend, Pauses
+from cacheblend_rag.engine.pipeline import Pauses
 from cacheblend_rag.engine.prompt_lookup import TRIED_AT_ONCE, PromptLookup
+from cacheblend_rag.engine.route import Fused
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, prepare
 from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
@@ -158,14 +159,14 @@ class Turns:
         return device.type == "cpu"
 
     @contextmanager
-    def steps(self, blend: Blend) -> Iterator[Step]:
+    def steps(self, fused: Fused) -> Iterator[Step]:
         """The function that takes each step of an answer."""
-        if not (self.batched_decode.takes_several and all_preallocated(blend.cache)):
+        if not (self.batched_decode.takes_several and all_preallocated(fused.cache)):
             yield self.step
             return
         lookup = PromptLookup(
-            blend.input_ids,
-            blend.cache,
+            fused.input_ids,
+            fused.cache,
             most=TRIED_AT_ONCE,
             window=self.segments.model.adapter.context_window or sys.maxsize,
             take=self.step,

@@ -223,9 +223,9 @@ def policy_of(settings: BlendSettings, prefill: bool = False, **options: Any) ->
 
 
 def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = policy_of(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
-    assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05))
-    assert chosen.ratio == 0.05
+    rule, ratio, _ = policy_of(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    assert rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05))
+    assert ratio == 0.05
     for options in ({"recompute_ratio": 0.3}, {"selection": "hkvd"}, {"selection_options": {"score_layers": (1,)}}):
         assert policy_of(SETTINGS, **options).settings is None
     monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "boundary")
@@ -233,12 +233,13 @@ def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.
 
 
 def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
-    fast = policy_of(SETTINGS, prefill=True).choose([ChunkKV(100, 1000)], 120, 20, "disk")
-    assert fast.ratio == 0.05
-    slow = policy_of(SETTINGS, prefill=True).choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
-    assert slow.plan is not None
-    assert 0.3 < slow.ratio <= 0.5
-    assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
+    fast = policy_of(SETTINGS, prefill=True)
+    assert fast.choose([ChunkKV(100, 1000)], 120, 20, "disk")[1] == 0.05
+    slow = policy_of(SETTINGS, prefill=True)
+    rule, ratio, plan = slow.choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
+    assert plan is not None
+    assert 0.3 < ratio <= 0.5
+    assert rule.recompute_ratios == (0.5, max(0.4, ratio), ratio)  # type: ignore[attr-defined]
     # Work of the first layers beyond the last share counts as done at any ratio: of 24 layers
     # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
     head = policy_of(SETTINGS).head_share()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.engine.pipeline import _plan
 from cacheblend_rag.engine.ratio_policy import WORTH
 from tests import tiny
 from tests.probes import engine_of
@@ -20,9 +19,8 @@ RULES = ("query", "boundary", "hkvd", "gradual", "none")
 
 def expected_of(engine: BlendEngine, prompt: Prompt) -> float:
     pipeline = engine.chunks.pipeline
-    with pipeline.look_up(pipeline.split(prompt)) as lookup:
-        choice, lookup = pipeline._choose(lookup)
-        return pipeline.policy.expected_work(choice, _plan(pipeline, lookup), engine.adapter.shape, 0)
+    with pipeline.blend(pipeline.split(prompt)) as blend:
+        return pipeline.policy.expected_work(blend.rule, blend.ratio, pipeline.plan(blend), engine.adapter.shape, 0)
 
 
 @pytest.mark.parametrize("selection", RULES)
