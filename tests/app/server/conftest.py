@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.config import BlendConfig
 from tests import tiny
 from tests.app.server.common import BASE, SHARED, Running, running, settings_for, settle, write_documents
 from tests.integrations.langchain.models import TEMPLATE
+from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
+from tests.toy.cli import write_questions
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +84,23 @@ def chatty(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactor
     """A server over the model that takes tools."""
     with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("data"))) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server over the toy, whose archive stands in the place of the bundled articles, on another port."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_questions(folder / "questions.jsonl")
+    options = FolderRAGOptions(
+        docs=DOCUMENTS_PATH,
+        model=MODEL_PATH,
+        embedder=EMBEDDER_PATH,
+        data_dir=folder,
+        device="cpu",
+        config=BlendConfig(**BLENDING),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cacheblend_rag.app.collection.ARTICLES_PATH", DOCUMENTS_PATH)
+        patch.setattr("cacheblend_rag.app.collection.QUESTIONS_PATH", folder / "questions.jsonl")
+        with running(ServerSettings(rag=options, port=0, api_keys={})) as made:
+            yield made

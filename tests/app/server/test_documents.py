@@ -7,20 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.api.rag import suggestions_for
-from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.config import BlendConfig
-from tests.app.server.common import Running, client_of, read_events, running, settle
+from tests.app.server.common import Running, client_of, read_events, settle
 from tests.programs import run_program
-from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from tests.toy.bundle import read_questions
-from tests.toy.cli import write_questions
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
@@ -34,26 +28,6 @@ SAID = (
     r"(.* (in)?completed? \d+\n){2}.+",
     r"listening on \('127\.0\.0\.1', \d+\)",
 )
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server over the toy, whose archive stands in the place of the bundled articles, on another port."""
-    folder = tmp_path_factory.mktemp("toy")
-    write_questions(folder / "questions.jsonl")
-    options = FolderRAGOptions(
-        docs=DOCUMENTS_PATH,
-        model=MODEL_PATH,
-        embedder=EMBEDDER_PATH,
-        data_dir=folder,
-        device="cpu",
-        config=BlendConfig(**BLENDING),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.app.collection.ARTICLES_PATH", DOCUMENTS_PATH)
-        patch.setattr("cacheblend_rag.app.collection.QUESTIONS_PATH", folder / "questions.jsonl")
-        with running(ServerSettings(rag=options, port=0, api_keys={})) as made:
-            yield made
 
 
 def here(code: str, server: Running) -> str:

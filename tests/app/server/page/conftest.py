@@ -1,32 +1,25 @@
-"""A server over a copy of the toy's documents, and Debian's Chromium to look at its page."""
+"""Debian's Chromium, to look at the page of a server over the toy."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
-from tests.programs import start_program
-from tests.toy import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
+from tests.app.server.common import Running
 
 ROOT = Path(__file__).parents[4]
 CHROMIUM = Path("/usr/bin/chromium-headless-shell")
-START_SECONDS = 120
 # Long, because other work may share the machine; nothing waits for it unless it fails.
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def chromium() -> Path:
     """Debian's Chromium without windows, installed if it is not there."""
     if not CHROMIUM.exists():
@@ -40,42 +33,13 @@ def chromium() -> Path:
     return CHROMIUM
 
 
-@pytest.fixture(scope="package")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that runs while these tests do."""
-    folder = tmp_path_factory.mktemp("serve")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    found, log = f"http://127.0.0.1:{port}/", folder / "log"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    shutil.copytree(DOCUMENTS_PATH, folder / "docs")
-    options = ["--docs", str(folder / "docs"), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]
-    options += ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu"]
-    process = start_program(["-m", "tests.toy.cli", "serve", *options], folder, Path(os.devnull), log, environment)
-    try:
-        _wait_until_up(process, found, log)
-        yield found
-    finally:
-        process.terminate()
-        process.join(30)
-        process.kill()
-        process.join()
+@pytest.fixture(scope="session")
+def address(toy: Running) -> str:
+    """Address of the server whose page is looked at."""
+    return f"{toy.url}/"
 
 
-def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        assert process.is_alive(), log.read_text(encoding="utf-8")[-4000:]
-        try:
-            with urllib.request.urlopen(f"{address}readyz", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)  # between two looks whether it is up
-    pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def playwright() -> Iterator[Playwright]:
     """The driver of the browsers."""
     expect.set_options(timeout=PATIENCE_MS)
@@ -83,7 +47,7 @@ def playwright() -> Iterator[Playwright]:
         yield started
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
     """A browser of our own."""
     # Tests run as root in containers, where Chromium's sandbox cannot.
@@ -92,21 +56,36 @@ def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
     started.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def problems() -> list[str]:
     """Complaints of the browser's console; a test that provokes one takes it out."""
     return []
 
 
-@pytest.fixture
-def context(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
-    """A fresh visitor; the console must have stayed quiet."""
+@pytest.fixture(scope="session")
+def visitor(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
+    """A visitor, whose browser keeps the page's files."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, locale="en-GB")
     made.set_default_timeout(PATIENCE_MS)
     watch(made, problems)
     yield made
     made.close()
-    assert problems == []
+
+
+@pytest.fixture
+def context(visitor: BrowserContext, address: str, problems: list[str]) -> Iterator[BrowserContext]:
+    """The visitor, without what the page kept of earlier tests; the console must have stayed quiet."""
+    yield visitor
+    visitor.unroute_all(behavior="ignoreErrors")
+    visitor.clear_permissions()
+    last, *others = visitor.pages
+    for one in others:
+        one.close()
+    last.goto(f"{address}livez")  # nothing is kept any more once the page itself is left
+    last.evaluate("() => localStorage.clear()")
+    last.close()
+    found, problems[:] = problems[:], []
+    assert found == []
 
 
 def watch(context: BrowserContext, problems: list[str]) -> None:

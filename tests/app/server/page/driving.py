@@ -13,7 +13,7 @@ from playwright.sync_api import Locator, Page, Route, expect
 from tests.toy.bundle import BundledQuestion, read_questions
 
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
-ASK, STATE, LIST = (re.compile(one) for one in ("/ask$", "/api/state$", "/documents$"))
+ASK, COMPARE, STATE, LIST = (re.compile(one) for one in ("/ask$", "/compare$", "/api/state$", "/documents$"))
 VERIFICATION = re.compile(r"/api/answers/[^/]+/verification\?wait=\d+$")
 CHECK = {"id": "a1", "status": "waiting", "position": 0, "before": "", "after": "", "reason": ""}
 REPORT: dict[str, Any] = {
@@ -28,6 +28,8 @@ SOURCES = [
     {"document_id": "d2", "document": "peak.pdf", "chunk": 1, "score": 0.2, "page": 4,
      "text": "Mount Everest is 8,849 metres high. Junko Tabei was the first woman on its summit."},
 ]  # fmt: skip
+
+PASSAGE = {"text": SOURCES[1]["text"], "document": "peak.pdf", "before": "Before. Mount", "after": None, "page": 4}
 
 
 def probe(page: Page, name: str, given: Any = None) -> Any:

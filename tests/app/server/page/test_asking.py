@@ -11,8 +11,8 @@ from tests.app.server.page.conftest import open_page
 from tests.app.server.page.driving import (
     ASK,
     CHECK,
+    PASSAGE,
     REPORT,
-    SOURCES,
     VERIFICATION,
     answer_with,
     ask,
@@ -219,8 +219,10 @@ def test_checks_end_in_one_of_several_words(page: Page, problems: list[str]) -> 
     answer_with(page, *told("Some.", CHECK))
     page.route(VERIFICATION, lambda route: route.fulfill(json={**CHECK, "status": "verified"}))
     page.route(VERIFICATION, lambda route: route.abort("connectionrefused"), times=1)
+    page.clock.install()
     last = ask(page, "Which?").locator(".verification")
     expect(last).to_have_text("…Being checked. The server cannot be reached. Is it still running?")
+    page.clock.fast_forward(4_000)
     expect(last).to_have_text(checked)
     reload(page)
     expect(page.locator(".verification").last).to_have_text(checked)
@@ -292,20 +294,13 @@ def test_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
     answer = "The eruption was first seen in **1963**. It was seen in 1862. Bananas are yellow.\n\n"
     answer += "- Junko Tabei stood on the summit."
     answer_with(page, *told(answer))
-    passage: dict[str, Any] = {
-        "text": SOURCES[1]["text"],
-        "document": "peak.pdf",
-        "before": "Before. Mount",
-        "after": None,
-        "page": 4,
-    }
-    page.route(re.compile("/passages/"), lambda route: route.fulfill(json=passage))
+    page.route(re.compile("/passages/"), lambda route: route.fulfill(json=PASSAGE))
     marks = ask(page, "When was it seen?").locator(".words .cite")
     assert [mark.get_attribute("data-number") for mark in marks.all()] == ["1", "2"]
     expect(marks.first).to_have_accessible_name("From passage 1: island.md, open it")
     marks.last.click()
     expect(page.locator("#passage-title")).to_have_text("peak.pdf, page 4")
-    expect(page.locator("#passage .passage-text")).to_have_text(passage["text"])
+    expect(page.locator("#passage .passage-text")).to_have_text(str(PASSAGE["text"]))
     expect(page.locator("#passage .neighbour")).to_have_text("Before. ")  # what both hold is shown once
     page.keyboard.press("Escape")
     expect(marks.last).to_be_focused()

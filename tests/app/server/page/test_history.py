@@ -58,21 +58,16 @@ def test_full_storage_gives_up_the_oldest_chats(page: Page) -> None:
 
 def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, address: str) -> None:
     page = open_page(context, address)
-    for rubbish in (
-        "{",
-        "null",
-        "7",
-        '"text"',
-        "[]",
-        '{"id":"a","turns":[{"id":1}]}',
-        '{"documents":7,"chat":[],"model":{}}',
-    ):
-        page.evaluate(KEEP, rubbish)
+    for choices in ("{", "7", '{"documents":7,"chat":[],"model":{}}'):
+        page.evaluate(KEEP, choices)
         reload(page)
         expect(page.locator(".turn")).to_have_count(0)
     assert page.evaluate("() => localStorage.getItem('cacheblend-rag/1')") is None, "what older pages kept goes"
 
 
-KEEP = """(value) => {
-  for (const name of ["choices", "chat/a", "theme", "1"]) localStorage.setItem(`cacheblend-rag/${name}`, value);
+KEEP = """(choices) => {
+  const rubbish = ["{", "null", "7", '"text"', "[]", '{"id":"a","turns":[{"id":1}]}'];
+  const kept = { choices, theme: choices, 1: choices };
+  rubbish.forEach((one, at) => (kept[`chat/${at}`] = one));
+  for (const [name, value] of Object.entries(kept)) localStorage.setItem(`cacheblend-rag/${name}`, value);
 }"""
