@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cacheblend_rag.engine.grammar import Form, InText, close_objects, form_of
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, close_objects, form_of
+from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """The form of an answer.
-
-    Parameters
-    ----------
-    forms : sequence of Form
-        The answer has one of them.
-    field : str
-        Name of their schemas in errors.
-    in_text : InText, optional
-        Where they may stand; by default the answer is one of them.
-    optional : bool
-        Whether the answer goes without, where the package for it is not installed.
-    """
-
-    forms: Sequence[Form]
-    field: str
-    in_text: InText | None = None
-    optional: bool = False
-
-
-def answer_form(
-    response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any, tokenizer: Any
-) -> AnswerForm | None:
-    """The form of an answer; None if it may be any text.
+def answer_grammar(
+    response_format: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: Any,
+    tokenizer: Any,
+    check: Callable[[Sequence[Form], str], object] | None = None,
+) -> Grammar | None:
+    """The grammar of an answer; None if it may be any text.
 
     An answer that has a format and tools is JSON of the format, or calls and nothing else.
 
@@ -50,37 +31,56 @@ def answer_form(
         Which of them must be called, as `check_choice` takes it.
     tokenizer : transformers tokenizer
         The form of calls is that of its chat template.
+    check : callable, optional
+        Sees all forms and the name of their schemas before they are compiled.
 
     Raises
     ------
     ConfigError
         If the format is none, or a call must be made beside it.
+    MissingExtraError
+        If the package for it is not installed and the answer cannot go without.
     """
-    tools = [] if choice == "none" else list(tools or [])
+    if response_format is None and not tools:
+        return None
+    forms, field, in_text, optional = _forms(response_format, list(tools or []), choice, tokenizer)
+    if not forms:
+        return None
+    try:
+        if check is not None:
+            check([*forms, *([] if in_text is None or in_text.otherwise is None else [in_text.otherwise])], field)
+        return Grammar(tokenizer, forms, field=field, in_text=in_text)
+    except MissingExtraError:
+        if optional:
+            return None
+        raise
+
+
+def _forms(
+    response_format: Any, tools: list[Mapping[str, Any]], choice: Any, tokenizer: Any
+) -> tuple[list[Form], str, InText | None, bool]:
+    """The forms of an answer, the name of their schemas in errors, and where they may stand if not alone.
+
+    Last whether the answer goes without them, where the package for it is not installed.
+    """
+    tools = [] if choice == "none" else tools
     called = check_choice(choice, [tool["function"]["name"] for tool in tools])
     form = None if response_format is None else form_of(response_format)
-    if form is None:
-        return _calls(tools, called, tokenizer)
-    if called is not None:
+    if form is not None and called is not None:
         remedy = "leave it out, or let the model decide with tool_choice='auto'; this answer must be a call"
         raise ConfigError("response_format", response_format["type"], remedy)
-    field = "response_format" + (".json_schema.schema" if response_format["type"] == "json_schema" else "")
-    if not tools:
-        return AnswerForm([form], field)
-    calls, begin, end = calls_in_text(tools, tokenizer)
-    return AnswerForm([_form_of_call(one, True) for one in calls], field, InText(begin, end, otherwise=form))
-
-
-def _calls(tools: Sequence[Mapping[str, Any]], called: str | None, tokenizer: Any) -> AnswerForm | None:
-    """The call that an answer must be, or the calls that may stand in it if their schemas are to be kept to."""
     strict = any(tool["function"].get("strict") for tool in tools)
     if called is not None:
-        rests = [_form_of_call(one, True) for one in call_rests(called, tools, tokenizer)]
-        return AnswerForm(rests, "tools", optional=not strict)
-    if not strict:
-        return None
+        return [_form_of_call(one, True) for one in call_rests(called, tools, tokenizer)], "tools", None, not strict
+    field = "tools"
+    if form is not None:
+        field = "response_format" + (".json_schema.schema" if response_format["type"] == "json_schema" else "")
+        if not tools:
+            return [form], field, None, False
+    elif not strict:
+        return [], field, None, False
     calls, begin, end = calls_in_text(tools, tokenizer)
-    return AnswerForm([_form_of_call(one, False) for one in calls], "tools", InText(begin, end))
+    return [_form_of_call(one, form is not None) for one in calls], field, InText(begin, end, otherwise=form), False
 
 
 def _form_of_call(call: CallText, forced: bool) -> Form:

@@ -7,27 +7,31 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Self, cast
 
 import torch
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
-from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
 from cacheblend_rag.config import BlendConfig, as_json, check_config, check_mapping, check_names, check_whole
-from cacheblend_rag.engine.answer_form import answer_form
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions, field_error, stop_texts
+from cacheblend_rag.engine.answer_form import answer_grammar
+from cacheblend_rag.engine.decode import (
+    DecodeArguments,
+    DecodeFields,
+    DecodeOptions,
+    calls_early,
+    field_error,
+    stop_texts,
+)
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.given_arguments import named_model, one_length, settle
-from cacheblend_rag.engine.grammar import Form, Grammar, InText
-from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.engine.traces import Operation
-from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.engine.given_arguments import named_model, settle
+from cacheblend_rag.engine.model_call import ModelCall, R, Said
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.calls import CALL_END
+from cacheblend_rag.prompt.conversation import WrittenConversation
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
 from cacheblend_rag.prompt.thoughts import check_reasoning
@@ -167,7 +171,13 @@ class LLMBase(DecodeFields):
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         given = self.engine
-        self.engine = self._make_engine() if given is None else given
+        if given is None:
+            if self.model_id is None:
+                raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
+            check_names(self.blend.items(), BlendConfig.names())
+            config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
+            loading = {"store": self.store, "device": self.device, "dtype": self.dtype, **self.model_kwargs}
+            self.engine = BlendEngine.from_pretrained(self.model_id, config=config, **loading)
         try:
             check_reasoning(self.engine.tokenizer, self.reasoning, most_thought=self.reasoning_tokens)
         except ConfigError:
@@ -210,20 +220,6 @@ class LLMBase(DecodeFields):
     def _texts(documents: Iterable[Any]) -> list[str]:
         """Texts of an adapter's documents, as chunks are stored."""
         raise NotImplementedError
-
-    def _make_engine(self) -> BlendEngine:
-        if self.model_id is None:
-            raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
-        check_names(self.blend.items(), BlendConfig.names())
-        config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
-        return BlendEngine.from_pretrained(
-            self.model_id,
-            config=config,
-            store=self.store,
-            device=self.device,
-            dtype=self.dtype,
-            **self.model_kwargs,
-        )
 
     @classmethod
     def from_model_id(
@@ -375,7 +371,8 @@ class LLMBase(DecodeFields):
         if more := given.get("additional_kwargs"):
             given["additional_kwargs"] = {**self.additional_kwargs, **more}
         own |= {name: given[name] for name in _DECODING if name in given}
-        if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
+        form = given.get("response_format"), given.get("tools"), given.get("tool_choice")
+        if grammar := answer_grammar(*form, self.engine.tokenizer):
             own["grammar"] = grammar
         stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
         if stops is None and getattr(config, "stop_strings", None):
@@ -391,87 +388,39 @@ class LLMBase(DecodeFields):
         own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
         return None if not called and any(one is not None for one in given) else [*own, *called]
 
-    def _most(self, overrides: Mapping[str, Any]) -> int | None:
-        """Most tokens of the answer of one call; None if no number was given."""
-        return cast(int | None, one_length(overrides).get("max_new_tokens", self.max_new_tokens))
-
-    def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
-        """The grammar of an answer that has a form; see `answer_form`."""
-        if response_format is None and not tools:
-            return None
-        form = answer_form(response_format, tools, choice, self.engine.tokenizer)
-        if form is None:
-            return None
-        try:
-            return self._compiled(form.forms, form.field, form.in_text)
-        except MissingExtraError:
-            if form.optional:
-                return None
-            raise
-
-    def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
-        return Grammar(self.engine.tokenizer, forms, field=field, in_text=in_text)
-
-    def _open(
-        self,
-        prompt: Prompt,
-        arguments: DecodeArguments,
-        overrides: dict[str, Any],
-        operation: Operation = "text_completion",
-    ) -> TextStream:
-        engine = self.engine.named(self.model_name, operation)
-        stream = engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
-        stream.on_result, stream.with_thoughts = self._answered, operation == "chat"
-        return stream
-
-    def _complete(
+    def _model_call(
         self,
         prompts: Sequence[Prompt],
-        arguments: DecodeArguments,
-        overrides: dict[str, Any],
-        operation: Operation = "text_completion",
-    ) -> list[Generation]:
-        """Whole answers, in the order of the prompts."""
-        answers: dict[int, Generation] = {}
-        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
-        for attempt in self._attempts():
-            with attempt:
-                if len(prompts) == 1 and timeout is None:
-                    answers[0] = engine.generate(prompts[0], **arguments)
-                    self._answered(answers[0])
-                    continue
-                with closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
-                    for number, stream in streams:
-                        stream.on_result = self._answered
-                        answers[number] = stream.complete()
-        return [answers[number] for number in range(len(prompts))]
-
-    async def _acomplete(
-        self,
-        prompts: Sequence[Prompt],
-        arguments: DecodeArguments,
-        overrides: dict[str, Any],
-        operation: Operation = "text_completion",
-    ) -> list[Generation]:
-        answers: dict[int, Generation] = {}
-        timeout, engine = overrides.get("timeout", self.timeout), self.engine.named(self.model_name, operation)
-        for attempt in self._attempts():
-            with attempt, closing(engine.stream_batch(prompts, timeout=timeout, **arguments)) as streams:
-                for number, stream in streams:
-                    stream.on_result = self._answered
-                    answers[number] = await stream.acomplete()
-        return [answers[number] for number in range(len(prompts))]
+        respond: Callable[[Said], R],
+        stop: str | Sequence[str] | None,
+        overrides: Mapping[str, Any],
+        also: Sequence[str] = (),
+        conversation: WrittenConversation | None = None,
+        growing: bool = False,
+    ) -> ModelCall[R]:
+        """A call with these prompts; ``growing`` hands out tool calls though the answer may still be corrected."""
+        begun = "" if conversation is None else conversation.opening
+        arguments = self._arguments(stop, overrides, also, begun)
+        if conversation is not None:
+            arguments |= {"reasoning": conversation.reasoning, "answer_begins": conversation.later}
+        return ModelCall(
+            self.engine.named(self.model_name, "text_completion" if conversation is None else "chat"),
+            prompts,
+            arguments,
+            respond,
+            timeout=overrides.get("timeout", self.timeout),
+            tries=self.max_retries + 1,
+            noted=self._answered,
+            tools=overrides.get("tools"),
+            opening=begun,
+            early=growing or calls_early(arguments, self.engine.config),
+        )
 
     def _answered(self, answer: Generation) -> None:
         self._tally.note(answer)
         self.engine.verifications.call_when_done(answer.verification.id, self._tally.note_verification)
         if self.track and not ((report := answer.report).hits or report.misses or report.left_out or report.documents):
             self._registry.hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
-
-    def _attempts(self) -> Iterator[AttemptManager]:
-        return iter(
-            Retrying(stop=stop_after_attempt(self.max_retries + 1), retry=retry_if_exception(_passes), reraise=True)
-        )
 
     def _info(self, report: BlendReport) -> dict[str, Any]:
         """The info of an answer in traces; times in seconds."""
@@ -522,11 +471,3 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
             raise ConfigError("model_kwargs", {name: value}, f"give {name} by itself, beside model_kwargs")
     settled = loading_arguments(fields.get("device"), fields.get("dtype"), model_kwargs)
     return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))
-
-
-def _passes(error: BaseException) -> bool:
-    """Whether an error may be gone at another try."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return False
-    torch.cuda.empty_cache()
-    return True

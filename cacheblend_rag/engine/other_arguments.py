@@ -5,7 +5,7 @@ from __future__ import annotations
 _NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
 # Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
 # other. The first ones are of answers, and the server says the same of fields of a request.
-_OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
+OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
     "num_beams": ((1,), "answers are decoded without beams"),
     "num_ctx": (
@@ -21,7 +21,7 @@ _OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "return_full_text": ((False,), "an answer never repeats its prompt"),
 }
-OTHERS = _OF_ANSWERS | {
+OTHERS = OF_ANSWERS | {
     "parallel_tool_calls": ((True,), "take the first of an answer's calls where one is to be made"),
     "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
     "stream": ((True, False), "use stream or invoke"),
@@ -35,18 +35,3 @@ OTHERS = _OF_ANSWERS | {
     "torch_dtype": ((), "use dtype"),
     "device_map": ((), "give it in model_kwargs"),
 }
-# Remedies of requests that have other words.
-_LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"
-_OF_REQUESTS = {
-    **dict.fromkeys(("num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"), _LENGTH),
-    **dict.fromkeys(
-        ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
-    ),
-    "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
-    "keep_alive": "give it to the server, as serve --keep-alive: it holds for all requests",
-}
-
-
-def request_remedy(name: str) -> str:
-    """The field of a request to use in place of one that only other servers have, in words; empty if there is none."""
-    return _OF_REQUESTS.get(name) or _OF_ANSWERS.get(name, ((), ""))[1]

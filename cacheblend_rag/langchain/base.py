@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.callbacks.manager import BaseRunManager
 from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.runnables import ensure_config
 from pydantic import Field
 
 from cacheblend_rag.engine.decode import DecodeFields, stop_texts
+from cacheblend_rag.engine.given_arguments import one_length
 from cacheblend_rag.engine.llm_base import LLMBase
+from cacheblend_rag.engine.model_call import ModelCall
 from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
@@ -23,6 +28,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.registry import chunk_text
 
+C = TypeVar("C", GenerationChunk, ChatGenerationChunk)
 PROVIDER = "cacheblend"
 """The name of who provides the models, in traces and in the metadata of messages."""
 
@@ -117,6 +123,27 @@ class BlendFields(LLMBase):
         note_found(text, prompt)
         return replace(prompt, turns=())
 
+    def _streamed(self, call: ModelCall[C], run: CallbackManagerForLLMRun | None) -> Iterator[C]:
+        """The pieces of an answer, each of them told to the run if there is one."""
+        with within_run(run):
+            pieces = call.read(call.open())
+        for chunk in pieces:
+            if run is not None and chunk.text:
+                run.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    async def _astreamed(
+        self, made: Callable[[], ModelCall[C]], run: AsyncCallbackManagerForLLMRun | None
+    ) -> AsyncIterator[C]:
+        call = await asyncio.to_thread(made)
+        with within_run(run):
+            pieces = call.aread(call.open())
+        async with aclosing(pieces):
+            async for chunk in pieces:
+                if run is not None and chunk.text:
+                    await run.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything an answer depends on, so that a response cache never mixes settings up."""
@@ -135,7 +162,7 @@ class BlendFields(LLMBase):
     ) -> LangSmithParams:
         """LangSmith's names for this model and a call's settings, those given with the call first."""
         temperature = overrides.get("temperature", self.temperature)
-        most = self._most(overrides)
+        most = one_length(overrides).get("max_new_tokens", self.max_new_tokens)
         params.update({"ls_provider": PROVIDER, "ls_model_name": overrides.get("model", self.model_name)})
         if temperature is not None:
             params["ls_temperature"] = temperature

@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
@@ -22,19 +22,17 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
-from cacheblend_rag.engine.decode import DecodeArguments, calls_early, reasoning_of
+from cacheblend_rag.engine.decode import reasoning_of
 from cacheblend_rag.engine.logits import conversation_logprobs
-from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.langchain.base import PROVIDER, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
     CalledDict,
     CalledObject,
     WholeJson,
-    answer_texts,
     artifact_texts,
-    message_spans,
-    parse_answer,
+    read_message,
     response_format,
     stream_chunks,
     thought_fields,
@@ -43,10 +41,9 @@ from cacheblend_rag.langchain.messages import (
 from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.call_stream import AnswerSplitter
-from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
-from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
-from cacheblend_rag.prompt.thoughts import Thought, begin_answer, thinks
+from cacheblend_rag.prompt.chat import check_choice, offers_tools, render_turns
+from cacheblend_rag.prompt.conversation import Conversation
+from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.report import BlendReport, Generation
 
 # Arguments that a call may have beside options of decoding.
@@ -223,7 +220,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
         """The segments this model sees in a conversation."""
-        return self._request(messages, None, {"tools": tools}).prompt
+        return self._prepared(messages, None, {"tools": tools}).prompts[0]
 
     def _generate(
         self,
@@ -232,10 +229,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = self._request(messages, stop, kwargs)
+        call = self._prepared(messages, stop, kwargs)
         with within_run(run_manager):
-            (answer,) = self._complete([request.prompt], request.arguments, kwargs, "chat")
-        return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
+            return ChatResult(generations=call.whole())
 
     async def _agenerate(
         self,
@@ -244,10 +240,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        call = await asyncio.to_thread(self._prepared, messages, stop, kwargs)
         with within_run(run_manager):
-            (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs, "chat")
-        return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
+            return ChatResult(generations=await call.awhole())
 
     def _stream(
         self,
@@ -256,72 +251,36 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
-        with within_run(run_manager):
-            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        split = request.splitter()
-        try:
-            for piece in stream:
-                if (chunk := request.chunk(split, piece)) is not None:
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-        finally:
-            stream.cancel()
-        yield self._last_chunk(request, stream, split)
+        call = cast(ModelCall[ChatGenerationChunk], self._prepared(messages, stop, kwargs))
+        return self._streamed(call, run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        with within_run(run_manager):
-            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        split = request.splitter()
-        try:
-            async for piece in stream:
-                if (chunk := request.chunk(split, piece)) is not None:
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-        finally:
-            stream.cancel()
-        yield self._last_chunk(request, stream, split)
+        made = partial(self._prepared, messages, stop, kwargs)
+        return self._astreamed(cast(Callable[[], ModelCall[ChatGenerationChunk]], made), run_manager)
 
-    def _request(
+    def _prepared(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]
-    ) -> _Conversation:
-        """The engine's request for a conversation."""
-        tokenizer, tools = self.engine.tokenizer, overrides.get("tools")
-        names = [tool["function"]["name"] for tool in tools or []]
-        begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
-        options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
-        level = reasoning_of(overrides.get("reasoning", self.reasoning))
-        text = render_turns(tokenizer, turns_of(messages), tools, options, level)
-        text, later = begin_answer(tokenizer, text, begun, thinks(level, options))
-        seen = self._match(messages, text)
-        arguments = self._arguments(stop, overrides, _CALL, begun)
-        arguments |= {"reasoning": thinks(level, options), "answer_begins": later}
-        early = calls_early(arguments, self.engine.config)
-        return _Conversation(seen, arguments, tools, begun, early)
-
-    def _match(self, messages: Sequence[BaseMessage], text: str) -> Prompt:
-        """The prompt of a conversation of text, as it is written, and the chunks that are found in it."""
-        spans = message_spans(text, messages)
-        prompt = match_chunks(
-            text,
-            self._registry,
-            self.engine.config.text_separator,
-            documents=self._find_retrieved(messages),
-            parts=spans.parts,
-            questions_from=spans.questions_from,
-            quotes=answer_texts(messages) if self.reuse_answers else (),
+    ) -> ModelCall[ChatGeneration]:
+        """The call of the engine for a conversation; pieces of its stream are chunks."""
+        tools = overrides.get("tools")
+        conversation = Conversation(
+            turns_of(messages),
+            tools,
+            overrides.get("tool_choice"),
+            reasoning_of(overrides.get("reasoning", self.reasoning)),
+            overrides.get("chat_template_kwargs", self.chat_template_kwargs),
         )
+        written, separator = conversation.write(self.engine.tokenizer), self.engine.config.text_separator
+        documents = self._find_retrieved(messages)
+        prompt = conversation.split(written.text, self._registry, separator, documents, self.reuse_answers)
         note_found(messages, prompt)
-        return replace(prompt, turns=tuple(turns_of(messages)))
+        return self._model_call([prompt], self._generation, stop, overrides, _CALL, written)
 
     def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
@@ -331,68 +290,25 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         self._learn(of_run)
         return [*(RetrievedDocument((text,)) for text in attached), *of_run]
 
-    def _message(self, request: _Conversation, answer: Generation) -> AIMessage:
-        said, begun = request.opening + answer.text, bool(request.opening)
-        message = parse_answer(said, request.tools, begun, answer.thought)
-        message.usage_metadata = _usage(answer.report)
-        message.response_metadata = {"model_provider": PROVIDER, **self._info(answer.report)}
-        if answer.logprobs is not None:
-            message.response_metadata["logprobs"] = conversation_logprobs(answer.logprobs)
-        return message
-
-    def _last_chunk(self, request: _Conversation, stream: TextStream, split: AnswerSplitter) -> ChatGenerationChunk:
-        """The last chunk of a stream: usage, how the answer was made, what is left of text and tool calls."""
-        answer = stream.result
-        if answer is None:
-            return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
-        whole = self._message(request, answer)
-        rest, calls = split.finish(answer.text)
+    def _generation(self, said: Said) -> ChatGeneration:
+        """A message of a whole answer, or a chunk of what is new; the last chunk says how the answer was made."""
+        if said.answer is not None and not said.streamed:
+            message = read_message(said.split.read, said.answer.thought)
+            return ChatGeneration(message=message.model_copy(update=self._made(said.answer)))
+        made = {} if said.answer is None else {**self._made(said.answer), "chunk_position": "last"}
         chunk = AIMessageChunk(
-            content=rest,
-            usage_metadata=whole.usage_metadata,
-            response_metadata=whole.response_metadata,
-            tool_call_chunks=stream_chunks(calls),
-            chunk_position="last",
+            content=said.text,
+            additional_kwargs=thought_fields(said.thought),
+            tool_call_chunks=stream_chunks(said.calls),
+            **made,
         )
         return ChatGenerationChunk(message=chunk)
 
-
-@dataclass(frozen=True)
-class _Conversation:
-    """A conversation as the engine gets it.
-
-    Parameters
-    ----------
-    prompt : Prompt
-        Its segments.
-    arguments : DecodeArguments
-        How to decode.
-    tools : list of dict or None
-        Tools that may be called.
-    opening : str
-        Beginning of the answer that was written for the model.
-    early : bool
-        Whether calls are handed out before the answer has ended.
-    """
-
-    prompt: Prompt
-    arguments: DecodeArguments
-    tools: list[dict[str, Any]] | None
-    opening: str
-    early: bool = True
-
-    def splitter(self, most: int | None = None) -> AnswerSplitter:
-        """Splits the answer into text and calls, as it is written; see `AnswerSplitter`."""
-        return AnswerSplitter(self.tools, self.opening, self.early, most)
-
-    def chunk(self, split: AnswerSplitter, piece: str) -> ChatGenerationChunk | None:
-        """The chunk of a stream for a piece of an answer, or of its thought; None if nothing may be handed out."""
-        if isinstance(piece, Thought):
-            return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=thought_fields(piece)))
-        new, calls = split.feed(piece)
-        if not new and not calls:
-            return None
-        return ChatGenerationChunk(message=AIMessageChunk(content=new, tool_call_chunks=stream_chunks(calls)))
+    def _made(self, answer: Generation) -> dict[str, Any]:
+        """The fields of a message that say how it was made."""
+        more = {} if answer.logprobs is None else {"logprobs": conversation_logprobs(answer.logprobs)}
+        metadata = {"model_provider": PROVIDER, **self._info(answer.report), **more}
+        return {"usage_metadata": _usage(answer.report), "response_metadata": metadata}
 
 
 def _usage(report: BlendReport) -> UsageMetadata:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -11,9 +13,8 @@ from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cacheblend_rag import report
 from cacheblend_rag.engine.logits import completion_logprobs
-from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.langchain.base import BlendFields, within_run
 from cacheblend_rag.langchain.messages import thought_fields
 from cacheblend_rag.prompt import Prompt
@@ -64,8 +65,9 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        call = self._prepared(prompts, stop, kwargs)
         with within_run(run_manager, len(prompts)):
-            return self._result(self._complete(self._prompts(prompts), self._arguments(stop, kwargs), kwargs))
+            return self._result(call.whole())
 
     async def _agenerate(
         self,
@@ -74,9 +76,9 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        matched = await asyncio.to_thread(self._prompts, prompts)
+        call = await asyncio.to_thread(self._prepared, prompts, stop, kwargs)
         with within_run(run_manager, len(prompts)):
-            return self._result(await self._acomplete(matched, self._arguments(stop, kwargs), kwargs))
+            return self._result(await call.awhole())
 
     def _stream(
         self,
@@ -85,56 +87,41 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        with within_run(run_manager):
-            stream = self._open(self.match_chunks(prompt), self._arguments(stop, kwargs), kwargs)
-        try:
-            for piece in stream:
-                chunk = GenerationChunk(text=piece)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        finally:
-            stream.cancel()
-        yield self._last_chunk(stream)
+        return self._streamed(self._prepared([prompt], stop, kwargs), run_manager)
 
-    async def _astream(
+    def _astream(
         self,
         prompt: str,
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        matched = await asyncio.to_thread(self.match_chunks, prompt)
-        with within_run(run_manager):
-            stream = self._open(matched, self._arguments(stop, kwargs), kwargs)
-        try:
-            async for piece in stream:
-                chunk = GenerationChunk(text=piece)
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        finally:
-            stream.cancel()
-        yield self._last_chunk(stream)
+        return self._astreamed(partial(self._prepared, [prompt], stop, kwargs), run_manager)
 
-    def _prompts(self, prompts: list[str]) -> list[Prompt]:
-        return [self.match_chunks(text) for text in prompts]
+    def _prepared(
+        self, prompts: list[str], stop: list[str] | None, overrides: dict[str, Any]
+    ) -> ModelCall[GenerationChunk]:
+        """The call of the engine for some prompts; in a stream the last piece has no text, and says how it was made."""
 
-    def _result(self, answers: list[report.Generation]) -> LLMResult:
-        read = sum(answer.report.prompt_tokens for answer in answers)
-        made = sum(answer.report.generated_tokens for answer in answers)
-        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        def respond(said: Said) -> GenerationChunk:
+            if (answer := said.answer) is None:
+                return GenerationChunk(text=said.text)
+            info = {**self._info(answer.report), **thought_fields(answer.thought)}
+            if answer.logprobs is not None:
+                info["logprobs"] = completion_logprobs(answer.logprobs)
+            return GenerationChunk(text="" if said.streamed else answer.text, generation_info=info)
+
+        call = self._model_call([self.match_chunks(text) for text in prompts], respond, stop, overrides)
+        return replace(call, thoughts=False)
+
+    def _result(self, answers: list[GenerationChunk]) -> LLMResult:
+        made = [answer.generation_info or {} for answer in answers]
+        usage = {
+            "prompt_tokens": sum(one["prompt_tokens"] for one in made),
+            "completion_tokens": sum(one["generated_tokens"] for one in made),
+        }
+        usage["total_tokens"] = sum(usage.values())
         return LLMResult(
-            generations=[[Generation(text=a.text, generation_info=self._made(a))] for a in answers],
+            generations=[[Generation(text=one.text, generation_info=one.generation_info)] for one in answers],
             llm_output={"token_usage": usage, "model_name": self.model_name},
         )
-
-    def _last_chunk(self, stream: TextStream) -> GenerationChunk:
-        """An empty piece that carries what a trace shows of the whole answer."""
-        answer = stream.result
-        return GenerationChunk(text="", generation_info=self._made(answer) if answer else None)
-
-    def _made(self, answer: report.Generation) -> dict[str, Any]:
-        """The info of an answer, with the thought before it, and its log-probabilities if they were asked for."""
-        info = {**self._info(answer.report), **thought_fields(answer.thought)}
-        return info if answer.logprobs is None else {**info, "logprobs": completion_logprobs(answer.logprobs)}

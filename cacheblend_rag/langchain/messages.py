@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.documents import Document
@@ -26,8 +24,9 @@ from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.call_stream import CallPiece, new_call_id
-from cacheblend_rag.prompt.calls import parse_calls
+from cacheblend_rag.prompt.calls import ParsedAnswer
 from cacheblend_rag.prompt.chat import not_text
+from cacheblend_rag.prompt.conversation import turn_of
 
 THOUGHT = "reasoning_content"
 """Where messages of LangChain have a thought as text."""
@@ -52,45 +51,6 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     return [_turn(message) for message in messages]
 
 
-@dataclass(frozen=True)
-class MessageSpans:
-    """Where messages stand in a rendered prompt.
-
-    Parameters
-    ----------
-    parts : tuple of (int, int)
-        First character and the one after the last of each message that was found.
-    questions_from : int
-        Character before which no message of the user's stands.
-    """
-
-    parts: tuple[tuple[int, int], ...]
-    questions_from: int
-
-
-def message_spans(text: str, messages: Sequence[BaseMessage]) -> MessageSpans:
-    """Find the contents of messages in the prompt that was rendered of them.
-
-    A template may strip a content, move it or write it otherwise; one that is not found behind the
-    one before is passed over.
-    """
-    parts: list[tuple[int, int]] = []
-    questions: list[int] = []
-    behind = 0
-    for message in messages:
-        content = _text(message).strip()
-        if not content:
-            continue
-        at = text.find(content, behind)
-        if at >= 0:
-            behind = at + len(content)
-            parts.append((at, behind))
-        if not isinstance(message, SystemMessage):
-            raw = _text(message)
-            questions.append(text.find(raw if raw in text else content))  # wherever the template has put it first
-    return MessageSpans(tuple(parts), max(0, min(questions, default=len(text))))
-
-
 def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:
     """Texts of the documents that retrieval tools attached to their answers."""
     texts = []
@@ -101,23 +61,14 @@ def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:
     return texts
 
 
-def answer_texts(messages: Iterable[BaseMessage]) -> list[str]:
-    """Texts that the model itself has written in earlier turns."""
-    return [_text(message) for message in messages if isinstance(message, AIMessage)]
-
-
 def _turn(message: BaseMessage) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": _role(message), "content": _text(message)}
-    if isinstance(message, AIMessage) and (thought := _thought_of(message)):
-        turn["reasoning_content"] = thought
-    if isinstance(message, AIMessage) and message.tool_calls:
-        turn["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
+    role, text = _role(message), _text(message)
     if isinstance(message, ToolMessage):
-        turn |= {"tool_call_id": message.tool_call_id, "name": message.name or ""}
-    return turn
+        return turn_of(role, text, tool_call_id=message.tool_call_id, name=message.name or "")
+    if not isinstance(message, AIMessage):
+        return turn_of(role, text)
+    calls = [(call["id"], call["name"], call["args"]) for call in message.tool_calls]
+    return turn_of(role, text, _thought_of(message), calls)
 
 
 def _role(message: BaseMessage) -> str:
@@ -216,23 +167,18 @@ def _check_call(answer: Generation) -> None:
     raise OutputParserException(_CUT if reason == "length" else "the answer has no call that can be read", answer.text)
 
 
-def parse_answer(
-    text: str, tools: Sequence[dict[str, Any]] | None, begun: bool = False, thought: str = ""
-) -> AIMessage:
-    """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
+def read_message(read: ParsedAnswer, thought: str = "") -> AIMessage:
+    """A whole answer as a message, with the calls in it.
 
     The model's thought before it stands where LangChain looks for it: ``content_blocks`` have it as one of reasoning.
-
-    Text that cannot be understood as a call stays text. A call that has begun for certain, and cannot be read in the
-    end, is an invalid one.
+    A call that has begun for certain, and cannot be read in the end, is an invalid one.
     """
-    parsed = parse_calls(text, tools, begun=begun)
-    calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in parsed.calls]
+    calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in read.calls]
     unread = [
-        invalid_tool_call(name=one.name, args=one.raw, id=new_call_id(), error=_UNREAD_CALL) for one in parsed.unread
+        invalid_tool_call(name=one.name, args=one.raw, id=new_call_id(), error=_UNREAD_CALL) for one in read.unread
     ]
     thoughts = thought_fields(thought)
-    return AIMessage(content=parsed.content, tool_calls=calls, invalid_tool_calls=unread, additional_kwargs=thoughts)
+    return AIMessage(content=read.content, tool_calls=calls, invalid_tool_calls=unread, additional_kwargs=thoughts)
 
 
 def thought_fields(thought: str) -> dict[str, Any]:
@@ -254,13 +200,6 @@ def _thought_of(message: AIMessage) -> str:
 def stream_chunks(pieces: Sequence[CallPiece]) -> list[ToolCallChunk]:
     """Pieces of calls in the form in which streams carry them."""
     return [tool_call_chunk(name=one.name, args=one.arguments, id=one.call_id, index=one.index) for one in pieces]
-
-
-def call_chunks(message: AIMessage) -> list[ToolCallChunk]:
-    """The calls of a message in the form in which streams carry them; last those that cannot be read, as written."""
-    calls = [(call["name"], json.dumps(call["args"]), call["id"]) for call in message.tool_calls]
-    calls += [(call["name"] or "", call["args"] or "", call["id"]) for call in message.invalid_tool_calls]
-    return [tool_call_chunk(name=name, args=args, id=own, index=at) for at, (name, args, own) in enumerate(calls)]
 
 
 def response_format(schema: dict[str, Any] | type | None, method: str, strict: bool) -> dict[str, Any]:

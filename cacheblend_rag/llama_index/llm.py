@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, Any, cast
@@ -32,12 +32,19 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
 from pydantic import BeforeValidator, Field
 
-from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import default_room, reasoning_of
 from cacheblend_rag.engine.llm_base import LLMBase
-from cacheblend_rag.engine.traces import Operation
+from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import CUT, AnswerText, CacheBlendEvent, ModelCall, R, usage_of
+from cacheblend_rag.llama_index.answering import (
+    CUT,
+    CacheBlendEvent,
+    check_whole,
+    delta_of,
+    logprobs_of,
+    thought_of,
+    usage_of,
+)
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, calls_of, growing_message, turns_of
 from cacheblend_rag.llama_index.tracking import (
@@ -48,11 +55,14 @@ from cacheblend_rag.llama_index.tracking import (
     switch_on,
 )
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening
+from cacheblend_rag.prompt.chat import offers_tools
+from cacheblend_rag.prompt.conversation import Conversation
 from cacheblend_rag.prompt.registry import chunk_text
-from cacheblend_rag.prompt.thoughts import begin_answer
+from cacheblend_rag.report import Generation
 
 _dispatcher = get_dispatcher(__name__)
+# Arguments that a conversation may have beside options of decoding.
+_CALL = ("tools", "tool_choice", "as_object")
 # Where LlamaIndex asks for an object by a tool call.
 _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
@@ -65,226 +75,10 @@ def _as_template(given: Any) -> Any:
     return made
 
 
-class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
-    """A local model that reuses the KV cache of retrieved nodes.
+class ObjectAnswers(CustomLLM, FunctionCallingLLM):
+    """Answers as objects of pydantic classes: by a tool call if the model takes tools, else as JSON."""
 
-    Its parameters are those of `LLMBase` and those below. They are of two kinds:
-
-    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: the fields of `DecodeFields`, and ``timeout``
-
-    Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
-    engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A
-    `CacheBlendEvent` sends the same to tracing. The answer of a query engine has the sums of all its calls
-    under ``"cacheblend"`` in its ``metadata``.
-
-    Parameters
-    ----------
-    context_window : int, optional
-        Tokens that prompt and answer may have together; by default from the model's config.
-    is_chat_model : bool, optional
-        Whether prompts go to the model as messages; by default if its tokenizer has a chat
-        template or ``messages_to_prompt`` is given.
-    is_function_calling_model : bool, optional
-        Whether tools may be offered to it; by default if the chat template takes them.
-    messages_to_prompt : callable, optional
-        Renders messages; by default the tokenizer's chat template does.
-    completion_to_prompt : callable, optional
-        Wraps a prompt that is not formatted yet.
-    query_wrapper_prompt : str or PromptTemplate, optional
-        Wraps the questions of `predict` and its like; ``{query_str}`` stands for the question.
-    json_mode : bool
-        Let each answer be a JSON object, where a call does not ask for another form (extra ``structured``).
-    normalise_lists : bool
-        Write retrieved text as text where LlamaIndex writes a Python list (``simple_summarize``). This changes the
-        prompt.
-
-    Raises
-    ------
-    ConfigError
-        If a field cannot be used.
-    """
-
-    context_window: int | None = None
-    is_chat_model: bool | None = None
     is_function_calling_model: bool | None = None
-    json_mode: bool = False
-    normalise_lists: bool = False
-    query_wrapper_prompt: Annotated[BasePromptTemplate | None, BeforeValidator(_as_template)] = Field(
-        default=None, description="Query wrapper prompt for LLM calls.", exclude=True
-    )
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Make the engine if there is none, and choose how messages are rendered."""
-        super().model_post_init(context)
-        given = self.messages_to_prompt is not None
-        template = bool(self.engine.tokenizer.chat_template)
-        if template and not given:
-            self.messages_to_prompt = ByTemplate(self.engine.tokenizer)
-        if self.is_chat_model is None:
-            self.is_chat_model = template or given
-        if self.is_function_calling_model is None:
-            self.is_function_calling_model = not given and offers_tools(self.engine.tokenizer)
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name of the class, as LlamaIndex shows it."""
-        return "CacheBlendLLM"
-
-    @property
-    def metadata(self) -> LLMMetadata:
-        """The metadata by which LlamaIndex plans prompts."""
-        window = self.context_window or self.engine.context_window
-        return LLMMetadata(
-            context_window=window or DEFAULT_CONTEXT_WINDOW,
-            num_output=self.max_new_tokens or default_room(window),
-            is_chat_model=bool(self.is_chat_model),
-            is_function_calling_model=bool(self.is_function_calling_model),
-            model_name=self.model_name,
-        )
-
-    # Answering -------------------------------------------------------------------------------
-
-    @llm_completion_callback()
-    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt.
-
-        Parameters
-        ----------
-        prompt : str
-        formatted : bool
-            Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
-        **kwargs
-            The fields of `DecodeFields`, ``timeout`` and ``response_format``.
-        """
-        return self._completion(prompt, formatted, kwargs).collect()
-
-    @llm_completion_callback()
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """`complete` without blocking the event loop."""
-        return await (await asyncio.to_thread(self._completion, prompt, formatted, kwargs)).awhole()
-
-    @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Answer a prompt piece by piece; ``text`` is all so far, ``delta`` the newest piece."""
-        return self._completion(prompt, formatted, kwargs).pieces()
-
-    @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """`stream_complete` without blocking the event loop."""
-        return (await asyncio.to_thread(self._completion, prompt, formatted, kwargs)).apieces()
-
-    @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation; see `complete` for options, and ``tools`` in OpenAI's form."""
-        return self._conversation(messages, kwargs).collect()
-
-    @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """`chat` without blocking the event loop."""
-        return await (await asyncio.to_thread(self._conversation, messages, kwargs)).awhole()
-
-    @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; each piece has the tool calls, as far as they are written.
-
-        The last piece has those calls alone that can be read. With ``verify="always"`` calls come with it alone, since
-        an answer may be corrected until then. With ``as_object=True``, as streams of objects ask for it, an answer that
-        is none in the end, or was cut, is an error.
-        """
-        return self._conversation(messages, kwargs).pieces()
-
-    @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """`stream_chat` without blocking the event loop."""
-        return (await asyncio.to_thread(self._conversation, messages, kwargs)).apieces()
-
-    def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
-        text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
-        seen = self._see(text, prompt.hint if isinstance(prompt, MarkedText) else None)
-        info = self._teller()
-
-        def respond(said: AnswerText) -> CompletionResponse:
-            if options.get("as_object"):
-                said.check_whole()
-            more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
-            return CompletionResponse(text=said.text, delta=said.rest(said.text), **more)
-
-        return self._call(seen, options, respond, ("as_object",))
-
-    def _conversation(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> ModelCall[ChatResponse]:
-        tools = options.get("tools")
-        names = [tool["function"]["name"] for tool in tools or []]
-        begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
-        level = reasoning_of(options.get("reasoning", self.reasoning))
-        text, later = begin_answer(self.engine.tokenizer, self._spoken(messages, tools, level), begun, level)
-        seen = self._see(text, messages.hint if isinstance(messages, MarkedMessages) else None, messages)
-        info, as_object = self._teller(), bool(options.get("as_object"))
-
-        def respond(said: AnswerText) -> ChatResponse:
-            if said.answer is not None:
-                names = [one.call_id for one in said.calls]
-                message = answer_message(said.text, tools, bool(begun), said.thought, names)
-            else:
-                message = growing_message(said.text, said.calls, said.thought)
-            more: Any = {"raw": info(said), "logprobs": said.logprobs, "additional_kwargs": said.thinking}
-            response = ChatResponse(message=message, delta=said.rest(message.content or ""), **more)
-            if as_object and begun and said.answer is not None:
-                self.get_tool_calls_from_response(response)
-            elif as_object:
-                said.check_whole()
-            return response
-
-        also = ("tools", "tool_choice", "as_object")
-        made = self._call(seen, options, respond, also, begun, "chat", growing=as_object)
-        made.arguments["answer_begins"] = later
-        return made
-
-    def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
-        """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
-        documents, known = documents_retrieved(), self._registry
-        if self.known is not None:
-            self._learn(documents)
-            self.known.add(rewritten_texts(documents))
-        separator, again = self.engine.config.text_separator, split_again(known, documents)
-        seen = see(text, known, separator, hint=hint, messages=messages, documents=documents, split_again=again)
-        return replace(seen, turns=tuple(turns_of(messages)))
-
-    def _call(
-        self,
-        seen: Prompt,
-        options: dict[str, Any],
-        respond: Callable[[AnswerText], R],
-        also: Sequence[str] = (),
-        begun: str = "",
-        operation: Operation = "text_completion",
-        growing: bool = False,
-    ) -> ModelCall[R]:
-        given = {name: value for name, value in options.items() if name != "stop"}
-        if self.json_mode and not begun:
-            given.setdefault("response_format", {"type": "json_object"})
-        arguments = self._arguments(options.get("stop"), given, also, begun)
-        return ModelCall(self, seen, arguments, given, respond, given.get("tools"), begun, growing, operation)
-
-    def _teller(self) -> Any:
-        """Function that makes ``raw`` of an answer, and reports it to tracing once."""
-        span, note = active_span_id.get(), answers_noted()
-
-        def info(said: AnswerText) -> dict[str, Any] | None:
-            if said.answer is None:
-                return None
-            report = said.answer.report
-            info = self._info(report)
-            note(report)
-            _dispatcher.event(CacheBlendEvent.from_answer(info, span))
-            return {**info, "usage": usage_of(report)}
-
-        return info
-
-    # Structured answers ------------------------------------------------------------------------
 
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
@@ -352,6 +146,222 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             form["response_format"] = {"type": "json_schema", "json_schema": described}
         return {**form, **(options or {})}
 
+
+class CacheBlendLLM(LLMBase, ObjectAnswers):
+    """A local model that reuses the KV cache of retrieved nodes.
+
+    Its parameters are those of `LLMBase` and those below. They are of two kinds:
+
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: the fields of `DecodeFields`, and ``timeout``
+
+    Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
+    engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A
+    `CacheBlendEvent` sends the same to tracing. The answer of a query engine has the sums of all its calls
+    under ``"cacheblend"`` in its ``metadata``.
+
+    Parameters
+    ----------
+    context_window : int, optional
+        Tokens that prompt and answer may have together; by default from the model's config.
+    is_chat_model : bool, optional
+        Whether prompts go to the model as messages; by default if its tokenizer has a chat
+        template or ``messages_to_prompt`` is given.
+    is_function_calling_model : bool, optional
+        Whether tools may be offered to it; by default if the chat template takes them.
+    messages_to_prompt : callable, optional
+        Renders messages; by default the tokenizer's chat template does.
+    completion_to_prompt : callable, optional
+        Wraps a prompt that is not formatted yet.
+    query_wrapper_prompt : str or PromptTemplate, optional
+        Wraps the questions of `predict` and its like; ``{query_str}`` stands for the question.
+    json_mode : bool
+        Let each answer be a JSON object, where a call does not ask for another form (extra ``structured``).
+    normalise_lists : bool
+        Write retrieved text as text where LlamaIndex writes a Python list (``simple_summarize``). This changes the
+        prompt.
+
+    Raises
+    ------
+    ConfigError
+        If a field cannot be used.
+    """
+
+    context_window: int | None = None
+    is_chat_model: bool | None = None
+    json_mode: bool = False
+    normalise_lists: bool = False
+    query_wrapper_prompt: Annotated[BasePromptTemplate | None, BeforeValidator(_as_template)] = Field(
+        default=None, description="Query wrapper prompt for LLM calls.", exclude=True
+    )
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Make the engine if there is none, and choose how messages are rendered."""
+        super().model_post_init(context)
+        given = self.messages_to_prompt is not None
+        template = bool(self.engine.tokenizer.chat_template)
+        if template and not given:
+            self.messages_to_prompt = ByTemplate(self.engine.tokenizer)
+        if self.is_chat_model is None:
+            self.is_chat_model = template or given
+        if self.is_function_calling_model is None:
+            self.is_function_calling_model = not given and offers_tools(self.engine.tokenizer)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the class, as LlamaIndex shows it."""
+        return "CacheBlendLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """The metadata by which LlamaIndex plans prompts."""
+        window = self.context_window or self.engine.context_window
+        return LLMMetadata(
+            context_window=window or DEFAULT_CONTEXT_WINDOW,
+            num_output=self.max_new_tokens or default_room(window),
+            is_chat_model=bool(self.is_chat_model),
+            is_function_calling_model=bool(self.is_function_calling_model),
+            model_name=self.model_name,
+        )
+
+    # Answering -------------------------------------------------------------------------------
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt : str
+        formatted : bool
+            Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
+        **kwargs
+            The fields of `DecodeFields`, ``timeout`` and ``response_format``.
+        """
+        return self._completion(prompt, formatted, kwargs).whole()[0]
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete` without blocking the event loop."""
+        return (await (await asyncio.to_thread(self._completion, prompt, formatted, kwargs)).awhole())[0]
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Answer a prompt piece by piece; ``text`` is all so far, ``delta`` the newest piece."""
+        call = self._completion(prompt, formatted, kwargs)
+        return call.read(call.open())
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """`stream_complete` without blocking the event loop."""
+        call = await asyncio.to_thread(self._completion, prompt, formatted, kwargs)
+        return call.aread(call.open())
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation; see `complete` for options, and ``tools`` in OpenAI's form."""
+        return self._conversation(messages, kwargs).whole()[0]
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` without blocking the event loop."""
+        return (await (await asyncio.to_thread(self._conversation, messages, kwargs)).awhole())[0]
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer a conversation piece by piece; each piece has the tool calls, as far as they are written.
+
+        The last piece has those calls alone that can be read. With ``verify="always"`` calls come with it alone, since
+        an answer may be corrected until then. With ``as_object=True``, as streams of objects ask for it, an answer that
+        is none in the end, or was cut, is an error.
+        """
+        call = self._conversation(messages, kwargs)
+        return call.read(call.open())
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat` without blocking the event loop."""
+        call = await asyncio.to_thread(self._conversation, messages, kwargs)
+        return call.aread(call.open())
+
+    def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
+        text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
+        seen = self._see(text, prompt.hint if isinstance(prompt, MarkedText) else None)
+        info = self._teller()
+
+        def respond(said: Said) -> CompletionResponse:
+            whole = said.split.handed_out if said.answer is None else said.answer.text
+            if options.get("as_object"):
+                check_whole(said.answer)
+            more: Any = {"logprobs": logprobs_of(said.answer), "additional_kwargs": thought_of(said)}
+            return CompletionResponse(text=whole, delta=delta_of(said, whole), raw=info(said.answer), **more)
+
+        return self._model_call([replace(seen, turns=())], respond, None, self._in_json(options), ("as_object",))
+
+    def _conversation(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> ModelCall[ChatResponse]:
+        tools, level = options.get("tools"), reasoning_of(options.get("reasoning", self.reasoning))
+        said_before = Conversation(turns_of(messages), tools, options.get("tool_choice"), level)
+        text: str | None = None
+        if not isinstance(self.messages_to_prompt, ByTemplate):
+            if tools:
+                remedy = "leave out messages_to_prompt and use a model whose chat template takes tools"
+                raise ConfigError("tools", [tool["function"]["name"] for tool in tools], remedy)
+            if self.messages_to_prompt is None:
+                raise ConfigError("messages_to_prompt", None, "give a callable")
+            text = self.messages_to_prompt(messages)
+        written = said_before.write(self.engine.tokenizer, text)
+        hint = messages.hint if isinstance(messages, MarkedMessages) else None
+        seen = replace(self._see(written.text, hint, messages), turns=tuple(said_before.turns))
+        info, as_object, begun = self._teller(), bool(options.get("as_object")), written.opening
+
+        def respond(said: Said) -> ChatResponse:
+            if (answer := said.answer) is not None:
+                names = [one.call_id for one in said.split.calls if one.whole]
+                message = answer_message(begun + answer.text, tools, bool(begun), answer.thought, names)
+            else:
+                message = growing_message(said.split.handed_out, said.split.calls, said.split.thought)
+            more: Any = {"logprobs": logprobs_of(answer), "additional_kwargs": thought_of(said)}
+            delta = delta_of(said, message.content or "")
+            response = ChatResponse(message=message, delta=delta, raw=info(answer), **more)
+            if as_object and begun and answer is not None:
+                self.get_tool_calls_from_response(response)
+            elif as_object:
+                check_whole(answer)
+            return response
+
+        given = options if begun else self._in_json(options)
+        return self._model_call([seen], respond, None, given, _CALL, written, growing=as_object)
+
+    def _in_json(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"response_format": {"type": "json_object"}, **options} if self.json_mode else options
+
+    def _see(self, text: str, hint: Hint | None, messages: Sequence[ChatMessage] = ()) -> Prompt:
+        """The segments of a finished prompt, by what this model knows and what was retrieved for it."""
+        documents, known = documents_retrieved(), self._registry
+        if self.known is not None:
+            self._learn(documents)
+            self.known.add(rewritten_texts(documents))
+        separator, again = self.engine.config.text_separator, split_again(known, documents)
+        return see(text, known, separator, hint=hint, messages=messages, documents=documents, split_again=again)
+
+    def _teller(self) -> Any:
+        """Function that makes ``raw`` of an answer, and reports it to tracing once."""
+        span, note = active_span_id.get(), answers_noted()
+
+        def info(answer: Generation | None) -> dict[str, Any] | None:
+            if answer is None:
+                return None
+            report = answer.report
+            info = self._info(report)
+            note(report)
+            _dispatcher.event(CacheBlendEvent.from_answer(info, span))
+            return {**info, "usage": usage_of(report)}
+
+        return info
+
     # Prompts ---------------------------------------------------------------------------------
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
@@ -368,17 +378,6 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             return values
         lists = {name: value for name in CONTEXT_NAMES if isinstance(value := values.get(name), list)}
         return {**values, **{name: "\n".join(map(str, value)) for name, value in lists.items()}}
-
-    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, level: Reasoning) -> str:
-        """A conversation as the model reads it."""
-        if isinstance(self.messages_to_prompt, ByTemplate):
-            return self.messages_to_prompt(messages, tools, level)
-        if tools:
-            remedy = "leave out messages_to_prompt and use a model whose chat template takes tools"
-            raise ConfigError("tools", [tool["function"]["name"] for tool in tools], remedy)
-        if self.messages_to_prompt is None:
-            raise ConfigError("messages_to_prompt", None, "give a callable")
-        return self.messages_to_prompt(messages)
 
     # Tools -----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from cacheblend_rag.config import Reasoning
 from cacheblend_rag.prompt.call_stream import StreamedCall, new_call_id
 from cacheblend_rag.prompt.calls import WrittenCall, parse_calls
 from cacheblend_rag.prompt.chat import not_text, render_turns
+from cacheblend_rag.prompt.conversation import turn_of
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -133,20 +134,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     for block in message.blocks:
         if not isinstance(block, _READ):
             raise not_text(block.block_type)
-    turn: dict[str, Any] = {"role": role, "content": message.content or ""}
-    if thought := "".join(block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock)):
-        turn["reasoning_content"] = thought
-    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if calls:
-        turn["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.tool_call_id or "",
-                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
-            }
-            for call in calls
-        ]
-    if role == "tool":
-        turn |= {"tool_call_id": message.additional_kwargs.get("tool_call_id", "")}
-        turn |= {"name": message.additional_kwargs.get("name", "")}
-    return turn
+    thought = "".join(block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock))
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    calls = [(block.tool_call_id or "", block.tool_name, block.tool_kwargs) for block in blocks]
+    answered = {name: message.additional_kwargs.get(name, "") for name in ("tool_call_id", "name")}
+    return turn_of(role, message.content or "", thought, calls, **(answered if role == "tool" else {}))

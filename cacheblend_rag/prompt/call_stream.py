@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.prompt.calls import STRING, BegunCall, WrittenCall, parse_calls
+from cacheblend_rag.prompt.calls import STRING, BegunCall, ParsedAnswer, WrittenCall, parse_calls
 
 
 def new_call_id() -> str:
@@ -87,8 +87,12 @@ class AnswerSplitter:
         self._numbers: dict[int, int] = {}  # of the calls by their places in the answer
         self.handed_out = ""
         """All text that was."""
+        self.thought = ""
+        """All of the thought that was."""
         self.calls: list[StreamedCall] = []
         """All calls, as far as they were."""
+        self.read = ParsedAnswer("")
+        """The whole answer with its calls, once `finish` has read it."""
 
     def feed(self, piece: str) -> tuple[str, list[CallPiece]]:
         """Text and pieces of calls that may be handed out now."""
@@ -116,8 +120,8 @@ class AnswerSplitter:
 
     def finish(self, text: str) -> tuple[str, list[CallPiece]]:
         """The text and the pieces of calls that are left of a whole answer, which comes without its opening."""
-        read = parse_calls(self._opening + text, self._tools, begun=bool(self._opening))
-        return self.rest(read.content), self.end(read.found)
+        self.read = parse_calls(self._opening + text, self._tools, begun=bool(self._opening))
+        return self.rest(self.read.content), self.end(self.read.found)
 
     @property
     def unread(self) -> list[int]:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.engine.other_arguments import request_remedy
+from cacheblend_rag.engine.other_arguments import OF_ANSWERS
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -43,6 +43,16 @@ _CODES: dict[type[CacheBlendError], tuple[int, str]] = {
     CacheBlendError: (500, "failed"),
 }
 _FORMS = ("str", "int", "float", "bool", "none")
+# Fields of a request to use in place of those that only other servers have, in words.
+_LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"
+_OF_REQUESTS = {
+    **dict.fromkeys(("num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"), _LENGTH),
+    **dict.fromkeys(
+        ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
+    ),
+    "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
+    "keep_alive": "give it to the server, as serve --keep-alive: it holds for all requests",
+}
 
 
 class ProblemDetail(BaseModel):
@@ -170,7 +180,9 @@ def _first_fault(error: RequestValidationError, answering: bool) -> tuple[str, s
     parts = [str(part) for part in fault["loc"][:-1] if part != "body" and _names_field(part)]
     last, value = fault["loc"][-1], fault.get("input")
     if fault["type"] == "extra_forbidden":
-        remedy = request_remedy(str(last)) if answering and not parts else ""
+        remedy = ""
+        if answering and not parts:
+            remedy = _OF_REQUESTS.get(str(last)) or OF_ANSWERS.get(str(last), ((), ""))[1]
         return ".".join([*parts, str(last)[:100]]), f"this is not supported here; {remedy or 'leave it out'}"
     where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
     word = fault["type"] in _OF_WORDS and isinstance(value, str) and _WORD.fullmatch(value)

@@ -7,11 +7,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from langchain_core.messages import AIMessage
-
-from cacheblend_rag.app.server.api.conversations import Conversation, ServedChat
+from cacheblend_rag.app.server.api.conversations import call_of, calls_in
 from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, Sampling, document_texts
 from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
@@ -19,17 +17,19 @@ from cacheblend_rag.app.server.security.templates import within
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
+from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
-from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import CallPiece
+from cacheblend_rag.prompt.calls import parse_calls
 from cacheblend_rag.prompt.matching import match_chunks
-from cacheblend_rag.prompt.thoughts import Thought, check_reasoning, thinks
+from cacheblend_rag.prompt.thoughts import check_reasoning, thinks
 from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
 
+C = TypeVar("C", bound="Choice")
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
 COLDEST = 0.01
@@ -93,12 +93,26 @@ class AnswerRequest:
             reasoning_tokens=self.thought_most,
         )
 
-    def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
-        """Arguments of one answer alone, such as its seed, by its number among the ``n``."""
+    def answer(self, slot: Slot, call: ModelCall[Said], number: int, kind: type[C], first: int = 0) -> C:
+        """One answer to a call.
+
+        Parameters
+        ----------
+        slot : Slot
+            Holds it.
+        call : ModelCall
+        number : int
+            Its number among the ``n``, which has a seed of its own.
+        kind : type
+        first : int
+            Number of the first of the ``n`` among all answers.
+        """
         body, top = self.body, self.body.top_of_each
         noted = None if top is None else LogProbs(self.engine.tokenizer, top)
         seed = None if body.seed is None else body.seed + number
-        return DecodeArguments(seed=seed, logits_processor=[] if noted is None else [noted]), noted
+        own = DecodeArguments(seed=seed, logits_processor=[] if noted is None else [noted])
+        call = replace(call, arguments=call.arguments | own, timeout=self.left())
+        return kind(first + number, call, slot.holds(call.open(), self.here.took), noted)
 
     def charge(self, prompts: Sequence[Prompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
@@ -182,6 +196,8 @@ class Choice:
     ----------
     index : int
         Its number among all.
+    call : ModelCall
+        The call of the engine that it answers.
     stream : TextStream
         Gives it.
     noted : LogProbs or None
@@ -189,6 +205,7 @@ class Choice:
     """
 
     index: int
+    call: ModelCall[Said]
     stream: TextStream
     noted: LogProbs | None
 
@@ -200,17 +217,17 @@ class Choice:
         """The choice as a whole."""
         raise NotImplementedError
 
-    def up_to(self, characters: int) -> Sequence[TokenLogProb] | None:
-        """Log-probabilities not handed out before, of so many characters; None if they are not asked for."""
-        return None if self.noted is None else self.noted.up_to(characters)
+    async def texts(self) -> AsyncIterator[tuple[Said, Sequence[TokenLogProb] | None]]:
+        """Text as soon as it is certain, with its log-probabilities; thoughts, calls and the end without any."""
+        sent = 0
+        async for said in self.call.aread(self.stream):
+            sent += len(said.text)
+            noted = self.noted if said.text and said.answer is None else None
+            yield said, None if noted is None else noted.up_to(sent)
 
     def rest(self, answer: Generation | None) -> Sequence[TokenLogProb] | None:
-        """Those of what is left."""
+        """Log-probabilities not handed out before; None if they are not asked for."""
         return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
-
-    def all_of(self, answer: Generation) -> Sequence[TokenLogProb] | None:
-        """Those of a whole answer, whatever was handed out before."""
-        return None if self.noted is None else self.noted.whole(answer.token_ids, answer.text)
 
 
 class Completion(AnswerRequest):
@@ -239,10 +256,9 @@ class Completion(AnswerRequest):
     def choices(self, slot: Slot) -> Iterator[Choice]:
         """See `AnswerRequest.choices`."""
         for at, prompt in enumerate(self._prompts):
+            call = ModelCall(self.engine, [prompt], self.arguments(), lambda said: said)
             for number in range(self.body.n):
-                own, noted = self.own_arguments(number)
-                stream = self.engine.stream(prompt, timeout=self.left(), **(self.arguments() | own))
-                yield _TextChoice(at * self.body.n + number, slot.holds(stream, self.here.took), noted)
+                yield self.answer(slot, call, number, _TextChoice, at * self.body.n)
 
 
 class _TextChoice(Choice):
@@ -250,14 +266,9 @@ class _TextChoice(Choice):
 
     async def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """See `Choice.pieces`."""
-        sent = 0
-        self.stream.with_thoughts = True
-        async for piece in self.stream:
-            if isinstance(piece, Thought):
-                yield {**self._choice("", None, None), **_thought(piece)}
-                continue
-            sent += len(piece)
-            yield self._choice(piece, None, self.up_to(sent))
+        async for said, tokens in self.texts():
+            if said.answer is None:
+                yield {**self._choice(said.text, None, tokens), **_thought(said.thought)}
         answer = self.stream.result
         yield self._choice("", answer.report.finish_reason if answer else "stop", self.rest(answer))
 
@@ -281,18 +292,9 @@ class Chat(AnswerRequest):
             self.most_field = "max_completion_tokens"
         super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
         self._conversation = body
-        own = dict[str, Any](self.arguments())
-        own.pop("stop")  # comes with each answer
-        self._model = ServedChat(
-            engine=self.engine,
-            known=here.tenant.known,
-            given=self.documents,
-            one_call=not body.parallel_tool_calls,
-            schemas=here.schemas,
-            model_name=self.model.name,
-            **own,
-        )
-        self._request: Any = None
+        check_reasoning(self.engine.tokenizer, self.reasoning, most_thought=self.thought_most)
+        DecodeOptions(**self.arguments())  # refused before anybody waits for it
+        self._call: ModelCall[Said] | None = None
 
     def thinking(self) -> tuple[Reasoning, int | None]:
         """See `AnswerRequest.thinking`."""
@@ -307,55 +309,43 @@ class Chat(AnswerRequest):
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
-            self._request = self._model.request_of(self._conversation)
-            self.charge([self._request.prompt])
+            engine, known = self.engine.named(self.model.name, "chat"), self.here.tenant.known
+            arguments = self.arguments()
+            self._call = call_of(self._conversation, engine, known, self.documents, arguments, self.here.schemas)
+            self.charge(self._call.prompts)
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:
         """See `AnswerRequest.choices`."""
+        assert self._call is not None
         for number in range(self.body.n):
-            own, noted = self.own_arguments(number)
-            conversation = self._model.answer(self._request, own, self.left())
-            yield _ChatChoice(number, slot.holds(conversation.stream, self.here.took), noted, conversation)
+            yield self.answer(slot, self._call, number, _ChatChoice)
 
 
-@dataclass
 class _ChatChoice(Choice):
     """An answer to a conversation."""
-
-    conversation: Conversation
-
-    async def texts(self) -> AsyncIterator[tuple[str | list[CallPiece], Sequence[TokenLogProb] | None]]:
-        """Text as soon as it is certain, with its log-probabilities; thoughts and pieces of calls without any."""
-        sent = 0
-        async for piece in self.conversation.pieces():
-            if isinstance(piece, Thought | list):
-                yield piece, None
-                continue
-            sent += len(piece)
-            yield piece, self.up_to(sent)
 
     async def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """See `Choice.pieces`."""
         yield self._delta({"role": "assistant", "content": ""})
-        async for piece, tokens in self.texts():
-            yield self._delta(_delta_of(piece), tokens)
-        answer = self.stream.result
-        rest, calls = self.conversation.rest()
-        if rest:
-            yield self._delta(_delta_of(rest))
-        if calls:
-            yield self._delta(_delta_of(calls))
-        split = self.conversation.split
-        reason = _reason(answer, bool(split.calls), bool(split.unread)) if answer else "stop"
-        yield self._delta({}, self.rest(answer), reason)
+        reason = "stop"
+        async for said, tokens in self.texts():
+            if said.thought:
+                yield self._delta(_thought(said.thought))
+            if said.text:
+                yield self._delta({"content": said.text}, tokens)
+            if said.calls:
+                yield self._delta({"tool_calls": [_call_delta(one) for one in said.calls]})
+            if said.answer is not None:
+                reason = _reason(said.answer, bool(said.split.calls), bool(said.split.unread))
+        yield self._delta({}, self.rest(self.stream.result), reason)
 
     def whole(self, answer: Generation) -> dict[str, Any]:
         """See `Choice.whole`."""
-        found = self.conversation.message()
-        message: dict[str, Any] = {"role": "assistant", "content": str(found.content), **_thought(answer.thought)}
-        if calls := _calls(found):
+        read = parse_calls(self.call.opening + answer.text, self.call.tools, begun=bool(self.call.opening))
+        message: dict[str, Any] = {"role": "assistant", "content": read.content, **_thought(answer.thought)}
+        if calls := calls_in(read, self.call.most):
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        reason = _reason(answer, bool(calls), bool(found.invalid_tool_calls))
+        reason = _reason(answer, bool(calls), len(calls) > len(read.calls))
         logprobs = conversation_logprobs(self.rest(answer))
         return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -371,15 +361,6 @@ def _thought(text: str) -> dict[str, str]:
     return {"reasoning": str(text), "reasoning_content": str(text)} if text else {}
 
 
-def _delta_of(piece: str | list[CallPiece]) -> dict[str, Any]:
-    """A piece of an answer, as chunks of a stream have it."""
-    if isinstance(piece, Thought):
-        return _thought(piece)
-    if isinstance(piece, str):
-        return {"content": piece}
-    return {"tool_calls": [_call_delta(one) for one in piece]}
-
-
 def _call_delta(piece: CallPiece) -> dict[str, Any]:
     function = {"arguments": piece.arguments}
     if piece.name is None:
@@ -392,13 +373,6 @@ def _reason(answer: Generation, called: bool, unread: bool) -> str:
     """Why an answer ended: a call that was cut is no reason to make one."""
     reason = answer.report.finish_reason
     return "tool_calls" if called and not (unread and reason == "length") else reason
-
-
-def _calls(message: AIMessage) -> list[dict[str, Any]]:
-    return [
-        {"id": one["id"], "type": "function", "function": {"name": one["name"] or "", "arguments": one["args"]}}
-        for one in call_chunks(message)
-    ]
 
 
 def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:

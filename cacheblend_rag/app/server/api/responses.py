@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from langchain_core.messages import AIMessage
-
 from cacheblend_rag.app.server.api.completions import Chat
 from cacheblend_rag.app.server.api.openai_bodies import (
     AnswerBody,
@@ -35,10 +33,10 @@ from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.engine.logits import logprob_dicts
+from cacheblend_rag.engine.model_call import Said
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece, unreadable_end
-from cacheblend_rag.prompt.thoughts import Thought
-from cacheblend_rag.report import TokenLogProb
+from cacheblend_rag.report import BlendReport, TokenLogProb
 
 # Fields of a response by their names in a conversation.
 _FIELDS = {
@@ -118,26 +116,30 @@ class Response(Chat):
         """The events of an answer; an error ends them."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
-        choice = next(self.choices(slot))
-        output = _Output(choice.conversation.split)
+        choice, output, rest = next(self.choices(slot)), _Output(), list[CallPiece]()
         with _own_fields(), self.in_time():
-            async for piece, tokens in choice.texts():
-                for one in output.goes_on(piece, tokens):
-                    yield one
+            async for said, tokens in choice.texts():
+                output.split = said.split
+                if said.answer is not None:
+                    rest = list(said.calls)
+                else:
+                    for one in output.goes_on(said, tokens):
+                        yield one
             answer = await choice.stream.acomplete()
         self.count(answer)
-        found = choice.conversation.message()
-        left = None if found.tool_calls else choice.rest(answer)
-        if output.corrected(answer.thought, str(found.content), choice.all_of(answer)):
+        read = output.split.read
+        left = None if read.calls else choice.rest(answer)
+        noted = None if choice.noted is None else choice.noted.whole(answer.token_ids, answer.text)
+        if output.corrected(answer.thought, read.content, noted):
             left = None
-        for one in output.ends(str(found.content), left, choice.conversation.rest()[1]):
+        for one in output.ends(read.content, left, rest):
             yield one
         cut = answer.report.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
         for one in output.closed(status):
             yield one
-        whole = self._response(status, output=output.items(), usage=_usage(found), **self.made(), **more)
+        whole = self._response(status, output=output.items(), usage=_usage(answer.report), **self.made(), **more)
         yield {"type": f"response.{status}", "response": whole}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -169,26 +171,20 @@ class Response(Chat):
 
 
 class _Output:
-    """The items of a response, each of which ends where the next begins.
+    """The items of a response, each of which ends where the next begins."""
 
-    Parameters
-    ----------
-    split : AnswerSplitter
-        Knows which calls are whole.
-    """
+    def __init__(self) -> None:
+        self.split, self._parts = AnswerSplitter(None), list[_Part]()
 
-    def __init__(self, split: AnswerSplitter) -> None:
-        self._split, self._parts = split, list[_Part]()
-
-    def goes_on(
-        self, piece: str | list[CallPiece], tokens: Sequence[TokenLogProb] | None = None
-    ) -> Iterator[dict[str, Any]]:
+    def goes_on(self, said: Said, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
         """Events of one more piece of text, thought or calls."""
-        if isinstance(piece, str):
-            yield from self._in(_Thought if isinstance(piece, Thought) else _Message)
-            yield from self._parts[-1].goes_on(piece, tokens)
-            return
-        for one in piece:
+        if said.thought or said.text:
+            yield from self._in(_Thought if said.thought else _Message)
+            yield from self._parts[-1].goes_on(said.thought or said.text, tokens)
+        yield from self._go_on(said.calls)
+
+    def _go_on(self, calls: Sequence[CallPiece]) -> Iterator[dict[str, Any]]:
+        for one in calls:
             if one.name is not None:
                 yield from self._begun(_Call(one.name, one.call_id, one.index))
             last = self._parts[-1]
@@ -223,16 +219,16 @@ class _Output:
         """
         handed_out = "".join(part.text for part in self._parts if isinstance(part, _Message))
         rest = content[len(handed_out) :]
-        if rest or not (self._split.calls or calls):
+        if rest or not (self.split.calls or calls):
             yield from self._in(_Message)
             yield from self._parts[-1].goes_on(rest, tokens)
-        yield from self.goes_on(calls)
+        yield from self._go_on(calls)
 
     def closed(self, status: str) -> Iterator[dict[str, Any]]:
         """Events of the last item's end."""
         if self._parts:
             last = self._parts[-1]
-            whole = isinstance(last, _Call) and self._split.calls[last.number].whole
+            whole = isinstance(last, _Call) and self.split.calls[last.number].whole
             if isinstance(last, _Call):
                 status = "completed" if whole else "incomplete"
             yield from last.ends("completed" if isinstance(last, _Thought) else status)
@@ -250,7 +246,7 @@ class _Output:
         """Events of the end of the last item, and of the beginning of the next."""
         if self._parts:
             last = self._parts[-1]
-            if isinstance(last, _Call) and not self._split.calls[last.number].whole:
+            if isinstance(last, _Call) and not self.split.calls[last.number].whole:
                 yield from last.goes_on(unreadable_end(last.text), None)
                 yield from last.ends("incomplete")
             else:
@@ -380,20 +376,17 @@ class _Call(_Part):
         return {"type": f"response.{kind}", "item_id": self._id, "output_index": self.index, **more}
 
 
-def _usage(message: AIMessage) -> dict[str, Any] | None:
+def _usage(report: BlendReport) -> dict[str, Any]:
     """Tokens; those that are read from the store and kept are cached, those whose KV goes into it are written."""
-    if (used := message.usage_metadata) is None:
-        return None
-    details = used.get("input_token_details", {})
     return {
-        "input_tokens": used["input_tokens"],
+        "input_tokens": report.prompt_tokens,
         "input_tokens_details": {
-            "cached_tokens": details.get("cache_read", 0),
-            "cache_write_tokens": details.get("cache_creation", 0),
+            "cached_tokens": report.cached_tokens,
+            "cache_write_tokens": report.tokens_to_store,
         },
-        "output_tokens": used["output_tokens"],
-        "output_tokens_details": {"reasoning_tokens": used.get("output_token_details", {}).get("reasoning", 0)},
-        "total_tokens": used["total_tokens"],
+        "output_tokens": report.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": report.thought_tokens},
+        "total_tokens": report.prompt_tokens + report.generated_tokens,
     }
 
 
