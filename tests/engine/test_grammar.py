@@ -31,23 +31,31 @@ LEAF = {
 SAMPLED = {"do_sample": True, "temperature": 1.5}
 
 
-@pytest.fixture(scope="module", params=[kind for kind in MAKERS if kind != "WordPiece"])
-def engine(request: pytest.FixtureRequest) -> BlendEngine:
-    config = BlendConfig(min_tokens=0, max_concurrent=4, write_back="off")
-    return BlendEngine(tiny.model(num_hidden_layers=2), tokenizer_of(request.param), config=config)
+KINDS = [kind for kind in MAKERS if kind != "WordPiece"]
+
+
+def engine_of(kind: str) -> BlendEngine:
+    return BlendEngine(tiny.model(num_hidden_layers=2), tokenizer_of(kind), config=BlendConfig(min_tokens=0))
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlendEngine:
+    return engine_of(KINDS[0])
 
 
 def prompt(seed: int) -> Prompt:
     return Prompt("the", [tiny.text(24, seed), tiny.text(24, seed + 1)], "which leaf fell?")
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED, {**SAMPLED, "top_k": 3}, {"repetition_penalty": 1.8}])
-def test_every_answer_follows_its_schema(engine: BlendEngine, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_follows_its_schema(kind: str) -> None:
+    engine = engine_of(kind)
     grammar = engine.grammar(LEAF)
-    for seed in range(4):
+    ways: list[dict[str, Any]] = [{}, SAMPLED, {**SAMPLED, "top_k": 3}, {"repetition_penalty": 1.8}]
+    for seed, how in enumerate(ways):
         answer = engine.generate(prompt(seed), grammar=grammar, seed=seed, max_new_tokens=100, **how)
-        assert jsonschema_rs.is_valid(LEAF, json.loads(answer.text)), answer.text
-        assert answer.report.finish_reason == "stop"
+        assert jsonschema_rs.is_valid(LEAF, json.loads(answer.text)), (how, answer.text)
+        assert answer.report.finish_reason == "stop", how
 
 
 def test_cut_answer_says_so(engine: BlendEngine) -> None:
@@ -59,9 +67,8 @@ def test_cut_answer_says_so(engine: BlendEngine) -> None:
     assert stopped.text == '"oak '
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_impossible_schema_is_refused(engine: BlendEngine) -> None:
+    schemas: list[dict[str, Any]] = [
         {"type": "array", "contains": {"type": "null"}},
         {"type": "string", "pattern": "(?=a)b"},
         {"type": "objekt"},
@@ -69,11 +76,10 @@ def test_cut_answer_says_so(engine: BlendEngine) -> None:
         {"$ref": "#"},
         {"$ref": "file:///etc/passwd"},
         {"type": "object", "not": {}, "x-guidance": {"lenient": True}},
-    ],
-)
-def test_impossible_schema_is_refused(engine: BlendEngine, schema: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
-        engine.grammar(schema)
+    ]
+    for schema in schemas:
+        with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
+            engine.grammar(schema)
 
 
 def test_forms_of_openai() -> None:
@@ -102,16 +108,15 @@ def test_objects_are_closed_wherever_they_stand() -> None:
     assert close_objects(opened) == opened
 
 
-@pytest.mark.parametrize("name", ['say "oak"', "a:", "the\nstart: x", "%json {}"])
-def test_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
+def test_name_cannot_leave_its_place_in_a_grammar() -> None:
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig())
-    grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
-    assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
+    for name in ('say "oak"', "a:", "the\nstart: x", "%json {}"):
+        grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
+        assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
     assert write_grammar([Form({})]).count("\n") == 3
 
 
-@pytest.mark.parametrize("special", [None, False, True])
-@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "WordPiece"])
+@pytest.mark.parametrize(("kind", "special"), [*((kind, True) for kind in KINDS), (KINDS[0], None), (KINDS[0], False)])
 def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, special: bool | None) -> None:
     """Also where marks are tokens of their own, and where text holds other such tokens."""
     tokenizer = copy.deepcopy(tokenizer_of(kind))

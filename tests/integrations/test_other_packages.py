@@ -84,17 +84,6 @@ def test_options_of_generation_that_change_nothing_are_taken_everywhere(kind: An
     assert str(getattr(ask("What fell?", **NEUTRAL), "text", "")) == str(getattr(ask("What fell?"), "text", ""))
 
 
-def test_options_of_generation_hold_wherever_they_are_given(engine: BlendEngine) -> None:
-    given = {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
-    made = [ChatCacheBlend.from_engine(engine, **given), ChatCacheBlend.from_engine(engine, additional_kwargs=given)]
-    assert made[0].additional_kwargs == made[1].additional_kwargs == given
-    for name, value in (("penalty_alpha", 0.6), ("truncation", True), ("length_penalty", 2.0), ("bos_token_id", 1)):
-        with pytest.raises(ConfigError, match=f"^{name}="):
-            ChatCacheBlend.from_engine(engine, **{name: value})
-    with pytest.raises(ConfigError, match="typical_p with do_sample=True"):
-        ChatCacheBlend.from_engine(engine, typical_p=0.9)
-
-
 def test_threads_are_those_of_the_process(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[int]()
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -163,16 +152,3 @@ def test_embeddings_have_the_name_and_the_arguments_that_they_have_elsewhere(tmp
     nodes = HuggingFaceEmbedding(model_name=str(tmp_path), embed_batch_size=3, device="cpu")
     assert (nodes.model_name, nodes.embed_batch_size) == (str(tmp_path), 3)
     np.testing.assert_array_equal(np.array(nodes.get_text_embedding(texts[0]), np.float32), model.encode(texts[0]))
-
-
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({}, "name one"),
-        ({"model": "a", "model_name": "a"}, "name one"),
-        ({"model": static_model(), "model_kwargs": {"trust_remote_code": True}}, "^trust_remote_code=True .*loaded"),
-    ],
-)
-def test_arguments_of_embeddings_that_do_not_go_are_refused(given: Any, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        HuggingFaceEmbeddings(**given)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import SummaryIndex
@@ -20,11 +19,11 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
 from tests import tiny
 from tests.app.server.common import BASE, settings_for, settle, write_documents
-from tests.integrations.langchain.models import TEMPLATE, Script, passages
+from tests.integrations.langchain.models import TEMPLATE, passages
 from tests.probes import engine_of
 
 WHY = (
@@ -82,23 +81,6 @@ def test_langchain_chat_in_a_chain_of_documents(engine: BlendEngine) -> None:
         assert chain.invoke({"context": DOCUMENTS, "input": question}) == answer.text
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0, "the instructions were read once"
-
-
-def test_langchain_schema_and_tools(engine: BlendEngine) -> None:
-    chat = ChatCacheBlend.from_engine(engine, max_new_tokens=60)
-    assert isinstance(chat.with_structured_output(Leaf, method="json_schema").invoke("What fell?"), Leaf)
-    said = '<tool_call>{"name": "Leaf", "arguments": {"colour": "red"}}</tool_call>'
-    script = Script(engine.tokenizer, lambda prompt: said)
-    caller = ChatCacheBlend.from_engine(engine, max_new_tokens=100, logits_processor=[script])
-    (call,) = caller.bind_tools([Leaf]).invoke([SystemMessage(SYSTEM), HumanMessage("What fell?")]).tool_calls
-    assert (call["name"], call["args"]) == ("Leaf", {"colour": "red"})
-
-
-def test_langchain_text_model_batches(engine: BlendEngine) -> None:
-    llm = CacheBlendLLM(engine=engine.with_config(max_concurrent=3), max_new_tokens=6)
-    texts = [f"{SYSTEM}\n\n{one.page_content}\n\nWhat fell?" for one in DOCUMENTS]
-    wanted = [own_text(engine, engine.tokenizer(text)["input_ids"], 6) for text in texts]
-    assert llm.batch(texts) == wanted
 
 
 def test_llama_index_query_engine_and_chat(engine: BlendEngine) -> None:

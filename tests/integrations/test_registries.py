@@ -10,7 +10,6 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import Runnable, RunnableLambda
-from llama_index.core.response_synthesizers import ResponseMode
 
 from cacheblend_rag.langchain import (
     CacheBlendLLM,
@@ -19,10 +18,9 @@ from cacheblend_rag.langchain import (
     known_chunks,
     tracking,
 )
-from cacheblend_rag.llama_index import forget_nodes
 from cacheblend_rag.llama_index import tracking as tracking_nodes
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
-from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
+from tests.integrations.llama_index.common import make_index, make_nodes
 
 KINDS: list[Any] = [CacheBlendLLM, ChatCacheBlend]
 QUESTION = "What fell?"
@@ -114,34 +112,6 @@ async def test_tracking_with_a_registry_notes_there_and_nowhere_else() -> None:
     assert len(known_chunks) == 0
     retriever.retrieve(QUESTION)
     assert len(known_chunks) == len(known)
-
-
-@pytest.mark.parametrize(
-    ("mode", "asynchronous", "streamed"), [(ResponseMode.COMPACT, False, True), (ResponseMode.REFINE, True, False)]
-)
-async def test_query_engines_of_two_models_know_nothing_of_one_another(
-    mode: ResponseMode, asynchronous: bool, streamed: bool
-) -> None:
-    known = [ChunkRegistry(), ChunkRegistry()]
-    models = [make_llm(known=one, max_new_tokens=1) for one in known]
-    corpora = [make_nodes(2, seed=68), make_nodes(2, seed=69)]
-    for llm, nodes in zip(models, corpora, strict=True):
-        engine = make_index(nodes).as_query_engine(
-            llm=llm, similarity_top_k=2, response_mode=mode, streaming=streamed, use_async=asynchronous
-        )
-        for _ in range(2):
-            response = await engine.aquery(QUESTION) if asynchronous else engine.query(QUESTION)
-            if streamed:
-                _ = [piece async for piece in response.response_gen] if asynchronous else list(response.response_gen)
-        assert llm.stats().hits == llm.stats().misses == 2
-    for own, llm, nodes in zip(known, models, corpora, strict=True):
-        others = next(one for one in corpora if one is not nodes)
-        assert all(node.get_content() in own or any(node.get_content() in t for t in own._texts) for node in nodes)
-        assert not any(node.get_content() in text for node in others for text in own._texts)
-        before = llm.stats().hits + llm.stats().misses
-        llm.complete("\n\n".join(node.get_content() for node in others))
-        assert llm.stats().hits + llm.stats().misses == before
-        assert forget_nodes(nodes, llm) == 2
 
 
 def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import html
 import json
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from llama_index.core.llms import ChatMessage
-from transformers import LogitsProcessor
 
-from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine.segments import FOUND
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
@@ -185,30 +182,6 @@ def test_erasing_a_text_erases_the_forms_in_which_messages_held_it(form: str, re
     assert not [key for key, _ in engine.store.infos("")]
 
 
-def test_waiting_records_of_an_erased_text_are_not_stored() -> None:
-    engine = finding(write_back="background")
-    engine.generate(stuffed(PROMPTS[0], 0), max_new_tokens=2)
-    release = threading.Event()
-    holding = threading.Thread(target=lambda: _hold(engine, release))
-    holding.start()
-    worker = threading.Thread(target=lambda: engine.generate(stuffed(PROMPTS[1], 1), max_new_tokens=2))
-    worker.start()
-    release.set()
-    worker.join()
-    holding.join()
-    engine.forget([A])
-    engine.flush()
-    ids = tuple(engine.tokenizer(" " + A, add_special_tokens=False)["input_ids"])[40:64]
-    for _, info in engine.store.infos(""):
-        held = info.token_ids + info.behind
-        assert all(held[at : at + 24] != ids for at in range(len(held)))
-
-
-def _hold(engine: BlendEngine, release: threading.Event) -> None:
-    with engine.turns.in_turn():
-        release.wait(20)
-
-
 def bytes_of(ids: Sequence[int], width: int) -> bytes:
     return b"".join(number.to_bytes(width, "little") for number in ids)
 
@@ -241,55 +214,6 @@ def test_questions_asked_in_many_chats_are_nowhere_on_the_disk(tmp_path: Path) -
     store.close()
 
 
-def quoting(number: int, question: str, texts: Sequence[str]) -> list[Any]:
-    """A chat whose earlier answer is a few words that stand in a passage, with the passages in the last message."""
-    quoted = A[20:52].strip()
-    sources = "\n".join(f"[{at}] {text}" for at, text in enumerate(texts, 1))
-    before = [SystemMessage(f"{number}. {OPENING}"), HumanMessage(f"What is {number}?"), AIMessage(quoted)]
-    return [*before, HumanMessage(f"{sources}\n\n{question}")]
-
-
-def test_short_earlier_answers_break_no_passage_and_leave_no_prefix(reports: list[BlendReport]) -> None:
-    engine = finding()
-    model = ChatCacheBlend(engine=engine, max_new_tokens=2)
-    for number, texts in enumerate(PROMPTS):
-        model.invoke(quoting(number, f"Which one falls, number {number}?", texts))
-    assert [made.found for made in reports] == [(), (False, False), (True, True)]
-    assert reports[-1].prefix_tokens <= 1, "what only one chat holds is stored behind no quotation"
-    assert reports[-1].chunk_tokens > 0.9 * len(engine.tokenizer(A + B)["input_ids"])
-    asked = engine.tokenizer("Which one falls, number 1?", add_special_tokens=False)["input_ids"][2:]
-    assert not any(str(asked)[1:-1] in str(info.token_ids + info.behind) for _, info in engine.store.infos(""))
-
-
-class Says(LogitsProcessor):
-    """Makes a model say some ids."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = iter(ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, next(self._ids)] = 0
-        return forced
-
-
-def test_answers_that_a_client_sends_again_as_text_are_not_found(reports: list[BlendReport]) -> None:
-    ways = {
-        "engine": lambda engine, text, options: engine.generate(text, **options),
-        "LangChain": lambda engine, text, options: [*ChatCacheBlend(engine=engine, **options).stream(text)],
-    }
-    for name, way in ways.items():
-        engine = finding()
-        answer, asked = passage(90, 8), "What is told of the harbour?"
-        ids = engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        way(engine, asked, {"max_new_tokens": len(ids), "logits_processor": [Says(ids)]})
-        for number in range(3):
-            told = f"{number} is the number of a task.\n{answer}\n\n{A}"
-            engine.generate(f"{told}\n\nWhich title has it, number {number}?", max_new_tokens=2)
-        assert [made.found for made in reports[-2:]] == [(False,), (True,)], f"{name}: the passage alone"
-        assert reports[-1].chunk_tokens <= len(engine.tokenizer(A)["input_ids"]) + 2
-
-
 def test_known_texts_take_precedence_and_documents_keep_their_places(reports: list[BlendReport]) -> None:
     engine = finding()
     model = CacheBlendLLM(engine=engine, max_new_tokens=2)
@@ -304,18 +228,3 @@ def test_known_texts_take_precedence_and_documents_keep_their_places(reports: li
     model.invoke(stuffed(PROMPTS[2], 2))
     assert reports[-1].hits == 2
     assert reports[-1].found == (True,)
-
-
-def test_prompts_that_are_too_long_lose_retrieved_chunks_and_no_text_of_messages() -> None:
-    engine = finding(overflow="drop_chunks")
-    window = engine.context_window
-    assert window is not None
-    many = [passage(200 + number) for number in range(window // 60)]
-    first = Prompt("Sources:", [many[0], *many[1:]], f"\n{A}\nWhat?", ["\n"] * (len(many) - 1))
-    parts = first.written("").text
-    found = Prompt("Sources:", [*many, A], "\nWhat?", ["\n"] * len(many), found=[len(many)])
-    assert found.written("").text == parts
-    fit = engine.fitted(found, 4)
-    assert fit.prompt.found == ()
-    assert fit.prompt.suffix == first.suffix
-    assert fit.left_out == tuple(range(len(fit.prompt.chunks), len(many)))

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.services.service import open_service
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.store import DiskStore
 from tests.app.server.common import BASE, settings_for, settle, write_documents
@@ -81,25 +81,20 @@ def store(tmp_path: Path) -> Iterator[CountingStore]:
         yield made
 
 
-@pytest.mark.parametrize("chat", [True])
-def test_langchain_makes_the_same_store_calls_as_the_engine(chat: bool, store: CountingStore, asked: Asked) -> None:
+def test_langchain_makes_the_same_store_calls_as_the_engine(store: CountingStore, asked: Asked) -> None:
     documents = passages(3, seed=7)
     known_chunks.add(one.page_content for one in documents)
     stuffed = "Use this:\n" + "\n\n".join(one.page_content for one in documents) + "\n\nWhat fell?"
     with tiny_engine(store=store, prompt_cache=0) as engine:
-        kind = ChatCacheBlend if chat else CacheBlendLLM
-        llm = kind.from_engine(engine, max_new_tokens=4)
+        llm = ChatCacheBlend.from_engine(engine, max_new_tokens=4)
         llm.warm(documents, progress=False)
         assert_same_calls(lambda: llm.invoke(stuffed), store, asked)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_llama_index_makes_the_same_store_calls_as_the_engine(
-    chat: bool, store: CountingStore, asked: Asked
-) -> None:
+async def test_llama_index_makes_the_same_store_calls_as_the_engine(store: CountingStore, asked: Asked) -> None:
     nodes = make_nodes(3, seed=7)
     with tiny_engine(store=store, prompt_cache=0) as engine:
-        llm = LlamaIndexLLM.from_engine(engine, max_new_tokens=4, is_chat_model=chat)
+        llm = LlamaIndexLLM.from_engine(engine, max_new_tokens=4, is_chat_model=True)
         query = make_index(nodes).as_query_engine(llm=llm, similarity_top_k=3)
         # Of a main thread LlamaIndex wants an event loop that it need not make.
         await asyncio.to_thread(query.query, "What fell?")  # stores what is missing

@@ -19,7 +19,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.langchain.messages import parse_answer
+from cacheblend_rag.langchain.messages import read_message
+from cacheblend_rag.prompt.calls import parse_calls
 from tests import tiny
 from tests.tokenizer_kinds import tokenizer_of
 
@@ -215,7 +216,8 @@ class PlainChat(BaseChatModel):
             tokenize=True,
             return_dict=False,
         )
-        return ChatResult(generations=[ChatGeneration(message=parse_answer(self.plain.answer(ids), tools))])
+        message = read_message(parse_calls(self.plain.answer(ids), tools))
+        return ChatResult(generations=[ChatGeneration(message=message)])
 
 
 def _plain_turn(message: BaseMessage) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 
-from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import PROMPT
@@ -62,21 +61,3 @@ def test_threads_and_event_loops_do_not_cross(kind: Any) -> None:
                 assert (info["hits"], info["misses"]) == (3, 0)
                 text = engine.tokenizer.decode(info["input_ids"])
                 assert all(one.page_content in text for one in sets[number])
-
-
-def test_requests_are_served_in_the_order_of_asking() -> None:
-    scheduler, order, threads = Scheduler(), list[int](), []
-
-    def ask(number: int) -> None:
-        with scheduler:
-            order.append(number)
-
-    with scheduler:
-        for number in range(8):
-            threads.append(threading.Thread(target=ask, args=(number,)))
-            threads[-1].start()
-            while scheduler.waiting <= number:
-                pass
-    for thread in threads:
-        thread.join(10)
-    assert order == list(range(8))

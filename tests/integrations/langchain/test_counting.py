@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from langchain_classic.memory import ConversationSummaryBufferMemory, ConversationTokenBufferMemory
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.messages.tool import tool_call
 
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.langchain import ChatCacheBlend
 from tests.integrations.langchain.models import tiny_engine
 
 # As Mistral's and Gemma's: roles alternate, a system message belongs into the first question.
@@ -73,23 +72,3 @@ def test_conversations_are_trimmed_by_the_models_count(chat: ChatCacheBlend, str
 def test_every_kind_of_message_content_is_counted(chat: ChatCacheBlend, messages: list[BaseMessage]) -> None:
     assert 20 <= chat.get_num_tokens_from_messages(messages) <= 200
     assert chat.get_num_tokens_from_messages([*TALK, *messages]) > chat.get_num_tokens_from_messages(TALK)
-
-
-@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
-@pytest.mark.parametrize(("kind", "room"), [(ConversationTokenBufferMemory, 1), (ConversationSummaryBufferMemory, 100)])
-async def test_memories_keep_what_fits(chat: ChatCacheBlend, kind: Any, room: int) -> None:
-    models = [chat, CacheBlendLLM.from_engine(chat.engine, max_new_tokens=3)]
-    for model in models:
-        memory = kind(llm=model, max_token_limit=room, return_messages=True)
-        for question, answer in zip(TALK[:6:2], TALK[1:6:2], strict=True):
-            memory.save_context({"input": question.content}, {"output": answer.content})
-        said = {"input": "And then?"}, {"output": "Nothing fell."}
-        if kind is ConversationTokenBufferMemory:  # LangChain prunes it in synchronous calls alone
-            memory.save_context(*said)
-        else:
-            await memory.asave_context(*said)
-        left = memory.chat_memory.messages
-        assert model.get_num_tokens_from_messages(left) <= room
-        assert len(left) < 8
-        if room == 100:
-            assert left[-1].content == "Nothing fell."

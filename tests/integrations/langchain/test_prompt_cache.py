@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 
 from cacheblend_rag.langchain import ChatCacheBlend
@@ -16,27 +15,9 @@ TOOL: dict[str, Any] = {
     "function": {"name": "find", "description": "Find leaves.", "parameters": {"type": "object"}},
 }
 CALL = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
-MODES = ["invoke", "ainvoke", "stream", "astream", "batch"]
 
 
-async def asked(model: Any, messages: list[BaseMessage], mode: str) -> AIMessage:
-    """The answer, by a method of a Runnable."""
-    if mode == "batch":
-        return model.batch([messages])[0]  # type: ignore[no-any-return]
-    if mode == "stream":
-        pieces = list(model.stream(messages))
-    elif mode == "astream":
-        pieces = [piece async for piece in model.astream(messages)]
-    else:
-        return model.invoke(messages) if mode == "invoke" else await model.ainvoke(messages)  # type: ignore[no-any-return]
-    whole = pieces[0]
-    for piece in pieces[1:]:
-        whole += piece
-    return AIMessage(whole.content, tool_calls=whole.tool_calls, response_metadata=whole.response_metadata)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_each_step_of_an_agent_goes_on_from_the_one_before(mode: str) -> None:
+def test_each_step_of_an_agent_goes_on_from_the_one_before() -> None:
     with tiny_engine() as engine:
         script = Script(engine.tokenizer, lambda prompt: "A leaf." if prompt.count("[tool]") == 2 else CALL)
         chat = ChatCacheBlend.from_engine(engine, max_new_tokens=80, logits_processor=[script])
@@ -44,7 +25,7 @@ async def test_each_step_of_an_agent_goes_on_from_the_one_before(mode: str) -> N
         messages: list[BaseMessage] = [SystemMessage("You look for leaves in the garden."), HumanMessage("What fell?")]
         told = []
         for step in range(3):
-            answer = await asked(model, messages, mode)
+            answer = model.invoke(messages)
             told.append(answer.response_metadata)
             messages.append(answer)
             messages += [ToolMessage(f"leaf {step}", tool_call_id=str(one["id"])) for one in answer.tool_calls]
@@ -54,18 +35,3 @@ async def test_each_step_of_an_agent_goes_on_from_the_one_before(mode: str) -> N
             # The template writes a call as the model did, but for what merges at the seam.
             assert info["resumed_tokens"] >= before["prompt_tokens"] - 3
         assert chat.stats().resumed_tokens == sum(info["resumed_tokens"] for info in told)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_chat_asked_again_computes_one_token(mode: str) -> None:
-    messages: list[BaseMessage] = [
-        SystemMessage("Answer about leaves alone, briefly."),
-        HumanMessage("What fell first?"),
-    ]
-    with tiny_engine() as engine:
-        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=8)
-        first = await asked(chat, messages, mode)
-        again = await asked(chat, messages, mode)
-        assert again.content == first.content
-        tokens = again.response_metadata["prompt_tokens"]
-        assert again.response_metadata["resumed_tokens"] == tokens - 1

@@ -36,35 +36,17 @@ def each(write: Callable[[str], str]) -> Callable[[list[Document]], str]:
     return lambda documents: "\n\n".join(write(one.page_content) for one in documents)
 
 
-def normal(kind: Any) -> Callable[[list[Document]], str]:
-    return each(lambda text: unicodedata.normalize(kind, text))
-
-
 REWRITES: dict[str, tuple[Callable[[list[Document]], str], str]] = {
     "a list in JSON": (lambda found: json.dumps([one.page_content for one in found]), "json-escaped"),
-    "objects in JSON": (
-        lambda found: json.dumps([one.model_dump() for one in found], ensure_ascii=False, indent=2),
-        "json-escaped",
-    ),
     "HTML": (each(html.escape), "html-escaped"),
-    "HTML, quotes kept": (each(lambda text: html.escape(text, quote=False)), "html-escaped"),
     "Python's own writing": (str, "python-escaped"),
     "cut at the end": (each(lambda text: text[:120]), "truncated at the end"),
-    "cut with dots": (each(lambda text: text[:120] + "..."), "truncated at the end"),
     "cut at the start": (each(lambda text: text[-120:]), "truncated at the start"),
-    "cut JSON": (
-        lambda found: json.dumps([one.page_content[:120] for one in found]),
-        "json-escaped, truncated at the end",
-    ),
-    "NFD": (normal("NFD"), "unicode normal form NFD"),
-    "NFKC": (normal("NFKC"), "unicode normal form NFKC"),
-    "NFKD": (normal("NFKD"), "unicode normal form NFKD"),
     "NFKC in HTML": (
         each(lambda text: html.escape(unicodedata.normalize("NFKC", text))),
         "unicode normal form NFKC, html-escaped",
     ),
     "wrapped": (each(lambda text: textwrap.fill(text, 33)), "line-wrapped"),
-    "folded": (each(lambda text: " ".join(text.split())), "white space"),
     "unchanged": (each(str), ""),
 }
 
@@ -92,7 +74,7 @@ def outcomes(info: dict[str, Any]) -> list[tuple[str, str]]:
     return [(one["outcome"], one["change"]) for one in info["documents"]]
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(REWRITES, [CacheBlendLLM, ChatCacheBlend] * 8, strict=False)))
+@pytest.mark.parametrize(("name", "kind"), list(zip(REWRITES, [CacheBlendLLM, ChatCacheBlend] * 4, strict=False)))
 def test_rewritten_documents_hit_from_the_second_request_on(
     name: str, kind: type[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,8 +138,7 @@ def test_document_left_out_by_a_later_step_is_not_missing(caplog: pytest.LogCapt
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked(asynchronous: bool) -> None:
+async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked() -> None:
     store = track(InMemoryVectorStore.from_texts(TEXTS, EMBEDDING))
 
     def prompt(question: str) -> str:
@@ -170,14 +151,12 @@ async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked(asynch
     with tiny_engine() as engine:
         ended = Ended()
         chain = RunnableLambda(prompt, aprompt) | CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        if asynchronous:
-            await chain.ainvoke(QUESTION, {"callbacks": [ended]})
-        else:
-            chain.invoke(QUESTION, {"callbacks": [ended]})
-    assert outcomes(ended.infos[0]) == [("miss", "json-escaped")] * 3
+        chain.invoke(QUESTION, {"callbacks": [ended]})
+        await chain.ainvoke(f"{QUESTION} And why?", {"callbacks": [ended]})
+    assert [outcomes(one) for one in ended.infos] == [[(kind, "json-escaped")] * 3 for kind in ("miss", "hit")]
 
 
-@pytest.mark.parametrize("name", ["objects in JSON", "cut at the end", "NFKC in HTML", "wrapped"])
+@pytest.mark.parametrize("name", ["a list in JSON", "cut at the end", "NFKC in HTML"])
 def test_erasing_a_document_erases_its_rewritten_forms(name: str) -> None:
     store = Hooked()
     with tiny_engine(store=store, condition="sink") as engine:  # no chunk is computed behind another

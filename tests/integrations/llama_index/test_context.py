@@ -182,7 +182,7 @@ async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
     config = BlendConfig(min_tokens=0, write_back="inline")
     engine = BlendEngine(model, tokenizer, config=config, store=store)
     llm = CacheBlendLLM.from_engine(
-        engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force)]
+        engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force, free=4)]
     )
     index = make_index(make_nodes(seed=20))
     engines = [index.as_query_engine(llm=llm, similarity_top_k=4, response_mode=mode) for mode in ("compact", "refine")]

@@ -12,24 +12,16 @@ from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes
 from tests.integrations.llama_index.test_matrix import force, say
 
-TURNS = 10
+TURNS = 4
 RATIO = 0.15
 
 
-@pytest.mark.parametrize(
-    ("engine", "mode"),  # all pairs run in the matrix
-    [
-        (ContextChatEngine, "sync"),
-        (ContextChatEngine, "astream"),
-        (CondensePlusContextChatEngine, "async"),
-        (CondensePlusContextChatEngine, "stream"),
-    ],
-)
-async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
+@pytest.mark.parametrize(("engine", "mode"), [(ContextChatEngine, "astream"), (CondensePlusContextChatEngine, "async")])
+async def test_later_turns_reuse_the_documents(engine: Any, mode: str) -> None:
     llm = make_llm(
         True,
         {"recompute_ratio": RATIO},
-        logits_processor=[Script(tiny_parts()[1], force)],
+        logits_processor=[Script(tiny_parts()[1], force, free=4)],
         max_new_tokens=20,
     )
     retriever = make_index(make_nodes(seed=80, words=40)).as_retriever(similarity_top_k=4)
@@ -45,11 +37,10 @@ async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
         assert info["reused_tokens"] > 300
     fed = [info["prompt_tokens"] for info in turns]
     assert fed == sorted(fed)
-    assert fed[-1] > fed[0] + 200  # the conversation grew
+    assert fed[-1] > fed[0] + 20 * (TURNS - 1)  # the conversation grew
 
 
-@pytest.mark.parametrize("mode", ["sync", "astream"])
-async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
+async def test_each_turn_goes_on_from_the_one_before() -> None:
     script = Script(tiny_parts()[1], lambda prompt: "Anna was born there.")
     llm = make_llm(True, {"recompute_ratio": RATIO}, logits_processor=[script], max_new_tokens=40)
     retriever = make_index(make_nodes(seed=81, words=40)).as_retriever(similarity_top_k=4)
@@ -57,7 +48,7 @@ async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
     chat = ContextChatEngine.from_defaults(retriever, llm=llm, memory=memory)
     with llm.engine, listening() as answers:
         for turn in range(TURNS):
-            await say(chat, mode, f"{QUESTION} Turn {turn}.")
+            await say(chat, "sync", f"{QUESTION} Turn {turn}.")
     first, *later = answers.infos
     assert (first["hits"], first["misses"], first["resumed_tokens"]) == (0, 4, 0)
     for before, info, event in zip(answers.infos, later, answers.events[1:], strict=False):

@@ -5,25 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.base_query_engine import BaseQueryEngine
-from llama_index.core.node_parser import SentenceWindowNodeParser
-from llama_index.core.postprocessor import MetadataReplacementPostProcessor, PrevNextNodePostprocessor
-from llama_index.core.query_engine import CustomQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.postprocessor import PrevNextNodePostprocessor
+from llama_index.core.query_engine import CustomQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import Document, MetadataMode, NodeRelationship, NodeWithScore, TextNode
+from llama_index.core.schema import Document, NodeRelationship, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
 from cacheblend_rag.engine.llm_base import known_chunks
-from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import shared_tracker
-from tests import tiny
-from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, embedding, make_index, make_llm, make_nodes
-from tests.integrations.llama_index.test_matrix import FORCED, force
-from tests.probes import Hooked
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +45,10 @@ def outcomes(response: Any) -> list[tuple[str, str]]:
     return [(one["outcome"], one["change"]) for one in response.metadata["cacheblend"]["documents"]]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "stream", "astream"])
-@pytest.mark.parametrize("kind", ["compact", "refine", "tree_summarize", "simple_summarize"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("compact", "stream"), ("refine", "async"), ("tree_summarize", "sync"), ("simple_summarize", "astream")],
+)
 async def test_nodes_given_to_a_synthesizer_hit(kind: Any, mode: str) -> None:
     made = make_nodes(3, seed=30)
     made[0].relationships = {}
@@ -100,61 +93,3 @@ def test_nodes_that_a_post_processor_adds_hit() -> None:
         found = outcomes(engine.query(QUESTION))
         assert len(found) >= 2
         assert set(found) == {(outcome, "")}
-
-
-def test_answers_of_other_engines_are_no_documents() -> None:
-    store = Hooked()
-    tokenizer = tiny_parts()[1]
-    script = Script(tokenizer, force)
-    llm = CacheBlendLLM.from_engine(
-        tiny_engine(store=store), is_chat_model=False, max_new_tokens=80, logits_processor=[script]
-    )
-    engine: BaseQueryEngine = make_index(make_nodes(seed=36)).as_query_engine(llm=llm, similarity_top_k=4)
-    sub = SubQuestionQueryEngine.from_defaults(
-        [QueryEngineTool.from_defaults(engine, name="docs", description="All documents.")],
-        llm=llm,
-        question_gen=LLMQuestionGenerator.from_defaults(llm=llm),
-        response_synthesizer=get_response_synthesizer(llm=llm),
-        verbose=False,
-    )
-    sub.query(QUESTION)
-    sub.query(QUESTION)
-    stored = [tokenizer.decode(ids) for ids in store.stored_ids()]
-    assert sum("Passage 36." in text for text in stored) == 4
-    for said in (QUESTION, "Where was Anna born?", "Sub question", FORCED["question list"]):
-        assert not any(said in text for text in stored)
-
-
-# Windows of sentences ----------------------------------------------------------------------------------
-
-
-def windows(seed: int, size: int = 2) -> list[TextNode]:
-    """Sentences of one document, each with those around it in its metadata."""
-    text = " ".join(f"Sentence {seed}.{n} is about {tiny.text(14, 10 * seed + n)}." for n in range(9))
-    parser = SentenceWindowNodeParser.from_defaults(
-        window_size=size, sentence_splitter=lambda text: [f"{one}. " for one in text.split(". ") if one]
-    )
-    return parser.get_nodes_from_documents([Document(text=text, id_=f"w{seed}")])  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("mode", ["sync", "async", "stream", "astream"])
-async def test_windows_of_sentences_are_reused_whole(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    llm = make_llm(config={"recompute_ratio": 0.0})
-    engine = make_index(list(windows(40))).as_query_engine(
-        llm=llm,
-        similarity_top_k=1,
-        streaming="stream" in mode,
-        node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
-    )
-    for outcome in ("miss", "hit"):
-        response = await answered(mode, engine.query, engine.aquery, QUESTION)
-        assert outcomes(response) == [(outcome, "rewritten")]
-    report = llm.last_report
-    assert report is not None
-    (node,) = response.source_nodes
-    context = len(tiny_parts()[1].encode(node.node.get_content(MetadataMode.LLM), add_special_tokens=False))
-    assert context > 60
-    assert report.reused_tokens > 0.9 * context
-    assert caplog.text == ""
-    assert llm.forget(windows(40)) >= 1
-    assert outcomes(await answered(mode, engine.query, engine.aquery, QUESTION)) == [("miss", "rewritten")]

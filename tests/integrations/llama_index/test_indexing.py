@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
@@ -124,8 +124,7 @@ def test_forms_that_stood_in_prompts_are_erased_too() -> None:
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: bool) -> None:
+async def test_nodes_are_computed_while_documents_are_ingested() -> None:
     llm = make_llm()
     pipeline = IngestionPipeline(
         transformations=[
@@ -135,37 +134,14 @@ async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: boo
         ]
     )
 
-    async def run() -> Any:
-        return (
-            await pipeline.arun(documents=documents(seed=60))
-            if asynchronous
-            else pipeline.run(documents=documents(seed=60))
-        )
-
-    nodes = await run()
+    nodes = pipeline.run(documents=documents(seed=60))
     assert len(nodes) > 3
     assert all(stored(llm, nodes))
     llm.forget(nodes)
-    assert all(stored(llm, await run()))  # the pipeline's cache knows nothing of the KV store
+    assert all(
+        stored(llm, await pipeline.arun(documents=documents(seed=60)))
+    )  # the pipeline's cache knows nothing of the KV store
     index = VectorStoreIndex(nodes, embed_model=embedding())
     with listening() as answers:
         index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
     assert answers.counts == [(3, 0)]
-
-
-@pytest.mark.parametrize("kind", ["FaissVectorStore", "FaissMapVectorStore"])
-def test_nodes_in_llama_indexs_own_faiss_store_hit(kind: str) -> None:
-    stores = pytest.importorskip(
-        "llama_index.vector_stores.faiss", reason="pip install llama-index-vector-stores-faiss"
-    )
-    faiss = pytest.importorskip("faiss")
-    vectors = faiss.IndexFlatL2(len(embedding().get_text_embedding("a")))
-    store = getattr(stores, kind)(faiss.IndexIDMap2(vectors) if "Map" in kind else vectors)
-    context, nodes = StorageContext.from_defaults(vector_store=store), make_nodes(seed=35)
-    index = VectorStoreIndex(nodes, embed_model=embedding(), storage_context=context)
-    assert len(index_nodes(index)) == 4
-    engine = index.as_query_engine(llm=make_llm(), similarity_top_k=2)
-    with listening() as answers:
-        for _ in range(2):
-            engine.query(QUESTION)
-    assert answers.counts == [(0, 2), (2, 0)]

@@ -149,11 +149,9 @@ CHAT_ENGINES: dict[str, tuple[Callable[[Bench], Any], tuple[str, ...]]] = {
     "condense_question, streaming": (condense_question_streaming, ("stream", "astream")),
     "simple": (simple_chat, MODES),
 }
-QUERY_CASES = [(name, mode) for name, (_, modes) in QUERY_ENGINES.items() for mode in modes]
-CHAT_CASES = [(name, mode) for name, (_, modes) in CHAT_ENGINES.items() for mode in modes]
 
 
-@pytest.fixture(scope="module", params=["completion", "chat"])
+@pytest.fixture(scope="module", params=["chat"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     llm = make_llm(
         request.param == "chat",
@@ -223,24 +221,23 @@ def check_plain(answers: Answers) -> None:
         assert plain_answer(info["input_ids"], FREE).split("the")[0] == text
 
 
-@pytest.mark.parametrize(("name", "mode"), [one for one in QUERY_CASES if one[0] in ("compact", "refine")])
+@pytest.mark.parametrize("bench", ["completion", "chat"], indirect=True)
+@pytest.mark.parametrize(("name", "mode"), [*(("compact", mode) for mode in MODES), ("refine", "async")])
 async def test_query_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
     make, _ = QUERY_ENGINES[name]
     text = await ask(make(bench, "stream" in mode), mode)
-    singly = name in ("refine", "accumulate")
-    assert answers.counts == ([(1, 0)] * 4 if singly else [(4, 0)])
+    assert answers.counts == ([(1, 0)] * 4 if name == "refine" else [(4, 0)])
     check_plain(answers)
     assert len(answers.events) == len(answers.infos)
-    if name not in ("accumulate", "compact_accumulate"):
-        said = answers.texts[-1]
-        if name == "refine" and mode in WHOLE:  # an answer without any text leaves the one before
-            said = next((one for one in reversed(answers.texts) if one), "")
-        assert text == (said or ("Empty Response" if mode in WHOLE else ""))
+    said = answers.texts[-1]
+    if name == "refine":  # an answer without any text leaves the one before
+        said = next((one for one in reversed(answers.texts) if one), "")
+    assert text == (said or ("Empty Response" if mode in WHOLE else ""))
 
 
-@pytest.mark.parametrize(("name", "mode"), [one for one in CHAT_CASES if one[0] == "context"])
-async def test_chat_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
-    engine = CHAT_ENGINES[name][0](bench)
+@pytest.mark.parametrize("mode", MODES)
+async def test_chat_engines(bench: Bench, answers: Answers, mode: str) -> None:
+    engine = context_chat(bench)
     for message in (QUESTION, "What opened in Oslo?"):
         await say(engine, mode, message)
     assert answers.counts == [(4, 0), (4, 0)]
@@ -286,12 +283,11 @@ async def check_against_plain(index: VectorStoreIndex, name: str, chat: bool, to
             assert heard.counts == [((0, count), (count, 0))[number] for count in nodes]
 
 
-@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(
     "name", [*QUERY_ENGINES, *(name for name, (_, modes) in CHAT_ENGINES.items() if "sync" in modes)]
 )
-async def test_the_model_reads_what_the_plain_one_would(index: VectorStoreIndex, name: str, chat: bool) -> None:
-    await check_against_plain(index, name, chat, "byte-level BPE")
+async def test_the_model_reads_what_the_plain_one_would(index: VectorStoreIndex, name: str) -> None:
+    await check_against_plain(index, name, name in CHAT_ENGINES or name == "sub_question", "byte-level BPE")
 
 
 @pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import logging
-import textwrap
-import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,14 +29,7 @@ def each(write: Callable[[str], str]) -> Callable[[str], str]:
 
 REWRITES: dict[str, tuple[Callable[[str], str], str]] = {
     "JSON": (lambda context: json.dumps({"context": context}), "json-escaped"),
-    "JSON, letters kept": (lambda context: json.dumps([context], ensure_ascii=False), "json-escaped"),
-    "HTML": (html.escape, "html-escaped"),
-    "Python's own writing": (lambda context: str([context]), "python-escaped"),
-    "NFD": (lambda context: unicodedata.normalize("NFD", context), "unicode normal form NFD"),
-    "NFKC": (lambda context: unicodedata.normalize("NFKC", context), "unicode normal form NFKC"),
     "cut at the end": (each(lambda text: text[:120]), "truncated at the end"),
-    "cut at the start": (each(lambda text: text[-120:]), "truncated at the start"),
-    "wrapped": (each(lambda text: textwrap.fill(text, 33)), "line-wrapped"),
     "unchanged": (str, ""),
 }
 
@@ -93,18 +83,15 @@ async def test_rewritten_nodes_hit_from_the_second_query_on(
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_missing_node_is_reported(
-    index: VectorStoreIndex, streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_missing_node_is_reported(index: VectorStoreIndex, caplog: pytest.LogCaptureFixture) -> None:
     def write(context: str) -> str:
         return each(lambda text: text.upper() if text.startswith("Passage 1") else text)(context)
 
     llm = make_llm()
-    engine = engine_of(index, llm, write, streaming=streaming)
+    engine = engine_of(index, llm, write, streaming=True)
     for outcome in ("miss", "hit"):
         response = engine.query(QUESTION)
-        list(response.response_gen if streaming else ())
+        list(response.response_gen)
         found = {one["document"][:9]: one["outcome"] for one in response.metadata["cacheblend"]["documents"]}
         assert found == {"Passage 0": outcome, "Passage 1": "not found", "Passage 2": outcome}
     assert llm.stats().documents_not_found == 2
@@ -112,10 +99,9 @@ async def test_missing_node_is_reported(
     assert "1 of 3 retrieved documents were not found" in record.getMessage()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
-async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
+async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex) -> None:
     llm = make_llm(config={"condition": "sink"})
-    engine = engine_of(index, llm, REWRITES[name][0])
+    engine = engine_of(index, llm, REWRITES["JSON"][0])
     engine.query(QUESTION)
     assert llm.forget(NODES[:1]) == 1
     assert sorted(one for one, _ in outcomes(engine.query(QUESTION).metadata["cacheblend"])) == ["hit", "hit", "miss"]
