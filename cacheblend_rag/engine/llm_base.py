@@ -43,7 +43,11 @@ from cacheblend_rag.store.factory import are_locations
 known_chunks = ChunkRegistry()
 """Chunk texts that models look for unless they are given a registry of their own, whatever framework they belong to."""
 
-# Tokens that the info of an answer counts.
+# Fields of a report that the info of an answer has as they are, and tokens that it counts.
+_TOLD = (
+    *("finish_reason", "stopped_by", "ttft", "hits", "misses"),
+    *("recompute_ratio", "tokens_to_store", "plain", "plain_reason"),
+)
 _COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
@@ -426,17 +430,9 @@ class LLMBase(DecodeFields):
         """The info of an answer in traces; times in seconds."""
         info = {
             "model_name": self.model_name,
-            "finish_reason": report.finish_reason,
-            "stopped_by": report.stopped_by,
-            "ttft": report.ttft,
-            "hits": report.hits,
-            "misses": report.misses,
+            **{name: getattr(report, name) for name in _TOLD},
             **{name: list(getattr(report, name)) for name in ("left_out", "variants", "recomputed_tokens")},
-            "recompute_ratio": report.recompute_ratio,
             **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
-            "tokens_to_store": report.tokens_to_store,
-            "plain": report.plain,
-            "plain_reason": report.plain_reason,
             "verification": report.verification.asdict(),
             "documents": [dict[str, Any](one.asdict()) for one in report.documents],
         }

@@ -12,7 +12,7 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
 from cacheblend_rag.prompt.thoughts import Thought
@@ -93,7 +93,7 @@ class ModelCall(Generic[R]):
 
     def whole(self) -> list[R]:
         """Whole answers, in the order of the prompts."""
-        answers = dict[int, Generation]()
+        answers, options = dict[int, Generation](), dict[str, Any](timeout=self.timeout, **self.arguments)
         for attempt in self._attempts():
             with attempt:
                 if len(self.prompts) == 1 and self.timeout is None:
@@ -101,7 +101,7 @@ class ModelCall(Generic[R]):
                     if self.noted is not None:
                         self.noted(answers[0])
                     continue
-                with closing(self._streams()) as streams:
+                with closing(self.engine.stream_batch(self.prompts, **options)) as streams:
                     for number, stream in streams:
                         stream.on_result = self.noted
                         answers[number] = stream.complete()
@@ -109,9 +109,9 @@ class ModelCall(Generic[R]):
 
     async def awhole(self) -> list[R]:
         """`whole` without blocking the event loop."""
-        answers = dict[int, Generation]()
+        answers, options = dict[int, Generation](), dict[str, Any](timeout=self.timeout, **self.arguments)
         for attempt in self._attempts():
-            with attempt, closing(self._streams()) as streams:
+            with attempt, closing(self.engine.stream_batch(self.prompts, **options)) as streams:
                 for number, stream in streams:
                     stream.on_result = self.noted
                     answers[number] = await stream.acomplete()
@@ -148,9 +148,6 @@ class ModelCall(Generic[R]):
             stream.cancel()
         for end in self._end(split, stream.result):
             yield end
-
-    def _streams(self) -> NumberedStreams:
-        return self.engine.stream_batch(self.prompts, timeout=self.timeout, **self.arguments)
 
     def _attempts(self) -> Iterator[AttemptManager]:
         return iter(Retrying(stop=stop_after_attempt(self.tries), retry=retry_if_exception(_passes), reraise=True))

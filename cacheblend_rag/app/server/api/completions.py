@@ -294,7 +294,7 @@ class Chat(AnswerRequest):
         self._conversation = body
         check_reasoning(self.engine.tokenizer, self.reasoning, most_thought=self.thought_most)
         DecodeOptions(**self.arguments())  # refused before anybody waits for it
-        self._call: ModelCall[Said] | None = None
+        self._call: ModelCall[Said]
 
     def thinking(self) -> tuple[Reasoning, int | None]:
         """See `AnswerRequest.thinking`."""
@@ -316,7 +316,6 @@ class Chat(AnswerRequest):
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:
         """See `AnswerRequest.choices`."""
-        assert self._call is not None
         for number in range(self.body.n):
             yield self.answer(slot, self._call, number, _ChatChoice)
 
