@@ -41,8 +41,6 @@ def answer_grammar(
     MissingExtraError
         If the package for it is not installed and the answer cannot go without.
     """
-    if response_format is None and not tools:
-        return None
     forms, field, in_text, optional = _forms(response_format, list(tools or []), choice, tokenizer)
     if not forms:
         return None

@@ -375,9 +375,9 @@ class LLMBase(DecodeFields):
         if more := given.get("additional_kwargs"):
             given["additional_kwargs"] = {**self.additional_kwargs, **more}
         own |= {name: given[name] for name in _DECODING if name in given}
-        form = given.get("response_format"), given.get("tools"), given.get("tool_choice")
-        if grammar := answer_grammar(*form, self.engine.tokenizer):
-            own["grammar"] = grammar
+        form, tools, grammar = given.get("response_format"), given.get("tools"), None
+        if form is not None or tools:  # before the engine is made there is neither
+            grammar = own["grammar"] = answer_grammar(form, tools, given.get("tool_choice"), self.engine.tokenizer)
         stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
         if stops is None and getattr(config, "stop_strings", None):
             own["generation_config"] = copy.deepcopy(config)
