@@ -61,8 +61,9 @@ def files_with(ids: Sequence[int], folder: Path) -> list[str]:
 
 def key_of(engine: BlendEngine, text: str) -> str:
     """Key of a chunk's record."""
-    (key,) = engine.chunks.records_of([text], dependent=False)
-    return key
+    segment = engine.chunks.pipeline.segments.chunk(text)
+    assert segment is not None
+    return segment.key
 
 
 def segments_of(engine: BlendEngine) -> PromptTokenizer:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.route import Blend, Fused, Prefill
+from cacheblend_rag.engine.segments import Kind
 from cacheblend_rag.engine.verification import CheckedAnswer
 from cacheblend_rag.loading import LoadingPlan
 from cacheblend_rag.prompt import DocumentPlace
@@ -91,7 +92,7 @@ def _tiers(fused: Fused) -> tuple[str, ...]:
 def _variants(blend: Blend, resumed: int) -> tuple[int, ...]:
     """Numbers of the chunks of which a variant is read, behind those of a kept prompt."""
     chunks = enumerate(blend.chunks, resumed)
-    return tuple(number for number, one in chunks if one.kind == "variant" and one.key in blend.records)
+    return tuple(number for number, one in chunks if one.kind is Kind.VARIANT and one.key in blend.records)
 
 
 def _expected(plan: LoadingPlan) -> ExpectedTimes:

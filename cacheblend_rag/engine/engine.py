@@ -417,9 +417,9 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """Compute and store the KV of chunks ahead of time; see `Chunks.warm`."""
         return self.chunks.warm(chunks, prefix=prefix, progress=progress)
 
-    def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
+    def forget(self, chunks: Iterable[str]) -> int:
         """Erase the stored KV of chunks; how many records there were; see `Chunks.forget`."""
-        return self.chunks.forget(chunks, prefix=prefix)
+        return self.chunks.forget(chunks)
 
     def flush(self) -> None:
         """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""

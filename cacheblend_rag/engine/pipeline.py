@@ -18,7 +18,7 @@ from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import Beginnings, Begun, PromptCache, Ticket
 from cacheblend_rag.engine.ratio_policy import WORTH, RatioPolicy, controller_beside
 from cacheblend_rag.engine.route import Blend, Fused, Prefill, Route
-from cacheblend_rag.engine.segments import FOUND, Segment, Segments
+from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import GenerationError
@@ -196,7 +196,7 @@ class Pipeline:
         prefix_ids = split.ids(split.prefix)
         regime = segments.model.adapter.regime(len(split.input_ids)) or 0
         has_prefix = len(prefix_ids) > len(segments.tokenizer.start_ids)
-        prefix = segments.describe("prefix", (), prefix_ids, regime) if has_prefix else None
+        prefix = segments.describe(Kind.PREFIX, (), prefix_ids, regime) if has_prefix else None
         records: dict[str, StoredKV] = {}
         if begun is not None:
             prefix, records = begun.segment, {begun.segment.key: begun.record}
@@ -237,7 +237,7 @@ class Pipeline:
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
         # Contexts are no part of the key, so they are not compared; nor is what stood before a variant, by its ids.
-        before = () if segment.kind == "variant" else record.info.context_ids
+        before = () if segment.kind is Kind.VARIANT else record.info.context_ids
         if dataclasses.replace(record.info, behind=(), context_ids=before) == self.segments.info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
@@ -450,7 +450,7 @@ class Pipeline:
         others = [chunk.text for chunk in located if not chunk.found]
         known = contexts if len(others) == len(located) else segments.contexts(others)
         for segment in sorted((one for one in missing if one.token_ids), key=lambda one: len(one.own_ids)):
-            beside = contexts if segment.key.startswith(FOUND) else known
+            beside = contexts if segment.kind is Kind.FOUND else known
             behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
             one = partial(self.compute_and_store, [behind])
             jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)

@@ -25,7 +25,7 @@ import torch
 
 from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
-from cacheblend_rag.engine.segments import Segment, Segments
+from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes, tokens_read
 from cacheblend_rag.models.identity import fingerprint_in
@@ -366,7 +366,7 @@ class Beginnings:
             return None
         kept, tokens = found
         model, regime = self.segments.model, self._adapter.regime(len(ids)) or 0
-        segment = Segment("kept", (), ids[:tokens], _KEPT_KEY, regime, model=model.fingerprint)
+        segment = Segment(Kind.BEGINNING, (), ids[:tokens], _KEPT_KEY, regime, model=model.fingerprint)
         record = _InMemory(self.segments.info(segment), model.blended, kept.cache)
         return Begun(_resumed(split, tokens), segment, record, kept.cache, kept.exact_tokens)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.model_in_use import ModelInUse
@@ -19,10 +22,39 @@ from cacheblend_rag.prompt.finder import Finder
 from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
 
 _log = logging.getLogger(__name__)
-# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
-OTHER_FORM = "-as-"
-FOUND = "found-"
-"""Beginning of the keys of chunks that were found because their text repeats."""
+
+
+class Kind(StrEnum):
+    """What a segment is. A key has four parts: the kind, the tenant, the text, and the record's own."""
+
+    CHUNK = "chunk"
+    FOUND = "found"
+    """A chunk that was found because its text repeats: nobody named it, so any text that it shares erases it."""
+    VARIANT = "variant"
+    """A chunk as an earlier prompt left it."""
+    PREFIX = "prefix"
+    BEGINNING = "beginning"
+    """The beginning that a prompt has in common with one in memory; never stored."""
+
+
+def tenants_keys(kind: Kind, salt: str) -> str:
+    """Beginning of the keys of a tenant's records of a kind."""
+    return f"{kind}-{hashlib.sha256(salt.encode()).hexdigest()[:16]}-"
+
+
+def texts_keys(kind: Kind, salt: str, ids: Sequence[int]) -> str:
+    """Beginning of the keys of a text's records of a kind, whatever model, context and form they are of.
+
+    Parameters
+    ----------
+    kind : Kind
+    salt : str
+        Of the tenant.
+    ids : sequence of int
+        Those that the text has by itself.
+    """
+    digest = hashlib.sha256(salt.encode() + b"\0" + array("q", ids).tobytes())
+    return f"{tenants_keys(kind, salt)}{digest.hexdigest()[:32]}-"
 
 
 @dataclass(frozen=True)
@@ -31,9 +63,7 @@ class Segment:
 
     Parameters
     ----------
-    kind : str
-        ``"chunk"``, ``"prefix"``, ``"variant"`` for KV of a chunk that an earlier prompt left, or ``"kept"`` for the
-        beginning that a prompt has in common with one in memory.
+    kind : Kind
     context_ids : tuple of int
         Ids it is computed behind.
     token_ids : tuple of int
@@ -57,7 +87,7 @@ class Segment:
         Of a variant, the segment under which the chunk is stored otherwise.
     """
 
-    kind: str
+    kind: Kind
     context_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     key: str
@@ -121,16 +151,17 @@ class Segments:
 
     def describe(
         self,
-        kind: str,
+        kind: Kind,
         context_ids: tuple[int, ...],
         token_ids: tuple[int, ...],
         regime: int = 0,
         head: int = 0,
+        text_ids: Sequence[int] | None = None,
     ) -> Segment:
-        """The segment with its key."""
-        averaged = kind == "chunk" and self.condition == "context"
+        """The segment with its key; ``text_ids`` are those that its text has by itself, if they are others."""
+        averaged = kind in (Kind.CHUNK, Kind.FOUND) and self.condition == "context"
         model = self.model.fingerprint
-        key = record_key(
+        own = record_key(
             fingerprint=fingerprint_in(model, regime),
             salt=self.config.salt,
             kind=kind,
@@ -138,6 +169,7 @@ class Segments:
             token_ids=token_ids,
             contexts=CONTEXTS * averaged,
         )
+        key = texts_keys(kind, self.config.salt, token_ids if text_ids is None else text_ids) + own
         return Segment(kind, context_ids, token_ids, key, regime, head, model, averaged)
 
     def chunk(self, text: str, prefix: str = "") -> Segment | None:
@@ -165,7 +197,8 @@ class Segments:
         if not chunk.ids:
             return []
         context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")
-        return [self._chunk(context, chunk.head, chunk.ids, regime) for regime in self.model.adapter.regimes]
+        regimes = self.model.adapter.regimes
+        return [self._chunk(Kind.CHUNK, context, chunk.head, chunk.ids, regime, chunk.ids) for regime in regimes]
 
     def located(
         self, chunk: TokenizedChunk, ids: tuple[int, ...], behind: tuple[int, ...] | None, regime: int
@@ -184,20 +217,22 @@ class Segments:
         """
         own = self.tokenizer.chunk(chunk.text)
         behind = self.tokenizer.context_ids(chunk.text) if behind is None else behind
-        usual = self._chunk(behind, own.head, own.ids, regime)
-        if chunk.found:
-            usual = dataclasses.replace(usual, key=FOUND + usual.key)
-        if chunk.usual:
-            return usual
-        segment = self._chunk(behind, (), ids, regime)
-        return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
+        kind = Kind.FOUND if chunk.found else Kind.CHUNK
+        head, ids = (own.head, own.ids) if chunk.usual else ((), ids)
+        return self._chunk(kind, behind, head, ids, regime, own.ids)
 
     def _chunk(
-        self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
+        self,
+        kind: Kind,
+        context_ids: tuple[int, ...],
+        head: tuple[int, ...],
+        token_ids: tuple[int, ...],
+        regime: int,
+        text_ids: tuple[int, ...],
     ) -> Segment:
         # Behind contexts all that stands directly before a chunk is its own.
         own = len(context_ids) * (self.condition == "context") + len(head)
-        return self.describe("chunk", context_ids + head, token_ids, regime, own)
+        return self.describe(kind, context_ids + head, token_ids, regime, own, text_ids)
 
     def info(self, segment: Segment) -> RecordInfo:
         """Info for the record of a segment."""
@@ -211,8 +246,8 @@ class Segments:
             kv_heads=adapter.kv_heads,
             head_dim=adapter.head_dim,
             dtype=str(adapter.dtype).removeprefix("torch."),
-            rotated=segment.kind in ("prefix", "kept"),
-            kind=segment.kind,
+            rotated=segment.kind in (Kind.PREFIX, Kind.BEGINNING),
+            kind=segment.kind.value,
             contexts=CONTEXTS * segment.averaged,
             behind=contexts,
             before=segment.before,

@@ -18,7 +18,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from cacheblend_rag.engine.segments import Segment, Segments
+from cacheblend_rag.engine.segments import Kind, Segment, Segments, tenants_keys, texts_keys
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -30,7 +30,6 @@ from cacheblend_rag.prompt.contexts import OPENS
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, discard
 
 _log = logging.getLogger(__name__)
-KEY_PREFIX = "variant-"
 # A variant that fits less is no better than KV behind contexts.
 _LEAST_FIT = 0.5
 # Most tokens between two chunks behind which a variant is kept: separators, numbers, titles. Messages of a conversation
@@ -143,7 +142,7 @@ class Variants:
             The whole prompt.
         segments : Segments
         """
-        tenant = _tenants_keys(segments.config.salt)
+        tenant = tenants_keys(Kind.VARIANT, segments.config.salt)
         if not usual or self._any.get(tenant) is False:
             return tuple(usual)
         places = places_of(split, segments, usual[0].regime)
@@ -161,7 +160,7 @@ class Variants:
                 known.move_to_end(key)
                 before = known[key].before
                 variant = Segment(
-                    "variant", (), one.token_ids, key, regime=one.regime, model=one.model, before=before, usual=one
+                    Kind.VARIANT, (), one.token_ids, key, regime=one.regime, model=one.model, before=before, usual=one
                 )
                 chosen.append(variant)
         return tuple(chosen)
@@ -182,7 +181,7 @@ class Variants:
             return {}
         adapter, jobs = segments.model.blended, dict[str, Job]()
         layers, places = adapter.layers_of(cache.layers), places_of(split, segments, regime)
-        self._ask(_tenants_keys(segments.config.salt), (keys for keys, _ in places))
+        self._ask(tenants_keys(Kind.VARIANT, segments.config.salt), (keys for keys, _ in places))
         end, behind = split.prefix.stop, tuple[int, ...]()
         for (keys, place), chunk in zip(places, split.located, strict=True):
             span, own = chunk.span, segments.tokenizer.chunk(chunk.text).ids
@@ -190,8 +189,10 @@ class Variants:
                 continue
             if span.start - end > _BETWEEN:
                 break
-            segment = segments.describe("variant", split.input_ids[: span.start], split.ids(span), regime)
-            key, info = keys + segment.key, segments.info(segment)
+            segment = segments.describe(
+                Kind.VARIANT, split.input_ids[: span.start], split.ids(span), regime, text_ids=own
+            )
+            key, info = segment.key, segments.info(segment)
             info = dataclasses.replace(info, behind=behind, before=place.before)
             end, behind = span.stop, behind + own[:OPENS]
             with self._lock:
@@ -232,30 +233,16 @@ def places_of(split: TokenizedPrompt, segments: Segments, regime: int) -> list[t
     own = [segments.tokenizer.chunk(chunk.text).ids for chunk in split.located]
     chunks = tuple(map(digest, own))
     return [
-        (chunks_keys(segments.config.salt, ids), Place((model, digest(split.ids(chunk.span)), prefix), chunks[:number]))
+        (
+            texts_keys(Kind.VARIANT, segments.config.salt, ids),
+            Place((model, digest(split.ids(chunk.span)), prefix), chunks[:number]),
+        )
         for number, (chunk, ids) in enumerate(zip(split.located, own, strict=True))
     ]
 
 
 def _place_of(info: RecordInfo) -> Place:
     return Place((info.fingerprint, digest(info.token_ids), info.before[0]), info.before[1:])
-
-
-def chunks_keys(salt: str, ids: tuple[int, ...]) -> str:
-    """Beginning of the keys of a chunk's variants, whatever ids it has in a prompt.
-
-    Parameters
-    ----------
-    salt : str
-        Of the tenant.
-    ids : tuple of int
-        Those that the chunk has elsewhere.
-    """
-    return f"{_tenants_keys(salt)}{digest(ids)}-"
-
-
-def _tenants_keys(salt: str) -> str:
-    return f"{KEY_PREFIX}{hashlib.sha256(salt.encode()).hexdigest()[:16]}-"
 
 
 def _beginning(key: str) -> str:

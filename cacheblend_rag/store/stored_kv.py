@@ -31,8 +31,8 @@ class RecordInfo:
     rotated : bool
         Whether the keys have the rotation of the positions at which they were computed.
     kind : str
-        ``"chunk"``, ``"prefix"``, or ``"variant"`` for a chunk behind what stood before it in an earlier prompt. One
-        kind is never taken for another.
+        ``"chunk"``, ``"found"`` for a chunk that was found because its text repeats, ``"variant"`` for one behind what
+        stood before it in an earlier prompt, or ``"prefix"``. One kind is never taken for another.
     contexts : int
         Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int
@@ -171,7 +171,7 @@ def record_key(
     salt : str
         Tenants with different salts share nothing.
     kind : str
-        ``"chunk"`` or ``"prefix"``.
+        As in `RecordInfo`.
     context_ids, token_ids : sequence of int
         The ids that the segment is computed behind, and its own.
     contexts : int

@@ -15,7 +15,8 @@ import torch
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine import variants
-from cacheblend_rag.engine.variants import KEY_PREFIX, Place, Variants
+from cacheblend_rag.engine.segments import Kind
+from cacheblend_rag.engine.variants import Place, Variants
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
@@ -44,7 +45,7 @@ def engine_with(*asked: Sequence[int], model: Any = None, store: Any = None, **o
 
 
 def kept(store: KVStore) -> dict[str, RecordInfo]:
-    return dict(store.infos(KEY_PREFIX))
+    return dict(store.infos(Kind.VARIANT))
 
 
 def usually(engine: BlendEngine, asked: Prompt) -> FusedKV:
@@ -282,7 +283,7 @@ def test_variants_that_wait_to_be_stored_are_not_stored_once_forgotten() -> None
             engine_jobs = engine.turns.write_back
             answer = engine.generate(prompt(0, 1, 2), max_new_tokens=1)
             assert answer.verification.status != "off"
-            waiting = [name for name in engine_jobs._names if name.startswith(KEY_PREFIX)]
+            waiting = [name for name in engine_jobs._names if name.startswith(Kind.VARIANT)]
             assert len(waiting) == 3
             engine.chunks.drop_waiting(TEXTS[1:2])
         engine.flush()

@@ -112,7 +112,7 @@ def test_small_chunks_of_a_prompt_are_computed_in_one_pass(
         assert max(passes) > 1
         assert len(passes) <= (3 if condition != "context" else 8), "of each context some passes, and its own"
         assert engine.fuse(Prompt("Read this:", chunks, "What fell in the end?")).report.hits == 10
-        assert engine.forget(chunks[:1], prefix="Read this:") >= 1
+        assert engine.forget(chunks[:1]) >= 1
 
 
 def test_chunk_that_cannot_be_stored_does_not_cost_those_of_its_pass(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from llama_index.core.llms import ChatMessage
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.engine.segments import FOUND
+from cacheblend_rag.engine.segments import Kind
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.prompt.repeated import RepeatedTexts
@@ -77,7 +77,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[BlendReport]:
 
 
 def found_keys(engine: BlendEngine) -> set[str]:
-    return {key for key, _ in engine.store.infos(FOUND)}
+    return {key for key, _ in engine.store.infos(Kind.FOUND)}
 
 
 def test_passages_that_move_hit_at_their_third_sight_where_a_finder_is_given(reports: list[BlendReport]) -> None:

@@ -14,7 +14,7 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 
 _log = logging.getLogger(__name__)
-_KINDS = ("chunk", "prefix")
+_KINDS = ("chunk", "found", "prefix")
 
 
 class SummarizedStore(WrappedStore):

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cacheblend_rag.engine.segments import FOUND
+from cacheblend_rag.engine.segments import Kind
 from tests.app.server.common import client_of, running, settings_for, settle
 from tests.integrations.test_repeated import passage
 from tests.waiting import until
@@ -118,7 +118,7 @@ def test_passages_that_open_webui_retrieves_hit_and_neither_questions_nor_answer
         assert any(found[-1])
         assert 'cacheblend_rag_found_chunks_total{found="hit"}' in ours.get("/metrics").text
         tokenizer = service.engine.tokenizer
-        kept = [tokenizer.decode(info.token_ids) for _, info in service.engine.store.infos(FOUND)]
+        kept = [tokenizer.decode(info.token_ids) for _, info in service.engine.store.infos(Kind.FOUND)]
         assert kept
         assert all(any(text[:60] in one or text[-60:] in one for text in texts) for one in kept)
         assert not any(question[at : at + 40] in one for one in kept for at in range(0, len(question) - 40, 20))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cacheblend_rag.app.server import app
-from cacheblend_rag.engine.segments import FOUND
+from cacheblend_rag.engine.segments import Kind
 from tests.app.server.common import Running, client_of, running, settings_for, settle, upload
 from tests.integrations.test_repeated import PROMPTS, A, B, C, D, G
 
@@ -34,7 +34,7 @@ def ask(client: httpx.Client, messages: list[dict[str, Any]]) -> list[bool]:
 
 def kept(server: Running) -> set[str]:
     settle(server.service)
-    return {key for key, _ in server.service.engine.store.infos(FOUND)}
+    return {key for key, _ in server.service.engine.store.infos(Kind.FOUND)}
 
 
 def test_passages_in_messages_hit_at_their_third_sight_are_counted_and_erased(
