@@ -9,7 +9,6 @@ import ast
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,20 @@ def python_files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def _docstrings(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, *Function.__args__)) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
+@cache
+def definitions(path: Path) -> list[ast.Module | ast.ClassDef | Function]:
+    """A Python file's module, classes and functions."""
+    statements: list[ast.AST] = [tree_of(path)]
+    for node in statements:
+        inner = (ast.stmt, ast.excepthandler, ast.match_case)
+        statements += [child for child in ast.iter_child_nodes(node) if isinstance(child, inner)]
+    return [node for node in statements if isinstance(node, (ast.Module, ast.ClassDef, *Function.__args__))]
 
 
 def code_lines(path: Path) -> int:
     """Lines of a Python file without docstrings, comments and blank lines."""
-    described = set(_docstrings(tree_of(path)))
+    documented = [node.body[0] for node in definitions(path) if ast.get_docstring(node, clean=False) is not None]
+    described = {line for one in documented for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
     lines = path.read_text(encoding="utf-8").splitlines()
     return sum(
         bool(line.strip()) and not line.lstrip().startswith("#") and number not in described
@@ -52,7 +55,7 @@ def code_lines(path: Path) -> int:
 
 def functions(folder: str) -> int:
     """Number of functions and methods below a folder."""
-    return sum(isinstance(node, Function) for path in python_files(folder) for node in ast.walk(tree_of(path)))
+    return sum(isinstance(node, Function) for path in python_files(folder) for node in definitions(path))
 
 
 def _first_type(function: Function) -> str:
@@ -66,15 +69,15 @@ def _first_type(function: Function) -> str:
 
 def class_sizes() -> dict[str, tuple[int, int]]:
     """Methods and lines of each class of the package; functions whose first parameter it is count as methods."""
-    trees = [tree_of(path) for path in python_files("cacheblend_rag")]
-    outside = Counter(_first_type(node) for tree in trees for node in tree.body if isinstance(node, Function))
+    paths = python_files("cacheblend_rag")
+    outside = Counter(_first_type(node) for path in paths for node in tree_of(path).body if isinstance(node, Function))
     return {
         node.name: (
             sum(isinstance(one, Function) for one in node.body) + outside[node.name],
             (node.end_lineno or node.lineno) - node.lineno + 1,
         )
-        for tree in trees
-        for node in ast.walk(tree)
+        for path in paths
+        for node in definitions(path)
         if isinstance(node, ast.ClassDef)
     }
 

@@ -28,6 +28,7 @@ from cacheblend_rag.retrieval.documents import (
 from cacheblend_rag.retrieval.embedder import (
     EmbedderFingerprint,
     Vectors,
+    embed_in_parts,
     embedder_fingerprint,
     part_tokens_of,
     same_model,
@@ -256,7 +257,7 @@ class FolderIndex:
         vectors: list[Vectors] = []
         with tqdm(total=len(texts), desc="embedding", unit="chunk", delay=1, leave=False, disable=hidden) as bar:
             for start in range(0, len(texts), _EMBEDDED):
-                vectors += self.store.embed(texts[start : start + _EMBEDDED])
+                vectors += embed_in_parts(self.store.embeddings, texts[start : start + _EMBEDDED])
                 bar.update(len(vectors) - bar.n)
         return vectors
 

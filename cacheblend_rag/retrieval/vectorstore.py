@@ -42,9 +42,8 @@ class _Hit(NamedTuple):
 class FaissVectorStore(VectorStore):
     """Documents with their vectors in memory, searched exactly.
 
-    Scores are L2 distances (not squared), so smaller is nearer. Documents at the same distance
-    come in the order of their texts, then of their ids, whatever order they were added in.
-    Methods may be called from several threads.
+    Scores are L2 distances (not squared), so smaller is nearer. Documents at the same distance come in the order of
+    their texts, then of their ids, whatever order they were added in. Methods may be called from several threads.
 
     Where the embedder embeds a long document in parts (`SentenceTransformerEmbeddings` does), each part has a vector,
     and the nearest one counts. Of other embedders a document has one vector.
@@ -96,10 +95,8 @@ class FaissVectorStore(VectorStore):
         ----------
         texts : iterable of str
             Documents to add.
-        metadatas : list of dict, optional
-            One for each text.
-        ids : list of str, optional
-            One for each text; an entry may be None. Texts without one get a random id.
+        metadatas, ids : list, optional
+            One for each text. A text without an id gets a random one.
 
         Returns
         -------
@@ -123,35 +120,14 @@ class FaissVectorStore(VectorStore):
             Document(id=one, page_content=text, metadata=metadata)
             for one, text, metadata in zip(chosen, texts, metadatas, strict=True)
         ]
-        self.replace((), documents, self.embed(texts))
+        self.replace((), documents, embed_in_parts(self._embedding, texts))
         return chosen
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Remove documents: those with these ids, or all if no list is given.
-
-        Returns
-        -------
-        bool
-            True: when it returns, none of them is here. Unknown ids are not an error.
-        """
+        """Remove documents: those with these ids, or all if no list is given. Unknown ids are not an error."""
         with self._lock:
             self.replace(list(self._keys) if ids is None else ids)
         return True
-
-    def embed(self, texts: Sequence[str]) -> list[Vectors]:
-        """Embed documents for `replace`.
-
-        Returns
-        -------
-        list of ndarray of float32
-            The vectors of each, [parts, dimension].
-
-        Raises
-        ------
-        EmbedderError
-            If the embedding model did not give one finite vector for each part.
-        """
-        return embed_in_parts(self._embedding, texts)
 
     def replace(
         self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Sequence[Vectors] | Vectors | None = None
@@ -163,8 +139,7 @@ class FaissVectorStore(VectorStore):
         remove : iterable of str
             Ids to remove; unknown ones are ignored.
         add : sequence of Document
-            Documents with ids. One whose id is already here, or comes twice, takes the place of
-            the earlier one.
+            Documents with ids. One whose id is already here, or comes twice, takes the place of the earlier one.
         vectors : sequence of ndarray of float32
             The vectors of each, [parts, dimension], or its vector, [dimension].
 
@@ -184,32 +159,28 @@ class FaissVectorStore(VectorStore):
         added = {str(one): add[row].model_copy(deep=True) for one, row in last.items()}
         parts = [] if vectors is None else [np.atleast_2d(vectors[row]) for row in last.values()]
         with self._lock:
-            self._replace({*remove}, added, parts)
-
-    def _replace(self, remove: set[str], add: Mapping[str, Document], parts: Sequence[Vectors]) -> None:
-        leaving = {one: self._keys[one] for one in remove | add.keys() if one in self._keys}
-        if add and len(self._keys) > len(leaving):
-            self._check_dimension(parts[0].shape[1])
-        rows = self._rows_of([*leaving.values()])
-        self._starts = None
-        for one, key in leaving.items():
-            del self._keys[one], self._items[key]
-        if not self._items:
-            self._faiss = None  # the next vectors may have another dimension
-        elif leaving:
-            self._faiss.remove_ids(rows)
-        if not add:
-            return
-        if self._faiss is None:
-            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatL2(parts[0].shape[1]))
-        ends = self._next + np.cumsum([len(one) for one in parts])
-        keys = [self._next, *ends[:-1].tolist()]
-        self._faiss.add_with_ids(
-            np.ascontiguousarray(np.concatenate(parts)), np.arange(self._next, ends[-1], dtype=np.int64)
-        )
-        self._items.update(zip(keys, add.values(), strict=True))
-        self._keys.update(zip(add, keys, strict=True))
-        self._next = int(ends[-1])
+            leaving = {one: self._keys[one] for one in {*remove} | added.keys() if one in self._keys}
+            if added and len(self._keys) > len(leaving):
+                self._check_dimension(parts[0].shape[1])
+            rows = self._rows_of([*leaving.values()])
+            self._starts = None
+            for one, key in leaving.items():
+                del self._keys[one], self._items[key]
+            if not self._items:
+                self._faiss = None  # the next vectors may have another dimension
+            elif leaving:
+                self._faiss.remove_ids(rows)
+            if not added:
+                return
+            if self._faiss is None:
+                self._faiss = faiss.IndexIDMap2(faiss.IndexFlatL2(parts[0].shape[1]))
+            ends = self._next + np.cumsum([len(one) for one in parts])
+            keys = [self._next, *ends[:-1].tolist()]
+            numbers = np.arange(self._next, ends[-1], dtype=np.int64)
+            self._faiss.add_with_ids(np.ascontiguousarray(np.concatenate(parts)), numbers)
+            self._items.update(zip(keys, added.values(), strict=True))
+            self._keys.update(zip(added, keys, strict=True))
+            self._next = int(ends[-1])
 
     def _check_dimension(self, dimension: int) -> None:
         if self._faiss is not None and self._faiss.d != dimension:
@@ -217,10 +188,6 @@ class FaissVectorStore(VectorStore):
                 f"the embedding model made a vector of {dimension} numbers, but those of the index have "
                 f"{self._faiss.d}; use the model the index was made with, or make the index anew"
             )
-
-    def _list_numbers(self) -> npt.NDArray[np.int64]:
-        """The numbers of all vectors."""
-        return np.empty(0, np.int64) if self._faiss is None else faiss.vector_to_array(self._faiss.id_map)
 
     def _owners(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The keys of the documents that have these vectors."""
@@ -232,7 +199,7 @@ class FaissVectorStore(VectorStore):
         """The numbers of the vectors that these documents have."""
         if not keys:
             return np.empty(0, np.int64)
-        held = self._list_numbers()
+        held = faiss.vector_to_array(self._faiss.id_map)
         return held[np.isin(self._owners(held), keys)]
 
     # Finding
@@ -253,13 +220,10 @@ class FaissVectorStore(VectorStore):
 
         Parameters
         ----------
-        query : str
-            The question.
         k : int
             How many at most.
         filter : mapping or callable, optional
-            Metadata that a document must have (each entry equal), or a function that takes a
-            document and says whether it may be found.
+            Metadata that a document must have (each entry equal), or a function that says whether it may be found.
 
         Raises
         ------
@@ -286,8 +250,7 @@ class FaissVectorStore(VectorStore):
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
-        hits = self._search(embedding, k, filter)
-        return [(document, hit.distance) for document, hit in hits]
+        return [(document, hit.distance) for document, hit in self._search(embedding, k, filter)]
 
     def max_marginal_relevance_search(
         self,
@@ -300,30 +263,24 @@ class FaissVectorStore(VectorStore):
     ) -> list[Document]:
         """Return documents near to a question and unlike each other.
 
-        Of the ``fetch_k`` nearest, one after the other is taken that has the highest
-        ``lambda_mult`` x cosine with the question - (1 - ``lambda_mult``) x highest cosine with
-        those already taken.
+        Of the ``fetch_k`` nearest, one after the other is taken that has the highest ``lambda_mult`` x cosine with the
+        question - (1 - ``lambda_mult``) x highest cosine with those already taken.
 
         Parameters
         ----------
-        query : str
-            The question.
-        k : int
-            How many at most.
+        k, filter
+            As in `similarity_search`.
         fetch_k : int
             How many of the nearest to choose from.
         lambda_mult : float
             1 looks at nearness alone, 0 at difference alone.
-        filter : mapping or callable, optional
-            As in `similarity_search`.
 
         Raises
         ------
         ConfigError
-            If ``k`` or ``fetch_k`` is no whole number from 1 on, or ``lambda_mult`` is not from
-            0 to 1.
+            If ``k`` or ``fetch_k`` is no whole number from 1 on, or ``lambda_mult`` is not from 0 to 1.
         EmbedderError
-            If the question's vector is not finite or has the wrong dimension.
+            As in `similarity_search`.
         """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, filter)
@@ -354,7 +311,11 @@ class FaissVectorStore(VectorStore):
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
             self._check_dimension(query.shape[1])
-            allowed = None if filter is None else self._matching(filter)
+            allowed = None
+            if callable(filter):  # on a copy: a test that changes its document must not change the store
+                allowed = [key for key, one in self._items.items() if filter(one.model_copy(deep=True))]
+            elif filter is not None:
+                allowed = [key for key, one in self._items.items() if filter.items() <= one.metadata.items()]
             if not (self._items if allowed is None else allowed):
                 return []
             rows = self._nearest(query, k, allowed)
@@ -388,17 +349,6 @@ class FaissVectorStore(VectorStore):
                 return near
             count = min(2 * count, total)
 
-    def _matching(self, filter: Filter) -> list[int]:
-        if callable(filter):
-            # It gets a copy: a test that changes its document must not change the store.
-            return [key for key, one in self._items.items() if filter(one.model_copy(deep=True))]
-        wanted = filter.items()
-        return [
-            key
-            for key, one in self._items.items()
-            if all(name in one.metadata and one.metadata[name] == value for name, value in wanted)
-        ]
-
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """Relevance 1 / (1 + L2 distance): from 1 (same vector) towards 0, for vectors of any length."""
         return lambda distance: 1.0 / (1.0 + distance)
@@ -423,12 +373,7 @@ class FaissVectorStore(VectorStore):
     def save(self, folder: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> None:
         """Write the store to a folder, in one step; what it held before stays if that fails.
 
-        Parameters
-        ----------
-        folder : path
-            Where to write. See `cacheblend_rag.retrieval.saved_index` for the files.
-        state : mapping, optional
-            Plain JSON to keep with it.
+        The files are those of `cacheblend_rag.retrieval.saved_index`; ``state`` is plain JSON to keep with them.
 
         Raises
         ------
@@ -465,7 +410,7 @@ class FaissVectorStore(VectorStore):
         if saved.part_tokens != part_tokens_of(embedding):
             documents = store.documents()
             _log.warning("%d documents are embedded anew: they were embedded in other parts", len(documents))
-            store.replace((), documents, store.embed([one.page_content for one in documents]))
+            store.replace((), documents, embed_in_parts(embedding, [one.page_content for one in documents]))
         return store
 
     def restore(self, saved: SavedIndex) -> None:
@@ -493,7 +438,7 @@ class FaissVectorStore(VectorStore):
         with self._lock:
             self._items, self._keys = dict(sorted(saved.documents.items())), ids
             self._faiss, self._starts = index if self._items else None, None
-            self._next = int(self._list_numbers().max(initial=-1)) + 1
+            self._next = int(held.max(initial=-1)) + 1
 
 
 def _check_count(name: str, value: object) -> None:

@@ -3,146 +3,85 @@
 from __future__ import annotations
 
 import ctypes
-import json
+import logging
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine
-from tests import tiny
-
-CHUNKS = [tiny.text(40, 61), tiny.text(40, 62)]
-SCRIPT = """
-import json, logging, sys
-from pathlib import Path
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore
 from tests import tiny
-from tests.contract.test_readonly_store import CHUNKS
 from tests.contract.store_contract import make
+from tests.probes import engine_of
 
-warned = []
-handler = logging.Handler()
-handler.emit = lambda record: warned.append(record.getMessage())
-logging.getLogger("cacheblend_rag").addHandler(handler)
-
-def said_of(path, write_back, memory):
-    warned.clear()
-    quick = {"min_tokens": 0, "recompute_ratio": 0.2, "prompt_cache": 0}
-    config = BlendConfig(write_back=write_back, memory_limit=memory, **quick)
-    said, folder = {}, Path(path)
-    with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
-        for turn in range(2):
-            for name, chunks in {"stored": CHUNKS, "new": [*CHUNKS, tiny.text(40, 63)]}.items():
-                report = engine.generate(Prompt("", chunks, "What fell?"), max_new_tokens=2).report
-                said[f"{name} {turn}"] = [report.hits, report.misses]
-        warmed = engine.warm([*CHUNKS, tiny.text(40, 64)], progress=False)
-        said["warmed"] = [warmed.computed, warmed.present, warmed.skipped]
-        engine.flush()
-        try:
-            engine.forget([CHUNKS[0]])
-        except StoreError as error:
-            said["forget"] = str(error)
-    store = DiskStore(folder)
-    said["records"] = store.stats().records
-    said["volume"] = store.volume() >= store.stats().bytes > 0
-    said["entries"] = len(list(store.entries())), len(list(store.infos("")))
-    try:
-        store.put("key", make())
-    except StoreError as error:
-        said["put"] = str(error)
-    store.close()
-    return {**said, "warned": list(warned)}
+pytestmark = pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
+CHUNKS = [tiny.text(40, 61), tiny.text(40, 62)]
+NEW = tiny.text(40, 63)
 
 
-print(json.dumps([said_of(*case) for case in json.loads(sys.argv[1])]))
-"""
-
-
-CASES = {"alone": ("background", "0"), "below memory": ("inline", "1GB")}
-
-
-class Kept(NamedTuple):
-    """The script's output for a folder, and the folder's files with their times before and after."""
-
-    said: dict[str, Any]
-    before: list[tuple[str, int]]
-    after: list[tuple[str, int]]
+def bounded_by_modes(yes: bool) -> None:
+    """Bind root, on this thread and those that it starts, to what files' modes allow; or lift that."""
+    libc, version = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, each of 64 bits
+    assert libc.capget(version, sets) == 0
+    may_all = 1 << 1  # CAP_DAC_OVERRIDE
+    sets[0] = sets[0] & ~may_all if yes else sets[0] | (sets[1] & may_all)
+    assert libc.capset(version, sets) == 0
 
 
 def files_of(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-@pytest.fixture(scope="module")
-def kept() -> Iterator[dict[str, Kept]]:
-    """Folders with two chunks' KV that nobody can write, outside of what only their owner may enter; each was used."""
-    above = Path(tempfile.mkdtemp())
-    above.chmod(0o755)
-    config = BlendConfig(min_tokens=0, recompute_ratio=0.2)
-    folders = {name: above / name for name in CASES}
-    first, *others = folders.values()
-    with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=first) as engine:
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with two chunks' KV that nobody can write."""
+    with engine_of(store=tmp_path / "kv") as engine:
         engine.warm(CHUNKS, progress=False)
-    for other in others:
-        shutil.copytree(first, other)
-    for folder in folders.values():
-        for path in (folder, *folder.rglob("*")):
-            path.chmod(0o555 if path.is_dir() else 0o444)
-    before = {name: files_of(folder) for name, folder in folders.items()}
-    said = run([(str(folders[name]), *case) for name, case in CASES.items()])
-    yield {name: Kept(one, before[name], files_of(folders[name])) for name, one in zip(CASES, said, strict=True)}
-    for path in above.rglob("*"):
+    paths = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if os.geteuid() == 0:
+        bounded_by_modes(True)
+    yield tmp_path / "kv"
+    if os.geteuid() == 0:
+        bounded_by_modes(False)
+    for path in paths:
         path.chmod(0o755)
-    shutil.rmtree(above)
 
 
-def may_not_write_everything() -> None:
-    """Take from the program that is run next what lets root write what is protected: CAP_DAC_OVERRIDE."""
-    ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # PR_CAPBSET_DROP
+def hits_of(engine: BlendEngine, *chunks: str) -> tuple[int, int]:
+    report = engine.generate(Prompt("", chunks, "What fell?"), max_new_tokens=2).report
+    engine.flush()
+    return report.hits, report.misses
 
 
-def run(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """The script's output for folders, each with its way of writing back and its limit of memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(cases)],
-        cwd=Path(__file__).parents[2],
-        preexec_fn=may_not_write_everything if os.geteuid() == 0 else None,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout))
+def test_unwritable_folder_serves_hits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = files_of(folder)
+    with engine_of(store=folder, write_back="background", memory_limit="0") as engine:
+        for _ in range(2):
+            assert hits_of(engine, *CHUNKS) == (2, 0)
+            assert hits_of(engine, *CHUNKS, NEW) == (2, 1)
+        warmed = engine.warm([*CHUNKS, NEW], progress=False)
+        assert (warmed.computed, warmed.present, warmed.skipped) == (0, 2, 1)
+        with pytest.raises(StoreError, match=r"not all could be forgotten.*cannot be erased"):
+            engine.forget([CHUNKS[0]])
+    store = DiskStore(folder)
+    assert store.stats().records == len(list(store.entries())) == len(list(store.infos(""))) == 2
+    assert store.volume() >= store.stats().bytes > 0
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.put("key", make())
+    store.close()
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert ["nothing is added" in text for text in warned] == [True] * 2, "one a store, and two were opened"
+    assert files_of(folder) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
-def test_unwritable_folder_serves_hits(kept: dict[str, Kept]) -> None:
-    said = kept["alone"].said
-    for turn in range(2):
-        assert said[f"stored {turn}"] == [2, 0]
-        assert said[f"new {turn}"] == [2, 1]
-    assert said["warmed"] == [0, 2, 1]
-    assert (said["records"], said["volume"], said["entries"]) == (2, True, [2, 2])
-    assert "cannot be written" in said["put"]
-    opened = [text for text in said["warned"] if "nothing is added" in text]
-    assert len(opened) == 2, "one a store; the script opens two"
-    others = [text for text in said["warned"] if text not in opened]
-    assert others == []
-    assert "not all could be forgotten" in said["forget"]
-    assert "cannot be erased" in said["forget"]
-    assert kept["alone"].before == kept["alone"].after
-
-
-@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
-def test_memory_above_such_a_folder_keeps_what_is_new(kept: dict[str, Kept]) -> None:
-    said = kept["below memory"].said
-    assert (said["stored 0"], said["new 0"], said["new 1"]) == ([2, 0], [2, 1], [3, 0])
+def test_memory_above_such_a_folder_keeps_what_is_new(folder: Path) -> None:
+    with engine_of(store=folder, memory_limit="1GB") as engine:
+        found = [hits_of(engine, *chunks) for chunks in (CHUNKS, [*CHUNKS, NEW], [*CHUNKS, NEW])]
+    assert found == [(2, 0), (2, 1), (3, 0)]
