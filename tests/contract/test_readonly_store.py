@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +26,23 @@ CHUNKS = [tiny.text(40, 61), tiny.text(40, 62)]
 NEW = tiny.text(40, 63)
 
 
-def bounded_by_modes(yes: bool) -> None:
-    """Bind root, on this thread and those that it starts, to what files' modes allow; or lift that."""
-    libc, version = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, each of 64 bits
-    assert libc.capget(version, sets) == 0
-    may_all = 1 << 1  # CAP_DAC_OVERRIDE
-    sets[0] = sets[0] & ~may_all if yes else sets[0] | (sets[1] & may_all)
-    assert libc.capset(version, sets) == 0
+def bound_by_modes(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on a thread that has lost, for itself and those it starts, what lets root write all files."""
+
+    def drop() -> None:
+        libc, version = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)
+        sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, each of 64 bits
+        assert libc.capget(version, sets) == 0
+        for at in range(2):
+            sets[at] &= ~2  # CAP_DAC_OVERRIDE
+        assert libc.capset(version, sets) == 0
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        with ThreadPoolExecutor(1, initializer=drop if os.geteuid() == 0 else None) as pool:
+            pool.submit(test, **given).result()
+
+    return run
 
 
 def files_of(folder: Path) -> list[tuple[str, int]]:
@@ -45,11 +57,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     paths = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
     for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    if os.geteuid() == 0:
-        bounded_by_modes(True)
     yield tmp_path / "kv"
-    if os.geteuid() == 0:
-        bounded_by_modes(False)
     for path in paths:
         path.chmod(0o755)
 
@@ -60,6 +68,7 @@ def hits_of(engine: BlendEngine, *chunks: str) -> tuple[int, int]:
     return report.hits, report.misses
 
 
+@bound_by_modes
 def test_unwritable_folder_serves_hits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = files_of(folder)
     with engine_of(store=folder, write_back="background", memory_limit="0") as engine:
@@ -81,6 +90,7 @@ def test_unwritable_folder_serves_hits(folder: Path, caplog: pytest.LogCaptureFi
     assert files_of(folder) == before
 
 
+@bound_by_modes
 def test_memory_above_such_a_folder_keeps_what_is_new(folder: Path) -> None:
     with engine_of(store=folder, memory_limit="1GB") as engine:
         found = [hits_of(engine, *chunks) for chunks in (CHUNKS, [*CHUNKS, NEW], [*CHUNKS, NEW])]
