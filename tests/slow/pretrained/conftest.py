@@ -37,7 +37,7 @@ def embedder(minilm_folder: Path) -> SentenceTransformerEmbeddings:
 def documents() -> list[Document]:
     """The first two chunks of three articles; they are short, since a pass over them takes most of a test's time."""
     files = ("braille.md", "snow-leopard.md", "surtsey.md")
-    chunks = split(read_folder(ARTICLES_PATH), SplitSettings(chunk_size=400))
+    chunks = split(read_folder(ARTICLES_PATH), SplitSettings(chunk_size=700))
     return [one for one in chunks if one.metadata["source"] in files and one.metadata["chunk"] < 2]
 
 
