@@ -180,7 +180,12 @@ class LLMBase(DecodeFields):
                 raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
             check_names(self.blend.items(), BlendConfig.names())
             config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
-            loading = {"store": self.store, "device": self.device, "dtype": self.dtype, **self.model_kwargs}
+            loading: dict[str, Any] = {
+                "store": self.store,
+                "device": self.device,
+                "dtype": self.dtype,
+                **self.model_kwargs,
+            }
             self.engine = BlendEngine.from_pretrained(self.model_id, config=config, **loading)
         try:
             check_reasoning(self.engine.tokenizer, self.reasoning, most_thought=self.reasoning_tokens)

@@ -125,7 +125,7 @@ class Conversation:
 
 
 def turn_of(
-    role: str, text: str, thought: str = "", calls: Iterable[tuple[str, str, Any]] = (), **answered: str
+    role: str, text: str, thought: str = "", calls: Iterable[tuple[str | None, str, Any]] = (), **answered: str
 ) -> dict[str, Any]:
     """A message as chat templates take it.
 

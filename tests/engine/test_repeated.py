@@ -336,15 +336,15 @@ def test_finders_of_tenants_share_nothing_and_forget_all_of_one_or_of_all() -> N
 def test_looking_at_hostile_and_odd_text_takes_time_and_room_by_its_length_alone() -> None:
     hostile = ("\\", "a\n", "Name:\n", "\n[a", "<b ", "." + ")" * 50, '"' + " " * 50, "\nUser", "\ud800", "字。")
     for text in hostile:
-        finder, seconds = RepeatedText(20_000), list[float]()
-        for characters in (20_000, 80_000):
+        finder, seconds = RepeatedText(10_000), list[float]()
+        for characters in (10_000, 40_000):
             prompt = text * (characters // len(text)) + "\n\nWhat is it?"
             for number in range(2):
                 started = time.thread_time()
                 found_in(finder, f"{number}\n{prompt}")
                 seconds.append(time.thread_time() - started)
         assert seconds[3] < 16 * max(seconds[1], 0.05), (text, "four times the text")
-        assert len(finder) <= 40_000
+        assert len(finder) <= 20_000
     for text in ("", "\n\n", "word", "a" * 5000):
         for before in ("", "1\n", "22\n"):
             found_in(finder, f"{before}{text}\n\nWhat is it?")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,11 @@ from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import SummaryIndex
 from llama_index.core.llms import ChatMessage
-from pydantic import BaseModel, Field
-from starlette.testclient import TestClient
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaLLM
 from tests import tiny
-from tests.app.server.common import BASE, settings_for, settle, write_documents
 from tests.integrations.langchain.models import TEMPLATE, passages
 from tests.probes import engine_of
 
@@ -32,12 +27,6 @@ WHY = (
 )
 DOCUMENTS = passages(2)
 SYSTEM = "Answer briefly, from these passages alone, and say so if they do not hold the answer."
-
-
-class Leaf(BaseModel):
-    """A leaf."""
-
-    colour: str = Field(max_length=3)
 
 
 def tokenizer() -> Any:
@@ -92,32 +81,3 @@ def test_llama_index_query_engine_and_chat(engine: BlendEngine) -> None:
     assert answer.raw["plain_reason"] == WHY
     pieces = [piece.delta for piece in llm.stream_chat([ChatMessage(role="user", content="What fell?")])]
     assert "".join(filter(None, pieces)) == answer.message.content
-
-
-def test_server_answers_streams_and_tells_why(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    settings = settings_for(folder, write_documents(tmp_path / "docs"), tmp_path / "data", concurrent=2)
-    with TestClient(create_app(settings), base_url=BASE) as client:
-        settle(client.app.state.service)  # type: ignore[attr-defined]
-        name = client.get("/v1/models").json()["data"][0]["id"]
-        ask = {
-            "model": name,
-            "messages": [{"role": "user", "content": "What fell?"}],
-            "max_tokens": 6,
-            "temperature": 0,
-        }
-        answer = client.post("/v1/chat/completions", json=ask).json()
-        assert WHY in str(answer)
-        streamed = client.post("/v1/chat/completions", json=ask | {"stream": True}).text
-        assert "[DONE]" in streamed
-        form = {"type": "json_schema", "json_schema": {"name": "leaf", "schema": Leaf.model_json_schema()}}
-        held = client.post("/v1/chat/completions", json=ask | {"response_format": form, "max_tokens": 60}).json()
-        assert Leaf.model_validate_json(held["choices"][0]["message"]["content"])
-        found = client.post("/api/ask", json={"question": "What fell?", "stream": False})
-        assert found.status_code == 200
-        assert found.json()["report"]["plain_reason"] == WHY
-        compared = client.post("/api/compare", json={"question": "What fell?"}).text
-        assert "no blended pass to try" in compared
-        assert "unsupported_model" in compared

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.messages.tool import tool_call
 
+import cacheblend_rag.langchain as ours
+from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.langchain import CacheBlendMiddleware, ChatCacheBlend, known_chunks, tracking_off
+from cacheblend_rag.retrieval.splitting import split
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 
 DOCUMENTS = passages(3, seed=8)
@@ -58,23 +62,17 @@ def test_answers_of_tools_are_made_known(chat: ChatCacheBlend, whole: bool) -> N
     assert ended.infos[0]["misses"] == 2 + whole
 
 
-def test_missing_package_is_named_with_the_command_and_import_needs_langchain_core_alone() -> None:
-    script = """
-import sys
-for name in ("langchain", "langchain_classic", "langchain_text_splitters", "langgraph"):
-    sys.modules[name] = None
-import cacheblend_rag.langchain as ours
-from cacheblend_rag.langchain import CacheBlendLLM, CacheBlendRetriever, ChatCacheBlend, warm_vectorstore
-from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.retrieval.splitting import split
-for use in (lambda: ours.CacheBlendMiddleware, lambda: split([])):
-    try:
-        use()
-    except MissingExtraError as error:
-        print(str(error).splitlines()[-1])
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    agents, splitters = done.stdout.splitlines()
-    assert "pip install 'cacheblend-rag[agents]'" in agents
-    assert "pip install 'cacheblend-rag[langchain]'" in splitters
+def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("langchain.agents.middleware", "langchain_text_splitters"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "cacheblend_rag.langchain.middleware")
+    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[agents\]'"):
+        ours.__getattr__("CacheBlendMiddleware")
+    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[langchain\]'"):
+        split([])
+
+
+def test_import_needs_langchain_core_alone() -> None:
+    for path in Path(ours.__file__).parent.glob("*.py"):
+        imports = re.findall(r"^(?:from|import) (lang\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(imports) <= {"langchain_core"}, path
