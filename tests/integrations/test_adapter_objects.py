@@ -13,7 +13,6 @@ import pytest
 import torch
 from langchain_core.load import dumps, loads
 from llama_index.core.schema import TextNode
-from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.decode import DecodeFields
@@ -184,28 +183,6 @@ def test_unknown_call_options_are_refused_with_the_nearest_name(kind: Any, engin
     else:
         with pytest.raises(ConfigError, match="tools"):
             model.complete("What fell?", tools=[])
-
-
-def test_options_of_transformers_pipelines_work(engine: BlendEngine) -> None:
-    plain = CacheBlendLLM(engine=engine, max_new_tokens=6)
-    same = CacheBlendLLM(
-        engine=engine, pipeline_kwargs={"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
-    )
-    assert say(same) == say(plain)
-    hot = CacheBlendLLM(
-        engine=engine, pipeline_kwargs={"max_new_tokens": 6, "temperature": 5.0, "do_sample": True}, seed=1
-    )
-    assert say(hot) != say(plain)
-    assert say(hot, do_sample=False) == say(hot, temperature=0) == say(hot, top_k=1) == say(plain)
-    assert say(plain, pipeline_kwargs={"max_new_tokens": 1}) == say(plain, max_new_tokens=1)
-    assert say(plain, repetition_penalty=1e6) != say(plain)
-    warm = CacheBlendLLM(
-        engine=engine, do_sample=True, generation_config=GenerationConfig(temperature=40.0), max_new_tokens=6
-    )
-    assert say(warm, seed=3) == say(warm, seed=3) != say(plain)
-    for bad in ({"max_length": 9}, {"max_new_tokens": 3}, {"num_beams": 2}, {"return_full_text": True}):
-        with pytest.raises(ConfigError):
-            CacheBlendLLM(engine=engine, max_new_tokens=6, pipeline_kwargs=bad)
 
 
 # Blend options one by one -------------------------------------------------------------------

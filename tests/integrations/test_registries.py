@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from cacheblend_rag.llama_index import tracking as tracking_nodes
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
 from tests.integrations.llama_index.common import make_index, make_nodes
 
-KINDS: list[Any] = [CacheBlendLLM, ChatCacheBlend]
 QUESTION = "What fell?"
 
 
@@ -52,10 +49,6 @@ async def asked(chain: Any, way: str) -> None:
         list(chain.stream(QUESTION))
     else:
         _ = [piece async for piece in chain.astream(QUESTION)]
-
-
-def counts(model: Any) -> tuple[int, int]:
-    return model.last_report.hits, model.last_report.misses
 
 
 def seen(model: Any, text: str) -> list[str]:
@@ -112,25 +105,3 @@ async def test_tracking_with_a_registry_notes_there_and_nowhere_else() -> None:
     assert len(known_chunks) == 0
     retriever.retrieve(QUESTION)
     assert len(known_chunks) == len(known)
-
-
-def test_the_forms_of_a_rewritten_document_are_erased_with_it() -> None:
-    """One step of a chain cuts a document, another writes the rest as JSON."""
-
-    def shortened(found: list[Document]) -> list[Document]:
-        return [Document(page_content=html.escape(one.page_content)[:110]) for one in found]
-
-    def written(found: list[Document]) -> str:
-        return json.dumps(texts_of(found)) + QUESTION
-
-    for known in (None, ChunkRegistry()):
-        documents = passages(2, seed=70, words=40)
-        with tiny_engine(condition="sink") as engine:
-            llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1, known=known)
-            chain = FixedRetriever(documents=documents) | RunnableLambda(shortened) | RunnableLambda(written) | llm
-            chain.invoke(QUESTION)
-            chain.invoke(QUESTION)
-            assert counts(llm) == (2, 0)
-            llm.forget(documents[:1])
-            chain.invoke(QUESTION)
-            assert counts(llm) == (1, 1)

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from langchain_core.messages import AIMessageChunk
-from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.llms import ChatMessage
-from llama_index.core.tools import FunctionTool
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine
@@ -108,25 +106,6 @@ async def test_llama_index_streams_calls_as_they_are_written(said: str, content:
         names = {block.tool_call_id for block in grown[-1].blocks if isinstance(block, ToolCallBlock)}
         ends = {block.tool_call_id for block in pieces[-1].message.blocks if isinstance(block, ToolCallBlock)}
         assert ends <= names
-
-
-@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
-@pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning")
-async def test_llama_index_agent_makes_the_call_once() -> None:
-    made = list[str]()
-
-    def find(what: str) -> str:
-        """Find something."""
-        made.append(what)
-        return f"The {what} is red."
-
-    script = Script(tiny_parts()[1], lambda prompt: "It is red." if "is red" in prompt else CALL)
-    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=200, logits_processor=[script])
-    handler = FunctionAgent(tools=[FunctionTool.from_defaults(find)], llm=llm).run("What fell?")
-    growing = [one async for one in handler.stream_events() if isinstance(one, AgentStream) and one.tool_calls]
-    assert str(await handler) == "It is red."
-    assert made == ["leaf"]
-    assert len(growing) > 3
 
 
 class ChangesItsMind(LogitsProcessor):

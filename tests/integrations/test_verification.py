@@ -90,20 +90,12 @@ def test_programs_that_put_streams_together_have_the_verified_answer(engine: Ble
     assert chat.chat_history[-1].content == full
 
 
-@pytest.mark.parametrize("kind", ["langchain", "llama_index"])
-def test_result_of_a_later_check_is_asked_for_by_its_id(engine: BlendEngine, kind: str) -> None:
+def test_result_of_a_later_check_is_asked_for_by_its_id(engine: BlendEngine) -> None:
     full, draft = texts_of(ChatCacheBlend, engine, TEXT)
-    llm: Any
-    if kind == "langchain":
-        llm = ChatCacheBlend(engine=engine, verify="idle")
-        message = llm.invoke(TEXT, **MOST)
-        text, told = message.content, message.response_metadata["verification"]
-        assert list(llm.stream(TEXT, **MOST))[-1].response_metadata["verification"]["status"] == "waiting"
-    else:
-        llm = LlamaLLM(engine=engine, verify="idle", **MOST)
-        response = llm.chat([ChatMessage(content=TEXT, role="user")])
-        text, told = response.message.content, response.raw["verification"]
-        assert list(llm.stream_complete(TEXT))[-1].raw["verification"]["status"] == "waiting"
+    llm = LlamaLLM(engine=engine, verify="idle", **MOST)
+    response = llm.chat([ChatMessage(content=TEXT, role="user")])
+    text, told = response.message.content, response.raw["verification"]
+    assert list(llm.stream_complete(TEXT))[-1].raw["verification"]["status"] == "waiting"
     assert (text, told["status"]) == (draft, "waiting")
     found = llm.engine.verifications.result(told["id"], wait=30)
     assert_told(found.asdict(), full, draft)

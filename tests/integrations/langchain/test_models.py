@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from langchain_core.caches import InMemoryCache
-from transformers import GenerationConfig, pipeline
+from transformers import pipeline
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
-from cacheblend_rag.store import DiskStore
-from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
-from tests.probes import CountingStore
+from tests.integrations.langchain.models import plain_answer, tiny_engine, tiny_parts
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
-DOCUMENTS = passages(6, seed=5)
 MODES = ("invoke", "ainvoke", "batch", "abatch", "stream", "astream")
 
 
@@ -158,57 +151,7 @@ async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, 
 # Batches ------------------------------------------------------------------------------------
 
 
-async def test_batch_reads_each_chunk_once(tmp_path: Path) -> None:
-    known_chunks.clear()
-    with (
-        closing(CountingStore(DiskStore(tmp_path))) as store,
-        tiny_engine(store=store, recompute_ratio=1.0, prompt_cache=0) as engine,
-    ):
-        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
-        llm.warm(DOCUMENTS, progress=False)
-        texts = [one.page_content for one in DOCUMENTS]
-        groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
-        prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
-        alone = [llm.invoke(prompt) for prompt in prompts]
-        store.forget()
-        result = llm.generate(prompts)
-        reads = Counter(call[1] for call in store.calls if call[0] == "read_into")
-        assert list(reads.values()) == [engine.adapter.num_layers] * 6
-        assert store.most_held == 0
-        assert [one[0].text for one in result.generations] == alone
-        for one in result.generations:
-            info = one[0].generation_info
-            assert info is not None
-            assert (info["hits"], info["misses"]) == (3, 0)
-        assert llm.batch(prompts) == await llm.abatch(prompts) == alone
-
-
 # Identity -----------------------------------------------------------------------------------
-
-
-def test_response_cache_never_mixes_settings_up(
-    engine: Any,
-) -> None:
-    cache = InMemoryCache()
-    made = [
-        CacheBlendLLM.from_engine(engine, cache=cache, max_new_tokens=3),
-        CacheBlendLLM.from_engine(engine.with_config(recompute_ratio=0.1), cache=cache, max_new_tokens=3),
-        CacheBlendLLM.from_engine(engine.with_config(selection="none"), cache=cache, max_new_tokens=3),
-        CacheBlendLLM.from_engine(engine.with_config(separator="\n"), cache=cache, max_new_tokens=3),
-        CacheBlendLLM.from_engine(engine.with_config(split_at_separator=True), cache=cache, max_new_tokens=3),
-        CacheBlendLLM.from_engine(engine, cache=cache, max_new_tokens=4),
-        CacheBlendLLM.from_engine(engine, cache=cache, max_new_tokens=3, temperature=1.0, seed=1),
-        CacheBlendLLM.from_engine(engine, cache=cache, max_new_tokens=3, stop=["x"]),
-        CacheBlendLLM.from_engine(engine, cache=cache, generation_config=GenerationConfig(max_new_tokens=3, top_k=3)),
-        CacheBlendLLM.from_engine(engine, cache=cache, max_new_tokens=3, logits_processor=[Slow(0)]),
-    ]
-    for number, model in enumerate(made, 1):
-        model.invoke("What fell?")
-        assert len(cache._cache) == number
-    made[0].invoke("What fell?")
-    assert len(cache._cache) == len(made)
-    made[7].invoke("What fell?", stop=[])
-    assert len(cache._cache) == len(made) + 1
 
 
 # Pipelines ----------------------------------------------------------------------------------

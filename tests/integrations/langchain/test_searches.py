@@ -10,12 +10,11 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.types import Command, Send
 from pydantic import BaseModel
 
-from cacheblend_rag.langchain import ChunkRegistry, known_chunks, switch_on, track, tracking_off
+from cacheblend_rag.langchain import ChunkRegistry, known_chunks, track, tracking_off
 from cacheblend_rag.langchain.tracking import documents_in
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.langchain.models import passages
@@ -98,21 +97,6 @@ def test_only_what_is_returned_is_known_where_it_is_to_be() -> None:
 
 
 # Documents that runnables and tools return ------------------------------------------------------------
-
-
-async def test_documents_that_a_runnable_returns_are_known() -> None:
-    switch_on()
-    store = in_memory()
-    search = RunnableLambda(lambda question: {"context": store.similarity_search_with_score(question, k=3)})
-    search.invoke("What fell?")
-    assert known() == [True] * 3
-    known_chunks.clear()
-    await search.ainvoke("What fell?")
-    assert known() == [True] * 3
-    known_chunks.clear()
-    with tracking_off():
-        search.invoke("What fell?")
-    assert known() == [False] * 3
 
 
 @dataclass

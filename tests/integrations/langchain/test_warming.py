@@ -51,15 +51,3 @@ def test_warming_reports_to_standard_error_by_default(llm: CacheBlendLLM, capsys
 def test_store_that_cannot_list_its_documents_is_refused(llm: CacheBlendLLM) -> None:
     with pytest.raises(ConfigError, match="documents="):
         warm_vectorstore(SimpleNamespace(), llm, progress=False)  # type: ignore[arg-type]
-
-
-def test_forms_that_a_chain_has_made_of_a_document_are_erased_with_it(llm: CacheBlendLLM) -> None:
-    llm.warm(DOCUMENTS, progress=False)
-    folded = " ".join(TEXTS[0].split())
-    for misses in (1, 0):
-        result = llm.generate([f"Use:\n{folded}\n\n{TEXTS[1]}\n\nWhat fell?"])
-        info = result.generations[0][0].generation_info
-        assert info is not None
-        assert (info["hits"], info["misses"]) == (2 - misses, misses)
-    assert llm.forget(DOCUMENTS[:1]) == 2
-    assert llm.engine.warm([folded, TEXTS[0], TEXTS[1]], progress=False).computed == 2

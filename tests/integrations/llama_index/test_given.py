@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.postprocessor import PrevNextNodePostprocessor
 from llama_index.core.query_engine import CustomQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, NodeRelationship, NodeWithScore, TextNode
-from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
 from cacheblend_rag.engine.llm_base import known_chunks
@@ -75,21 +73,3 @@ def test_nodes_that_a_query_engine_found_in_its_own_way_hit() -> None:
 
     for outcome in ("miss", "hit"):
         assert outcomes(Own().query(QUESTION)) == [(outcome, "")] * 3
-
-
-def test_nodes_that_a_post_processor_adds_hit() -> None:
-    made = make_nodes(5, seed=34)
-    document = Document(text="-", id_="doc")
-    for at, node in enumerate(made):
-        node.relationships[NodeRelationship.SOURCE] = document.as_related_node_info()
-        if at:
-            node.relationships[NodeRelationship.PREVIOUS] = made[at - 1].as_related_node_info()
-            made[at - 1].relationships[NodeRelationship.NEXT] = node.as_related_node_info()
-    docstore = SimpleDocumentStore()
-    docstore.add_documents(made)
-    neighbours = PrevNextNodePostprocessor(docstore=docstore, num_nodes=1, mode="both")
-    engine = make_index(made).as_query_engine(llm=make_llm(), similarity_top_k=1, node_postprocessors=[neighbours])
-    for outcome in ("miss", "hit"):
-        found = outcomes(engine.query(QUESTION))
-        assert len(found) >= 2
-        assert set(found) == {(outcome, "")}
