@@ -51,7 +51,7 @@ def prompt(seed: int) -> Prompt:
 def test_every_answer_follows_its_schema(kind: str) -> None:
     engine = engine_of(kind)
     grammar = engine.grammar(LEAF)
-    ways: list[dict[str, Any]] = [{}, SAMPLED, {**SAMPLED, "top_k": 3}, {"repetition_penalty": 1.8}]
+    ways: list[dict[str, Any]] = [{**SAMPLED, "top_k": 3}, {"repetition_penalty": 1.8}]
     for seed, how in enumerate(ways):
         answer = engine.generate(prompt(seed), grammar=grammar, seed=seed, max_new_tokens=100, **how)
         assert jsonschema_rs.is_valid(LEAF, json.loads(answer.text)), (how, answer.text)

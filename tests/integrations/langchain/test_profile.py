@@ -75,16 +75,12 @@ def test_profile_says_what_the_model_can_do(engine: BlendEngine, monkeypatch: py
     assert not any((less["tool_calling"], less["tool_choice"], less["structured_output"]))
 
 
-@pytest.mark.parametrize("tools", [[], [find]], ids=["without tools", "with a tool"])
-async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine, tools: list[Any]) -> None:
-    said = ([CALL] if tools else []) + [LEAF]
+async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine) -> None:
     asked: dict[str, Any] = {"messages": [HumanMessage("What fell?")]}
-    kinds = [HumanMessage, AIMessage, ToolMessage, AIMessage] if tools else [HumanMessage, AIMessage]
-    outs = [create_agent(chat(engine, *said), tools, response_format=Leaf).invoke(asked)]
-    outs.append(await create_agent(chat(engine, *said), tools, response_format=Leaf).ainvoke(asked))
-    steps = list(create_agent(chat(engine, *said), tools, response_format=Leaf).stream(asked, stream_mode="values"))
-    outs.append(steps[-1])
-    for out in outs:
+    kinds = [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    whole = await create_agent(chat(engine, CALL, LEAF), [find], response_format=Leaf).ainvoke(asked)
+    agent = create_agent(chat(engine, CALL, LEAF), [find], response_format=Leaf)
+    for out in (whole, list(agent.stream(asked, stream_mode="values"))[-1]):
         assert out["structured_response"] == Leaf(kind="oak", count=3)
         assert [type(one) for one in out["messages"]] == kinds, "no call stands for the object"
         assert json.loads(out["messages"][-1].content) == {"kind": "oak", "count": 3}
