@@ -99,7 +99,7 @@ def test_long_answers_are_split_in_little_time() -> None:
     ]:
         began = time.process_time()
         streamed(text, 4)
-        assert time.process_time() - began < 1
+        assert time.process_time() - began < 2
 
 
 _ODD = '{"name": "find", "arguments": {"what": "a\\n\\u00e9\\ud83c\\udf42\\\\", "of": {"b": [1.50, {"c": -2e3, "d": tr'
