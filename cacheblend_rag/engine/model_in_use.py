@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, as_it_is, prepacked_products
+from cacheblend_rag.models.cpu.products import Products, products_of
 from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
@@ -40,7 +40,7 @@ class ModelInUse:
     def __init__(self, adapter: PlainAdapter, config: BlendConfig, identity: ModelIdentity, *, anew: bool) -> None:
         self.adapter, self._identity = adapter, identity
         self._option = config.prepack_weights
-        self._prepacked = self._prepack(anew)
+        self._products = self._find_products(anew)
 
     def with_config(self, config: BlendConfig) -> ModelInUse:
         """The same model, multiplying as other options say; its weights are not read again."""
@@ -69,26 +69,26 @@ class ModelInUse:
     def look(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
         if self._identity.refresh():  # copies of its weights are of what they were
-            self._prepack(anew=True)
+            self._find_products(anew=True)
         return self.fingerprint
 
     def products(self, decoding: bool = False) -> AbstractContextManager[None]:
         """Context within which the model multiplies as ``prepack_weights`` says; ``decoding`` for tokens of answers."""
-        return self._prepacked(decoding)
+        return nullcontext() if self._products is None else self._products.multiplying(answers=decoding)
 
     def release(self) -> None:
         """Use prepacked weights no more; they go with the last engine over the model."""
-        self._prepacked = as_it_is
+        self._products = None
 
-    def _prepack(self, anew: bool) -> Prepacking:
+    def _find_products(self, anew: bool) -> Products | None:
         if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
             if self._option is True:
                 raise ConfigError(
                     "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
                 )
-            return as_it_is
+            return None
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
-        return prepacked_products(model, parts, self._option, anew=anew)
+        return products_of(model, parts, self._option, anew=anew)
 
 
 def adapter_of(model: Any) -> PlainAdapter:

@@ -23,7 +23,7 @@ from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.memory import total_memory
 
 CODES = "codes"
-"""Folder within a model's, of what is found again in its weights; see `kept_codes`."""
+"""Folder within a model's, of what is found again in its weights; see `cpu.int4`."""
 _MANIFEST = "manifest.json"
 _OTHERWISE = "or name the folder or hub id of another model (--model, --embedder)"
 

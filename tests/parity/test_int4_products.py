@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.models.cpu import int4_linear, kept_codes
-from cacheblend_rag.models.cpu import weight_prepacking as prepacking
-from cacheblend_rag.models.cpu.int4_linear import find_codes, fits_weight, int4_product
+from cacheblend_rag.models.cpu import int4, products
+from cacheblend_rag.models.cpu.int4 import find_codes, fits_weight, int4_product
 from tests import gguf_files, tiny
-from tests.parity.test_weight_prepacking import needs_bfloat16
-from tests.probes import rows_of
+from tests.products import NotedKernels
 
-needs_codes = pytest.mark.skipif(not int4_linear._agrees(), reason="PyTorch has no products by 4 bits here")
+needs_codes = pytest.mark.skipif(not int4._agrees(), reason="PyTorch has no products by 4 bits here")
 pytestmark = needs_codes
 EPS = torch.finfo(torch.bfloat16).eps
 PROMPT = "the cat sat on the mat and the dog ran to the mill"
@@ -30,79 +30,49 @@ def on_steps(rows: int, width: int, most: int = 15, dtype: torch.dtype = torch.f
     return ((codes - below) * step).view(rows, width).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "most"),
-    [(16, 32, 15), (48, 64, 9), (16, 64, 0), (192, 576, 15), pytest.param(896, 4864, 15, marks=pytest.mark.slow)],
-)
-def test_product_by_found_codes_is_that_of_the_weight_to_rounding(rows: int, width: int, most: int) -> None:
-    weight = on_steps(rows, width, most)
-    codes = find_codes(weight.to(torch.bfloat16))
-    assert codes is not None
-    assert fits_weight(codes, weight.to(torch.bfloat16))
-    assert codes.packed.nbytes + codes.steps.nbytes <= 0.7 * rows * width
-    for count in (1, 3, 4, 7):
-        given, bias = torch.randn(1, count, width).to(torch.bfloat16), torch.randn(rows).to(torch.bfloat16)
-        exact = given.double() @ weight.double().T
-        found = int4_product(given, codes, None)
-        assert found.shape == (1, count, rows)
-        assert found.dtype is torch.bfloat16
-        plain = nn.functional.linear(given, weight.to(torch.bfloat16))
-        assert (found.double() - exact).norm() <= 1.5 * (plain.double() - exact).norm() + EPS / 2 * exact.norm()
-        assert torch.equal(int4_product(given, codes, bias), found + bias)
+def test_product_by_found_codes_is_that_of_the_weight_to_rounding() -> None:
+    for rows, width, most in ((16, 32, 15), (48, 64, 9), (16, 64, 0), (192, 576, 15)):
+        weight = on_steps(rows, width, most)
+        codes = find_codes(weight.to(torch.bfloat16))
+        assert codes is not None
+        assert fits_weight(codes, weight.to(torch.bfloat16))
+        assert codes.packed.nbytes + codes.steps.nbytes <= 0.7 * rows * width
+        for count in (1, 3, 4, 7):
+            given, bias = torch.randn(1, count, width).to(torch.bfloat16), torch.randn(rows).to(torch.bfloat16)
+            exact = given.double() @ weight.double().T
+            found = int4_product(given, codes, None)
+            assert (found.shape, found.dtype) == ((1, count, rows), torch.bfloat16)
+            plain = nn.functional.linear(given, weight.to(torch.bfloat16))
+            assert (found.double() - exact).norm() <= 1.5 * (plain.double() - exact).norm() + EPS / 2 * exact.norm()
+            assert torch.equal(int4_product(given, codes, bias), found + bias)
+        spread = given.repeat_interleave(2, -1)[..., ::2]  # rows may lie in memory in any way
+        assert torch.equal(int4_product(spread, codes, None), found)
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [
-        torch.randn(64, 128),
-        torch.randn(64, 128) * 0.03 + 1,
-        on_steps(64, 128, 31),
-        on_steps(64, 128, 255),
-        torch.cat((on_steps(48, 128), torch.randn(16, 128).half())),
-        torch.cat((on_steps(64, 96), 0.01 * torch.randn(64, 32).half()), dim=1),
-        on_steps(8, 128),
-        on_steps(64, 128)[:, :72],
-    ],
-    ids=["any", "far from 0", "5 bits", "8 bits", "some rows", "some columns", "few rows", "width"],
-)
-def test_other_weights_have_no_codes(weight: torch.Tensor) -> None:
-    assert find_codes(weight.to(torch.bfloat16).contiguous()) is None
+def test_other_weights_have_no_codes() -> None:
+    weights = {
+        "any": torch.randn(64, 128),
+        "far from 0": torch.randn(64, 128) * 0.03 + 1,
+        "5 bits": on_steps(64, 128, 31),
+        "8 bits": on_steps(64, 128, 255),
+        "some rows": torch.cat((on_steps(48, 128), torch.randn(16, 128).half())),
+        "some columns": torch.cat((on_steps(64, 96), 0.01 * torch.randn(64, 32).half()), dim=1),
+        "few rows": on_steps(8, 128),
+        "width": on_steps(64, 128)[:, :72],
+        "empty": on_steps(16, 64)[:0],
+        "not a number": on_steps(16, 64).index_fill(1, torch.tensor(3), torch.nan),
+        "sums too large": (torch.randint(0, 16, (16, 64)).float() - 8) * 2e37,
+    }
+    for name, weight in weights.items():
+        assert find_codes(weight.to(torch.bfloat16).contiguous()) is None, name
 
 
 def test_codes_of_another_weight_do_not_fit() -> None:
     weight = on_steps(64, 128).to(torch.bfloat16)
     codes = find_codes(weight)
     assert codes is not None
-    assert not fits_weight(codes, on_steps(64, 128).to(torch.bfloat16))
-    assert not fits_weight(codes, weight + 0.01)
-    assert not fits_weight(codes, weight[:48])
-    assert not fits_weight(codes, weight[:, :64].contiguous())
-
-
-def test_rows_may_lie_in_memory_in_any_way() -> None:
-    weight = on_steps(32, 64).to(torch.bfloat16)
-    codes = find_codes(weight)
-    assert codes is not None
-    ways = {
-        "last of several": torch.randn(3, 5, 64).to(torch.bfloat16)[:, -1:],
-        "turned": torch.randn(64, 3).to(torch.bfloat16).T,
-        "every second": torch.randn(3, 128).to(torch.bfloat16)[:, ::2],
-        "one for all": torch.randn(1, 64).to(torch.bfloat16).expand(3, 64),
-    }
-    for name, given in ways.items():
-        assert torch.equal(int4_product(given, codes, None), int4_product(given.contiguous(), codes, None)), name
-
-
-@pytest.mark.parametrize("kind", ["not a number", "sums too large", "empty"])
-def test_weights_beyond_all_numbers_have_no_codes(kind: str) -> None:
-    weight = on_steps(16, 64)
-    if kind == "not a number":
-        weight[:, 3] = torch.nan
-    elif kind == "empty":
-        weight = weight[:0]
-    else:
-        weight = (torch.randint(0, 16, (16, 64)).float() - 8) * 2e37
-    assert find_codes(weight.to(torch.bfloat16)) is None
+    others = (on_steps(64, 128).to(torch.bfloat16), weight + 0.01, weight[:48], weight[:, :64].contiguous())
+    assert not any(fits_weight(codes, other) for other in others)
 
 
 # In an engine -------------------------------------------------------------------------------
@@ -112,27 +82,37 @@ def test_weights_beyond_all_numbers_have_no_codes(kind: str) -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache. Small weights are packed, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepacking, "_LEAST", 0)
+    NotedKernels(monkeypatch)
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product by codes of 4 bits."""
-    return rows_of(monkeypatch, prepacking, "int4_product")
+    rows: list[int] = []
+
+    def counted(kernel: products.Kernel) -> products.Kernel:
+        def multiply(given: torch.Tensor, codes: Any, bias: torch.Tensor | None) -> torch.Tensor:
+            rows.append(given.shape[:-1].numel())
+            return int4_product(given, codes, bias)
+
+        return replace(kernel, multiply=multiply) if kernel.name == "int4" else kernel
+
+    monkeypatch.setattr(products, "KERNELS", tuple(map(counted, products.KERNELS)))
+    return rows
 
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Weights in which codes were looked for."""
     weights: list[torch.Tensor] = []
-    inner = kept_codes.find_codes
+    inner = int4.find_codes
 
     def counted(weight: torch.Tensor) -> Any:
         weights.append(weight)
         return inner(weight)
 
-    monkeypatch.setattr(kept_codes, "find_codes", counted)
+    monkeypatch.setattr(int4, "find_codes", counted)
     return weights
 
 
@@ -143,14 +123,13 @@ def written(folder: Path, kind: str = "Q4_1") -> Path:
 
 def opened(file: Path, **options: Any) -> BlendEngine:
     config = BlendConfig(prepack_weights=True, prompt_cache=0, **options)
-    return BlendEngine.from_pretrained(file, device="cpu", config=config)
+    return BlendEngine.from_pretrained(file, device="cpu", dtype="bfloat16", config=config)
 
 
 def kept(cache: Path) -> list[Path]:
     return sorted(cache.glob("cacheblend_rag/models/gguf/*/codes/*"))
 
 
-@needs_bfloat16
 def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(tmp_path: Path, cache: Path, asked: list[int]) -> None:
     with opened(written(tmp_path)) as engine:
         answer = engine.generate(PROMPT, max_new_tokens=6)
@@ -164,52 +143,30 @@ def test_tokens_of_a_file_of_4_bits_are_multiplied_by_its_codes(tmp_path: Path, 
             assert not asked
 
 
-@needs_bfloat16
-def test_codes_are_found_once_and_read_from_then_on(
+def test_codes_are_found_once_and_anew_where_what_was_kept_is_damaged(
     tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor]
 ) -> None:
     file = written(tmp_path)
     with opened(file) as engine:
-        first = engine.generate(PROMPT, max_new_tokens=6).token_ids
+        first = engine.generate(PROMPT, max_new_tokens=4).token_ids
     assert searches
-    assert len(kept(cache)) == 1
-    searches.clear()
-    with opened(file) as engine:
-        asked.clear()
-        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == first
-        assert asked
-    assert not searches
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("damage", ["cut", "other weights", "folder"])
-def test_damaged_codes_are_found_anew(
-    damage: str, tmp_path: Path, cache: Path, asked: list[int], searches: list[torch.Tensor]
-) -> None:
-    file = written(tmp_path)
-    with opened(file) as engine:
-        first = engine.generate(PROMPT, max_new_tokens=6).token_ids
     (path,) = kept(cache)
-    content = path.read_bytes()
-    if damage == "other weights":
-        from safetensors.torch import load_file, save_file
-
-        tensors = load_file(path)
-        save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, path)
-    elif damage == "folder":
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_bytes(content[:-100])
-    searches.clear()
-    with opened(file) as engine:
+    for damage in ("none", "cut", "other weights", "a folder in its place"):
+        if damage == "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        elif damage == "other weights":
+            save_file({name: codes.flip(0).contiguous() for name, codes in load_file(path).items()}, path)
+        elif damage != "none":
+            path.unlink()
+            path.mkdir()
+        searches.clear()
         asked.clear()
-        assert engine.generate(PROMPT, max_new_tokens=6).token_ids == first
-    assert searches
-    assert asked
+        with opened(file) as engine:
+            assert engine.generate(PROMPT, max_new_tokens=4).token_ids == first, damage
+        assert asked, damage
+        assert bool(searches) == (damage != "none"), damage
 
 
-@needs_bfloat16
 def test_weight_that_was_changed_is_multiplied_as_it_is(tmp_path: Path, cache: Path, asked: list[int]) -> None:
     file = written(tmp_path)
     with opened(file) as engine:
@@ -232,9 +189,10 @@ def alter(engine: BlendEngine) -> None:
 
 def farthest(engine: BlendEngine) -> float:
     """Largest relative distance of a row by codes from the weight as it is."""
-    copies = prepacking._by_model[engine.model]()
-    assert copies is not None
-    codes = {one.module: one.copy.product.args[1] for one in copies._forwards if one.copy is not None}  # type: ignore[attr-defined]
+    known = products._by_model[engine.model]()
+    assert known is not None
+    copies = {forward.module: forward.copies for forward in known._forwards}
+    codes = {module: one.forms["int4"] for module, one in copies.items() if one is not None}
     found = {module: one for module, one in codes.items() if one is not None}
     assert len(found) >= 7 * len(engine.model.model.layers)
     away = [0.0]
@@ -246,7 +204,6 @@ def farthest(engine: BlendEngine) -> float:
     return max(away)
 
 
-@needs_bfloat16
 def test_weights_changed_before_the_first_pass_have_codes_of_their_own(tmp_path: Path, cache: Path) -> None:
     file = written(tmp_path)
     with opened(file) as engine:
@@ -261,7 +218,6 @@ def test_weights_changed_before_the_first_pass_have_codes_of_their_own(tmp_path:
         assert farthest(engine) < 0.02, "what was kept is of this file's weights"
 
 
-@needs_bfloat16
 def test_nothing_else_is_deleted_where_codes_are_kept(tmp_path: Path, cache: Path) -> None:
     file = written(tmp_path)
     with opened(file) as engine:
@@ -275,11 +231,3 @@ def test_nothing_else_is_deleted_where_codes_are_kept(tmp_path: Path, cache: Pat
     assert len(left) == 2
     assert left[1] == "letters.txt"
     assert left[0] != f"{'0' * 16}.safetensors"
-
-
-@needs_bfloat16
-def test_blended_answer_is_the_same_in_each_process_and_batch(tmp_path: Path, cache: Path, asked: list[int]) -> None:
-    with opened(written(tmp_path), max_concurrent=2, min_tokens=0) as engine:
-        alone = [engine.generate(PROMPT, max_new_tokens=5).token_ids for _ in range(2)]
-        assert alone[0] == alone[1]
-        assert asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,28 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import onednn_linear as direct
+from cacheblend_rag.models.cpu import kernels as direct
+from cacheblend_rag.models.cpu import products as of_models
+from cacheblend_rag.models.cpu.products import Products
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, engine_of, untouched
-from tests.products import has_products, note_products
+from tests.products import NotedKernels, has_products
 from tests.tolerance import assert_layers_close, assert_logits_close
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
 
-@pytest.fixture(autouse=True)
-def even_small_products_are_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_LEAST", 0)
-    monkeypatch.setattr(direct, "_SMALLEST", 0)
-
-
 @pytest.fixture
-def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "most_rows", lambda: sys.maxsize)
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the rows of each product by oneDNN."""
-    return note_products(monkeypatch, direct)
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product by oneDNN, which even small ones are."""
+    noted = NotedKernels(monkeypatch)
+    monkeypatch.setattr(of_models, "KERNELS", of_models.KERNELS[1:2])
+    monkeypatch.setattr(of_models, "most_rows", lambda: direct.ANY_ROWS)
+    return noted.rows
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
-def test_results_are_the_models_own(preferred: None, products: list[tuple[int, ...]], family: str) -> None:
+def test_results_are_the_models_own(products: list[int], family: str) -> None:
     model = tiny.model(family)
     expected: dict[float, Any] = {}
     for option in (False, "auto"):
@@ -60,14 +54,14 @@ def test_results_are_the_models_own(preferred: None, products: list[tuple[int, .
     assert untouched(model)
 
 
-def test_layer_that_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
+def test_layer_that_is_no_plain_product_is_computed_as_ever(products: list[int]) -> None:
     class Own(nn.Linear):
         pass
 
     layer, own = nn.Linear(8, 4), Own(8, 4)
     narrow = nn.Linear(8, 4, dtype=torch.float64)
     rows = torch.rand(3, 8)
-    with direct.DirectProducts([layer, own, narrow]).in_use():
+    with Products(layer, [layer, own, narrow], of_models.KERNELS).in_use():
         assert layer(rows).requires_grad, "gradients need the plain product"
         with torch.no_grad():
             torch.testing.assert_close(own(rows), nn.functional.linear(rows, own.weight, own.bias))
@@ -82,20 +76,18 @@ def test_layer_that_is_no_plain_product_is_computed_as_ever(preferred: None, pro
             torch.testing.assert_close(layer(rows[None, :0]), torch.empty(1, 0, 4))
             layer.weight.data[0] = 0.0  # it is the weight itself that is multiplied by
             torch.testing.assert_close(layer(rows[None])[..., 0], layer.bias[0].expand(1, 3))
-    assert products[:1] == [(3, 8)]
+    assert products[:1] == [3]
     assert "forward" not in vars(layer)
 
 
-def test_many_rows_are_plain_where_few_are_not(
-    products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct, "most_rows", lambda: 4)
+def test_many_rows_are_plain_where_few_are_not(products: list[int]) -> None:
+    few = [replace(of_models.KERNELS[0], most_rows=4)]
     layer, rows = nn.Linear(8, 4), torch.rand(2, 3, 8)
-    with direct.DirectProducts([layer]).in_use(), torch.no_grad():
+    with Products(layer, [layer], few).in_use(), torch.no_grad():
         torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
         assert not products, "rows of a batch count together"
         torch.testing.assert_close(layer(rows[:, :2]), nn.functional.linear(rows[:, :2], layer.weight, layer.bias))
-    assert products == [(2, 2, 8)]
+    assert products == [4]
 
 
 # Which processors ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import loading
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cpu import onednn_linear, weight_prepacking
+from cacheblend_rag.models.cpu.products import KERNELS, _weight_to_copy
 from cacheblend_rag.models.cpu.rowwise import row_by_row
 from cacheblend_rag.models.gpu.layer import is_plain
 from cacheblend_rag.models.identity import fingerprint
@@ -105,10 +105,9 @@ def test_exact_and_known_again(method: str, saved: Path, tmp_path: Path) -> None
         assert engine.generate(THREE_CHUNKS, max_new_tokens=4).report.hits == 3
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith("bitsandbytes")])
-def test_looking_at_the_identity_leaves_the_model_as_it_is(method: str, saved: Path) -> None:
+def test_looking_at_the_identity_leaves_the_model_as_it_is(saved: Path) -> None:
     """The ``state_dict`` of bitsandbytes changes a model that has answered on a CPU."""
-    model = load_model(saved, device="cpu", quantization_config=METHODS[method]()).model
+    model = load_model(saved, device="cpu", quantization_config=METHODS["bitsandbytes 4 bits"]()).model
     with torch.no_grad():
         first = model(IDS).logits
         before = fingerprint(model)
@@ -200,40 +199,27 @@ def test_model_that_transformers_dequantises_is_an_ordinary_model(
     assert wide != narrow
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, r"'gptq' is not usable: .*optimum.*load weights that are not quantised"),
-        ({"quant_method": "awq", "bits": 4}, r"'awq' is not usable: .*gptqmodel.*TorchAoConfig"),
-        ({"quant_method": "folded"}, r"'folded' is not usable: this transformers does not know"),
-    ],
-)
-def test_unloadable_quantisation_is_refused_by_its_method(
-    said: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloadable_quantisation_is_refused_by_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.quantizers.quantizer_gptq.is_optimum_available", lambda: False)
     monkeypatch.setattr("transformers.quantizers.quantizer_awq.is_gptqmodel_available", lambda: False)
-    folder = rewritten(written(tmp_path, "llama", torch.float32), lambda name, weight: {name: weight}, **said)
-    with pytest.raises(ConfigError, match=message):
-        load_model(folder, device="cpu")
+    folder = written(tmp_path, "llama", torch.float32)
+    for method, message in (
+        ("gptq", r"'gptq' is not usable: .*optimum.*load weights that are not quantised"),
+        ("awq", r"'awq' is not usable: .*gptqmodel.*TorchAoConfig"),
+        ("folded", r"'folded' is not usable: this transformers does not know"),
+    ):
+        rewritten(folder, lambda name, weight: {name: weight}, quant_method=method, bits=4)
+        with pytest.raises(ConfigError, match=message):
+            load_model(folder, device="cpu")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["bitsandbytes 4 bits", "torchao int8"])
-def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
+def test_faster_products_leave_quantised_layers_alone(saved: Path) -> None:
+    for method, dtype in (("bitsandbytes 4 bits", "float32"), ("torchao int8", "bfloat16")):
         model = load_model(saved, device="cpu", dtype=dtype, quantization_config=METHODS[method]()).model
         layer = model.model.layers[0]
-        rows = torch.zeros(1, 1000, 64, dtype=model.dtype)
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
-            assert not onednn_linear.fits(rows[..., : linear.in_features], linear)
-        linears = [module for module in model.modules() if type(module) is nn.Linear]
-        ordinary = nn.Linear(512, 64, dtype=torch.bfloat16)
-        packed = weight_prepacking._PrepackedWeights([*linears, ordinary], lambda layers: {})
-        assert packed.nbytes == 2 * 512 * 64
+            assert all(_weight_to_copy(linear, kernel.dtype) is None for kernel in KERNELS)
         assert not is_plain(layer)
         assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]
     assert is_plain(tiny.model("llama").model.layers[0])
-
-
-# Layers whose codes lie in buffers, as gptqmodel makes them for GPTQ and AWQ ----------------------------

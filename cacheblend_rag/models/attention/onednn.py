@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend_rag.models.cpu.onednn_linear import ANY_ROWS, most_rows, onednn_product
+from cacheblend_rag.models.cpu.kernels import ANY_ROWS, most_rows, onednn_product
 
 # Rows of one product, of all heads that share a key: enough for it to be fast, few enough for the scores to stay in a
 # processor's cache. With fewer than the least the calls cost more than they save (float32, two cores of an AMD EPYC

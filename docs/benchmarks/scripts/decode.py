@@ -41,7 +41,7 @@ from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import int4_linear, weight_prepacking
+from cacheblend_rag.models.cpu.products import Kernel, Products
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import (
     BenchOptions,
@@ -213,13 +213,15 @@ _READ = 160  # tokens of a text before those whose scores are compared
 
 
 class _Switch:
-    """Stands for what says whether rows are few, and says no for the way without copies."""
+    """Hides the kernel of few rows from products for the way without copies."""
 
-    def __init__(self, are_few: Callable[[torch.Tensor], bool]) -> None:
-        self.way, self._are_few = _COPIES[0], are_few
+    def __init__(self, name: str) -> None:
+        self.way, self._name, self._form = _COPIES[0], name, Products.form
 
-    def __call__(self, rows: torch.Tensor) -> bool:
-        return self.way == _COPIES[0] and self._are_few(rows)
+    def form(self, products: Products, kernel: Kernel, *which: Any) -> Any:
+        """See `Products.form`."""
+        hidden = kernel.name == self._name and self.way != _COPIES[0]
+        return None if hidden else self._form(products, kernel, *which)
 
 
 class _TakingTurns(LogitsProcessor):  # type: ignore[misc]
@@ -303,10 +305,10 @@ def _run(options: argparse.Namespace) -> None:
     wide = options.dtype == "float32"
     prepack = "auto" if wide else True
     config = BlendConfig(prepack_weights=prepack, prompt_cache=0, write_back="off")
-    switch = _Switch(weight_prepacking.are_few_for_float16 if wide else int4_linear.are_few)
+    switch = _Switch("float16" if wide else "int4")
     with (
         BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,
-        mock.patch.object(weight_prepacking, "are_few_for_float16" if wide else "are_few", switch),
+        mock.patch.object(Products, "form", lambda *which: switch.form(*which)),
     ):
         result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
         if wide:

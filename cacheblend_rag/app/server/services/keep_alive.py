@@ -21,7 +21,7 @@ from torch import nn
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.scheduler import held_if_idle
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu.weight_prepacking import drop_copies
+from cacheblend_rag.models.cpu.products import drop_copies
 from cacheblend_rag.models.memory import give_back_unused
 from cacheblend_rag.models.quantised import is_quantised
 

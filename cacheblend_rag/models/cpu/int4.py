@@ -3,22 +3,40 @@
 A file of 4 bits keeps each 32 weights of a row as codes with a step and a lowest value. transformers makes ordinary
 weights of them, and multiplying a row by those takes as long as reading them. The codes are found again in the weights,
 whatever made them. Nothing is quantised here: a weight that does not lie on such steps has no codes.
+
+Finding them takes seconds, so they are kept beside the weights of a converted file. The kernel's order of them depends
+on the processor, so each kind of processor has its own file. It is named by what the weights are, for they may have
+changed since they were read. A file that is damaged, of other weights or of another PyTorch is made anew.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from cacheblend_rag.models.cpu.onednn_linear import gives
+from cacheblend_rag.models.cpu.kernels import gives
+from cacheblend_rag.models.model_folders import CODES, is_whole
 
-# Rows up to which the kernel is no slower (docs/decisions/0024-codes-of-four-bits.md).
-_ROWS = 4
+_log = logging.getLogger(__name__)
+MOST_ROWS = 4
+"""Rows up to which the kernel is no slower (docs/decisions/0024-codes-of-four-bits.md)."""
 # Weights of a row that share a step and a lowest value, and steps between the lowest and the highest.
 _GROUP, _STEPS = 32, 15
 # Groups that are looked at together, so that what is made of them stays in the processor's cache; and the first ones.
@@ -30,6 +48,11 @@ _TOLERANCE, _NEAR = 2**-6.5, 0.25
 _ALIKE = 2**-6
 # The kernel multiplies by so many rows of a weight at once.
 _BLOCK = 16
+# Raise when the same weights would have other codes.
+_VERSION = 1
+_PART = "codes-"
+# Names of what this file writes.
+_OURS = re.compile(rf"[0-9a-f]{{16}}\.safetensors|{_PART}.*")
 
 _Array = NDArray[Any]
 
@@ -107,11 +130,6 @@ def fits_weight(codes: Codes, weight: torch.Tensor) -> bool:
     return bool((int4_product(wave, codes, None).float() - plain).norm() <= _ALIKE * plain.norm())
 
 
-def are_few(rows: torch.Tensor) -> bool:
-    """Whether rows ``[..., in]`` are multiplied faster by codes."""
-    return rows.shape[:-1].numel() <= _ROWS
-
-
 @np.errstate(over="ignore", invalid="ignore")  # numbers that are too large or none fit no steps
 def _fit(groups: _Array, codes: _Array, steps: _Array) -> bool:
     """Write the codes, steps and values of code 8 of groups ``[32, groups]``, if all of them lie on steps."""
@@ -158,9 +176,81 @@ def _packed(codes: torch.Tensor, steps: torch.Tensor) -> Codes:
 def _agrees() -> bool:
     """Whether the private operators are there and give the product; looked at once a process."""
     chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
-    rows = torch.rand(_ROWS, 2 * _GROUP, device="cpu", generator=chance).to(torch.bfloat16)
+    rows = torch.rand(MOST_ROWS, 2 * _GROUP, device="cpu", generator=chance).to(torch.bfloat16)
     codes = torch.randint(0, _STEPS + 1, (48, 2 * _GROUP), device="cpu", dtype=torch.int32, generator=chance)
     steps = torch.rand(48, 2, 2, device="cpu", generator=chance).to(torch.bfloat16).float()
     weight = (codes.view(48, 2, _GROUP) - 8) * steps[..., :1] + steps[..., 1:]
     expected = rows.float() @ weight.view(48, -1).T
     return gives(lambda: int4_product(rows, _packed(codes, steps), None), expected)
+
+
+def codes_of_layers(model: Any, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Codes]:
+    """Codes of those layers whose weights lie on steps; none for a model that was not converted from a GGUF file.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+    layers : sequence of Linear
+        Those of its layers whose weights are in bfloat16, contiguous and on a CPU.
+    """
+    folder = Path(str(getattr(model.config, "_name_or_path", "")))
+    if not layers or not is_whole(folder):
+        return {}
+    names = {layer: name for name, layer in model.named_modules()}
+    weights = {names[layer]: layer.weight.detach() for layer in layers if begins_on_steps(layer.weight)}
+    if not weights:
+        return {}
+    file = folder / CODES / f"{_key(weights)}.safetensors"
+    found = _read(file, weights)
+    if found is None:
+        _log.info("finding codes of 4 bits in the weights of %s, once", folder)
+        each = ((name, find_codes(weight)) for name, weight in weights.items())
+        found = {name: codes for name, codes in each if codes is not None}
+        _write(file, found)
+    return {layer: found[names[layer]] for layer in layers if names[layer] in found}
+
+
+def _key(weights: Mapping[str, torch.Tensor]) -> str:
+    """Of weights as they are now, and of the kernel."""
+    kernel = torch.__version__, torch.backends.cpu.get_cpu_capability()
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        sums = list(threads.map(_checksum, weights.values()))
+    facts = [(name, tuple(weight.shape), one) for (name, weight), one in zip(weights.items(), sums, strict=True)]
+    return hashlib.sha256(repr((_VERSION, kernel, facts)).encode()).hexdigest()[:16]
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    return zlib.crc32(weight.view(torch.uint8).numpy().data)
+
+
+def _read(file: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, Codes] | None:
+    """Codes of a file by layer; None if there is none, or it does not fit the weights."""
+    try:
+        tensors = load_file(file)
+        names = {name.rpartition(".")[0] for name in tensors}
+        found = {name: Codes(tensors[f"{name}.codes"], tensors[f"{name}.steps"]) for name in names}
+        fit = all(fits_weight(codes, weights[name]) for name, codes in found.items())
+    except (OSError, SafetensorError, KeyError, RuntimeError):
+        return None
+    return found if fit else None
+
+
+def _write(file: Path, found: Mapping[str, Codes]) -> None:
+    """Keep codes in place of those of other processors or PyTorches; without room for them nothing is kept."""
+    tensors = {f"{name}.codes": one.packed for name, one in found.items()}
+    tensors |= {f"{name}.steps": one.steps for name, one in found.items()}
+    try:
+        file.parent.mkdir(exist_ok=True)
+        for old in file.parent.iterdir():
+            if _OURS.fullmatch(old.name):
+                old.unlink()
+        with tempfile.NamedTemporaryFile(prefix=_PART, dir=file.parent, delete=False) as part:
+            pass
+        try:
+            save_file(tensors, part.name)
+            os.replace(part.name, file)
+        except BaseException:
+            os.unlink(part.name)
+            raise
+    except (OSError, SafetensorError) as error:
+        _log.debug("codes of 4 bits are not kept in %s: %s", file.parent, error)

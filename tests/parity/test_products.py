@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,18 @@ from torch import nn
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import weight_prepacking as prepacking
+from cacheblend_rag.models.cpu import kernels, products
+from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import free_memory, total_memory
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.products import NotedKernels
 from tests.tolerance import narrow_error
 
 
-def _has_bfloat16() -> bool:
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
-
-
-needs_bfloat16 = pytest.mark.skipif(not _has_bfloat16(), reason="oneDNN has no bfloat16 products here")
-
-
 @pytest.fixture(autouse=True)
-def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacking, "_LEAST", 0)
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each product by a packed weight."""
-    rows, inner = list[int](), prepacking.onednn_product
-
-    def product(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows.append(given.shape[-2])
-        return inner(given, packed, bias)
-
-    monkeypatch.setattr(prepacking, "onednn_product", product)
-    return rows
+def noted(monkeypatch: pytest.MonkeyPatch) -> NotedKernels:
+    return NotedKernels(monkeypatch)
 
 
 def model_of(family: str = "llama", **changes: Any) -> Any:
@@ -65,14 +45,13 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # The same results ---------------------------------------------------------------------------
 
 
-@needs_bfloat16
 @pytest.mark.parametrize(
     ("family", "changes", "ratio"),
     [("llama", {"attention_bias": True, "mlp_bias": True}, 0.3), ("qwen3", {"tie_word_embeddings": True}, 1.0)],
     ids=str,
 )
 def test_fused_prompt_is_that_of_plain_products(
-    family: str, changes: dict[str, Any], ratio: float, products: list[int]
+    family: str, changes: dict[str, Any], ratio: float, noted: NotedKernels
 ) -> None:
     model = model_of(family, **changes)
     for name, parameter in model.named_parameters():
@@ -84,7 +63,7 @@ def test_fused_prompt_is_that_of_plain_products(
             engine.warm(CHUNKS)
             fused[option] = engine.fuse(PROMPT)
             tokens[option] = engine.generate(PROMPT, max_new_tokens=4).token_ids
-        used[option] = len(products)
+        used[option] = len(noted.rows)
     assert used[False] == 0 < used[True]
     assert error(fused[True].logits, fused[False].logits) < narrow_error(model)
     for mine, other in zip(fused[True].cache.layers, fused[False].cache.layers, strict=True):
@@ -96,8 +75,7 @@ def test_fused_prompt_is_that_of_plain_products(
         assert error(fused[True].logits, plain.logits[0, -1]) < narrow_error(model)
 
 
-@needs_bfloat16
-def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
+def test_every_way_the_engine_runs_the_model_gains(noted: NotedKernels) -> None:
     model = model_of()
     with engine_of(model, prepack_weights=True, write_back="background") as engine:
         ways: dict[str, Callable[[], object]] = {
@@ -109,16 +87,16 @@ def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
             "decoded": lambda: engine.generate(PROMPT, max_new_tokens=4),
         }
         for name, way in ways.items():
-            products.clear()
+            noted.rows.clear()
             way()
-            assert products, name
-        assert products.count(1) >= 3 * 7 * len(model.model.layers) + 4, "tokens after the first, and the output head"
-        products.clear()
+            assert noted.rows, name
+        assert noted.rows.count(1) >= 3 * 7 * len(model.model.layers) + 4, "tokens after the first, and the output head"
+        noted.rows.clear()
         engine.adapter.prefill(engine.tokenize(PROMPT).input_ids)
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
         with engine.with_config(prepack_weights=False) as plain:
             plain.fuse(PROMPT)
-        assert products == []
+        assert noted.rows == []
 
 
 # Weights that change ------------------------------------------------------------------------
@@ -166,9 +144,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@needs_bfloat16
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any], None], products: list[int]) -> None:
+def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any], None], noted: NotedKernels) -> None:
     model = model_of()
     with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
         before = engine.fuse(PROMPT)
@@ -176,12 +153,11 @@ def test_changed_weight_is_never_computed_with_as_it_was(change: Callable[[Any],
         expected = tiny.full_prefill(model, before.input_ids).logits[0, -1]
         assert error(before.logits, expected) > 0.1, "the change shows"
         for _ in range(3):
-            products.clear()
+            noted.rows.clear()
             assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
-        assert products, "weights are packed again once they rest"
+        assert noted.rows, "weights are packed again once they rest"
 
 
-@needs_bfloat16
 def test_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
     model = model_of()
     layer, rows = model.lm_head, torch.randn(2, 32).bfloat16()
@@ -191,7 +167,6 @@ def test_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
         assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight))
 
 
-@needs_bfloat16
 def test_weights_written_before_an_engine_is_made_are_packed_anew_for_it() -> None:
     model = model_of()
     with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
@@ -207,15 +182,14 @@ def test_weights_written_before_an_engine_is_made_are_packed_anew_for_it() -> No
 # The user's model ---------------------------------------------------------------------------
 
 
-@needs_bfloat16
-def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int]) -> None:
+def test_other_user_of_a_prepacked_model_gets_plain_results(noted: NotedKernels) -> None:
     model, ids = model_of(), torch.tensor([[5, 6, 7, 8]])
     expected = model(ids, labels=ids)
     expected.loss.backward()
     gradient = model.lm_head.weight.grad.clone()
     model.zero_grad()
     with engine_of(model, prepack_weights=True) as engine, engine.products():
-        products.clear()  # one for each shape of weight, to see that products are right
+        noted.rows.clear()  # one for each shape of weight, to see that products are right
         found = model(ids, labels=ids)
         found.loss.backward()
         assert torch.equal(found.logits, expected.logits)
@@ -225,7 +199,7 @@ def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int])
         assert model.lm_head(torch.ones(0, 32).bfloat16()).shape == (0, 400)
         with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
             model.lm_head(torch.ones(2, 31).bfloat16())
-        assert products == []
+        assert noted.rows == []
         twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.lm_head.weight.zero_()
@@ -237,7 +211,7 @@ def test_other_user_of_a_prepacked_model_gets_plain_results(products: list[int])
 
 
 def test_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacking, "_LEAST", 2**15)
+    monkeypatch.setattr(products, "_LEAST", 2**15)
     with pytest.raises(ConfigError, match=r"prepack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
         engine_of(tiny.model(), prepack_weights=True)
     with engine_of(tiny.model()) as engine:
@@ -247,57 +221,58 @@ def test_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for(monke
 
 
 def test_processor_without_bfloat16_products_prepacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(products, "in_hardware", lambda dtype: False)
     with engine_of(model_of()) as engine:
         assert not prepacks(engine)
     with pytest.raises(ConfigError, match="processor"):
         engine_of(model_of(), prepack_weights=True)
 
 
-@needs_bfloat16
-@pytest.mark.parametrize("total", [None, 10_000])
-def test_copies_must_fit_into_memory_unless_they_were_asked_for(
-    total: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_must_fit_into_memory_unless_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(prepacking, "total_memory", lambda: total)
-    with engine_of(model_of()) as engine:
-        assert not prepacks(engine)
-    monkeypatch.setattr(prepacking, "total_memory", lambda: 10**9)
-    with engine_of(model_of()) as engine:
-        assert prepacks(engine)
-    monkeypatch.setattr(prepacking, "total_memory", lambda: total)
-    with engine_of(model_of(), prepack_weights=True) as engine:
-        assert prepacks(engine)
+    for total, option, fits in (
+        (None, "auto", False),
+        (10_000, "auto", False),
+        (10**9, "auto", True),
+        (None, True, True),
+        (10_000, True, True),
+    ):
+        monkeypatch.setattr(products, "total_memory", lambda total=total: total)
+        with engine_of(model_of(), prepack_weights=option) as engine:
+            assert prepacks(engine) == fits, (total, option)
 
 
-def _raise(*arguments: object) -> torch.Tensor:
-    raise AttributeError("no such operation")
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("broken", ["prepacking", "product", "later product", "wrong product"])
+@pytest.mark.parametrize("broken", ["copy", "product", "later product"])
 def test_operations_that_have_gone_leave_the_plain_path(
-    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broken: str, noted: NotedKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fail(*arguments: object) -> dict[nn.Linear, torch.Tensor]:
+        raise AttributeError("no such operation")
+
     model = model_of()
+    if broken == "copy":
+        monkeypatch.setattr(products, "KERNELS", (replace(products.KERNELS[-1], copy=fail),))
     with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine, caplog.at_level(logging.WARNING):
         expected = tiny.full_prefill(model, engine.tokenize(PROMPT).input_ids).logits[0, -1]
-        if broken == "prepacking":
-            monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", _raise)
         if broken == "later product":
             engine.fuse(PROMPT)
-        if broken == "wrong product":
-            monkeypatch.setattr(
-                prepacking, "onednn_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed))
-            )
-        elif broken != "prepacking":
-            monkeypatch.setattr(prepacking, "onednn_product", _raise)
+        noted.fault = AttributeError("no such operation")
         for _ in range(2):
             assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
         assert caplog.text.count("weights are not prepacked") == 1
         with engine.products():
             assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.skipif(in_hardware(torch.bfloat16) is not True, reason="oneDNN has no bfloat16 products here")
+def test_order_of_onednn_gives_the_plain_product_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(5, 64).bfloat16()
+    with torch.no_grad():
+        form = kernels.arranged_by_onednn(None, [layer])[layer]
+        assert error(kernels.onednn_product(rows, form, layer.bias), layer(rows)) < 0.02
+        monkeypatch.setattr(kernels, "onednn_product", lambda rows, form, bias: rows.new_zeros(len(rows), 48))
+        with pytest.raises(RuntimeError, match="differs from the plain one"):
+            kernels.arranged_by_onednn(None, [layer])
 
 
 # Memory -------------------------------------------------------------------------------------
