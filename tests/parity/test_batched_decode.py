@@ -20,7 +20,7 @@ from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.pairwise import others_slow
-from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
+from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS
 from tests.probes import engine_of
 from tests.tolerance import assert_layers_close, assert_logits_close
 from tests.waiting import until
@@ -122,22 +122,13 @@ def check_together(model: Any, together: bool) -> None:
         assert_layers_close(cache.layers, alone.layers, model)
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        pytest.param(
-            *case.values, marks=() if case.values[0] in ("llama", "gpt_oss", "deepseek_v3") else pytest.mark.slow
-        )
-        for family in tiny.DIFFERENT
-        for case in rope_cases(family)[:1]
-    ],
-)
-def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
-    check_together(tiny.model(family, rope), family not in (*EAGER_ONLY, *OF_LATENTS))
+@pytest.mark.parametrize("family", others_slow(tiny.DIFFERENT, ("llama", "gpt_oss", "deepseek_v3")))
+def test_steps_together_are_those_of_each_alone(family: str) -> None:
+    check_together(tiny.model(family, tiny.rope_types(family)[0]), family not in (*EAGER_ONLY, *OF_LATENTS))
 
 
 @pytest.mark.parametrize("family", others_slow(sorted(WINDOWS), ("ministral3",)))
-def test_beyond_windows_too(family: str) -> None:
+def test_steps_together_beyond_windows(family: str) -> None:
     check_together(tiny.model(family, **WINDOWS[family]), True)
 
 
@@ -182,12 +173,15 @@ def nobody_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nobody_is_late")
 def test_answers_under_way_at_once_are_those_given_alone(engine: BlendEngine, passes: list[int]) -> None:
-    alone = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+    alone = [engine.generate(prompt, max_new_tokens=8).token_ids for prompt in PROMPTS]
     assert set(passes) == {1}
     passes.clear()
-    found = all_at_once(engine, PROMPTS, max_new_tokens=20)
-    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
-    assert passes == [4] * 19  # each step was one pass for all
+    assert [one.token_ids for one in all_at_once(engine, PROMPTS, max_new_tokens=8)] == alone
+    assert passes == [4] * 7  # each step was one pass for all
+    passes.clear()
+    found = engine.generate_batch([*PROMPTS, *PROMPTS], max_new_tokens=8)
+    assert [one.token_ids for one in found] == [*alone, *alone]
+    assert (max(passes), sum(passes)) == (4, 8 * 7)
 
 
 def test_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) -> None:
@@ -246,7 +240,7 @@ def test_answer_goes_on_between_two_layers_of_another_prompt(
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(name, {}) for name in ("llama", "gpt_oss", "deepseek_v3")] + [("mistral", WINDOWS["mistral"])],
+    [("gpt_oss", {}), ("deepseek_v3", {}), ("mistral", WINDOWS["mistral"])],
 )
 def test_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
@@ -285,15 +279,13 @@ def test_request_is_let_in_between_two_slices_of_a_prefill(
     assert report.prompt_tokens == sum(passed) - passed[1]
 
 
-def test_no_more_are_under_way_than_allowed(engine: BlendEngine, passes: list[int]) -> None:
-    found = all_at_once(engine.with_config(max_concurrent=2), PROMPTS, max_new_tokens=8)
-    assert [len(one.token_ids) for one in found] == [8] * 4
-    assert max(passes) == 2
-
-
-def test_without_room_for_another_prompt_it_waits(
+def test_no_more_are_under_way_than_allowed_or_have_room(
     engine: BlendEngine, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = all_at_once(engine.with_config(max_concurrent=2), PROMPTS, max_new_tokens=5)
+    assert [len(one.token_ids) for one in found] == [5] * 4
+    assert max(passes) == 2
+    passes.clear()
     monkeypatch.setattr("cacheblend_rag.models.batched_decode.free_memory_on", lambda device: 10_000)
     found = all_at_once(engine, PROMPTS, max_new_tokens=5)
     assert [len(one.token_ids) for one in found] == [5] * 4
@@ -301,7 +293,7 @@ def test_without_room_for_another_prompt_it_waits(
 
 
 def test_seeds_hold_whoever_else_draws(engine: BlendEngine, passes: list[int]) -> None:
-    sampled: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 7}
+    sampled: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.5, "seed": 7}
     alone = [engine.generate(prompt, **sampled).token_ids for prompt in PROMPTS]
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
@@ -329,15 +321,6 @@ def test_cancelled_stream_leaves_the_others_alone(engine: BlendEngine) -> None:
 
 
 # Batches ------------------------------------------------------------------------------------
-
-
-def test_the_prompts_of_a_batch_are_under_way_at_once(engine: BlendEngine, passes: list[int]) -> None:
-    alone = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in PROMPTS]
-    passes.clear()
-    found = engine.generate_batch([*PROMPTS, *PROMPTS], max_new_tokens=20)
-    assert [one.token_ids for one in found] == [*alone, *alone]
-    assert max(passes) == 4
-    assert sum(passes) == 8 * 19
 
 
 def test_failed_batch_ends_prompts_begun_ahead(engine: BlendEngine) -> None:

@@ -68,9 +68,8 @@ def test_the_element_type_of_a_container_is_that_of_all_of_it(tmp_path: Path) ->
     assert load_model(tmp_path, device="cpu", dtype="bfloat16").model.get_decoder().dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("container", ["qwen3_vl"])
-def test_identity_covers_the_text_weights(container: str) -> None:
-    model = tiny.model(container)
+def test_identity_covers_the_text_weights() -> None:
+    model = tiny.model("qwen3_vl")
     before = fingerprint(model)
     model.set_attn_implementation("eager")
     assert fingerprint(model) == before
@@ -134,13 +133,9 @@ def test_tied_weights_of_a_container() -> None:
     check_exact(model)
 
 
-@pytest.mark.parametrize("where", ["tokenizer", "processor"])
-def test_container_answers_a_chat_by_its_template(where: str, tmp_path: Path) -> None:
+def test_container_answers_a_chat_by_the_template_of_its_processor(tmp_path: Path) -> None:
     save("smolvlm", tmp_path)
-    if where == "processor":
-        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OF_BLOCKS}))
-    else:
-        (tmp_path / "chat_template.jinja").write_text(OF_BLOCKS)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OF_BLOCKS}))
     chat = ChatCacheBlend.from_model_id(str(tmp_path), config=BlendConfig(min_tokens=0), device="cpu", max_new_tokens=3)
     said = [SystemMessage("Read this."), HumanMessage("What fell?")]
     assert render_turns(chat.engine.tokenizer, turns_of(said)) == "system: Read this.\nuser: What fell?\nassistant:"

@@ -33,28 +33,21 @@ def in_software(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(element_type, "total_memory", lambda: 10**9)
 
 
-@pytest.fixture
-def with_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(element_type, "in_hardware", lambda dtype: True)
-
-
 def loaded(folder: Path, **options: Any) -> torch.dtype:
     dtype: torch.dtype = load_model(folder, device="cpu", **options).model.dtype
     return dtype
 
 
-def test_type_without_arithmetic_of_its_own_is_widened(saved: Path, in_software: None) -> None:
+def test_type_without_arithmetic_of_its_own_is_widened_unless_it_was_asked_for(saved: Path, in_software: None) -> None:
     assert loaded(saved) == torch.float32
     assert load_geometry(saved)[0].dtype == "float32"
-
-
-def test_requested_element_type_holds(saved: Path, in_software: None) -> None:
     assert loaded(saved, dtype="bfloat16") == torch.bfloat16
     assert load_geometry(saved, "bfloat16")[0].dtype == "bfloat16"
     assert loaded(saved, attn_implementation="sdpa") == torch.bfloat16
 
 
-def test_type_that_the_processor_multiplies_stays(saved: Path, with_hardware: None) -> None:
+def test_type_that_the_processor_multiplies_stays(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(element_type, "in_hardware", lambda dtype: True)
     assert loaded(saved) == torch.bfloat16
     assert load_geometry(saved)[0].dtype == "bfloat16"
 
@@ -62,23 +55,17 @@ def test_type_that_the_processor_multiplies_stays(saved: Path, with_hardware: No
 def test_too_little_memory_is_named_with_the_remedy(
     saved: Path, in_software: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(element_type, "total_memory", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"dtype='auto' .* use dtype='bfloat16', .* a memory of 1,000"):
-        load_model(saved)
-    assert load_geometry(saved)[0].dtype == "bfloat16"  # what loading asks for
-    assert loaded(saved, dtype="bfloat16") == torch.bfloat16
-    assert loaded(saved, dtype="float32") == torch.float32
-
-
-def test_room_is_reckoned_for_all_weights(saved: Path, in_software: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.from_pretrained(saved)
     needed = sum(4 * parameter.numel() for parameter in tiny.model().parameters())
     for total in (-(-needed * 4 // 3), None):
         monkeypatch.setattr(element_type, "total_memory", lambda total=total: total)
         assert type_to_load(config, CPU) == "float32"
     monkeypatch.setattr(element_type, "total_memory", lambda: needed * 4 // 3 - 1)
-    with pytest.raises(ConfigError):
-        type_to_load(config, CPU)
+    with pytest.raises(ConfigError, match=r"dtype='auto' .* use dtype='bfloat16', .* a memory of "):
+        load_model(saved)
+    assert load_geometry(saved)[0].dtype == "bfloat16"  # what loading asks for
+    assert loaded(saved, dtype="bfloat16") == torch.bfloat16
+    assert loaded(saved, dtype="float32") == torch.float32
 
 
 def test_store_of_one_day_is_found_on_the_next(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from tests import tiny
@@ -41,33 +40,5 @@ def test_equals_full_prefill(case: str) -> None:
                 # Too short to have tokens of their own are the empty chunk and the one of a letter.
                 hits = sum(len(chunk) > 1 for chunk in CASES[case].chunks) if state == "warm" else 0
                 assert (fused.report.hits, fused.report.misses) == (hits, chunks - hits)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("mistral", {"sliding_window": 16}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
-        ("llama", {}),
-    ],
-)
-def test_windows_and_attention_kernels(family: str, changes: dict[str, Any], attention: str) -> None:
-    model = tiny.model(family, **changes)
-    model.set_attn_implementation(attention)
-    with engine_of(model, recompute_ratio=1.0) as engine:
-        prompt = CASES["three chunks"]
-        engine.warm(prompt.chunks)
-        fused = engine.fuse(prompt)
-        plain = tiny.full_prefill(model, fused.input_ids)
-        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
-        answer = engine.generate(prompt, max_new_tokens=24)
-        expected = model.generate(
-            torch.tensor([fused.input_ids]),
-            attention_mask=torch.ones(1, len(fused.input_ids)),
-            max_new_tokens=24,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        assert answer.token_ids == expected[0, len(fused.input_ids) :].tolist()
+        everything = engine.with_config(selection="all").fuse(CASES[case])
+        assert_logits_close(everything.logits, plain.logits[0, -1], model, len(fused.input_ids))

@@ -103,15 +103,13 @@ def gives_back(model: Any) -> Iterator[None]:
     assert not model.get_decoder().rotary_emb._forward_hooks
 
 
-def check_exact(model: Any, prompt: Prompt = THREE_CHUNKS, tokens: int = 8) -> None:
+def check_exact(model: Any, prompt: Prompt = THREE_CHUNKS, tokens: int = 4) -> None:
     """Full KV recompute is plain prefill, and so is what follows."""
     with gives_back(model), engine_of(model, recompute_ratio=1.0) as engine:
         engine.warm(prompt.chunks)
         fused = engine.fuse(prompt)
         assert (fused.report.hits, fused.report.plain) == (len(prompt.chunks), False)
         assert_equals_plain(fused, model)
-        everything = engine.with_config(selection="all")
-        assert_equals_plain(everything.fuse(prompt), model)
         assert engine.generate(prompt, max_new_tokens=tokens).token_ids == plain_tokens(model, fused.input_ids, tokens)
 
 
@@ -126,40 +124,35 @@ def check_exact_behind_prefix(model: Any, prompt: Prompt = ONE_CHUNK) -> None:
         assert fused.report.computed_tokens[-1] < len(fused.input_ids) / 2
 
 
-def test_every_family_has_a_tiny_model() -> None:
+def test_every_family_has_a_tiny_model_and_a_row_in_the_documentation() -> None:
     assert set(WINDOWS) | set(BY_LAYER_TYPE) <= set(tiny.ARCHITECTURES)
     assert sorted(tiny.CONTAINERS) == sorted(CONTAINERS)
-    seen = set()
-    for architecture in tiny.ARCHITECTURES:
-        model = tiny.model(architecture)
-        assert model.config.model_type == architecture
-        seen.add(model.config.get_text_config().model_type)
-        assert ModelAdapter(model).attends_by_kernel == (architecture not in EAGER_ONLY)
-    assert seen == set(FAMILIES)
-
-
-def test_every_family_is_in_the_table_of_the_documentation() -> None:
     (table,) = (part for part in PAGE.read_text(encoding="utf-8").split("\n\n") if part.startswith("| model type |"))
     rows = table.splitlines()[2:]
     described = [described_of(architecture) for architecture in tiny.ARCHITECTURES]
     remedy = "write it anew: python -m tests.parity.families"
+    assert {family for _, family, _, _ in described} == set(FAMILIES)
     assert len(rows) == len(described) >= 30, remedy
     for row, (architecture, family, features, kernels) in zip(rows, described, strict=True):
         assert row.startswith(f"| `{architecture}` | `{family}` | {features} | {kernels} | "), remedy
+        assert ("soft caps or sinks" in features) == (architecture in EAGER_ONLY), architecture
 
 
 def rope_cases(family: str) -> list[Any]:
-    """The RoPE types of a family: all for two families, one for each other, since they share their code."""
+    """The RoPE types of a family: all for one family, one for each other, since they share their code."""
     types = tiny.rope_types(family)
-    later = () if family in ("gemma3_text", "llama") else pytest.mark.slow
+    later = () if family == "llama" else pytest.mark.slow
     return [pytest.param(family, rope, marks=later if rope != types[0] else ()) for rope in types]
 
 
 @pytest.mark.parametrize(("family", "rope"), [case for family in tiny.ARCHITECTURES for case in rope_cases(family)])
 def test_exact_with_every_rope_type(family: str, rope: str) -> None:
-    model = tiny.model(family, rope)
-    check_exact(model)
-    check_exact_behind_prefix(model)
+    check_exact(tiny.model(family, rope))
+
+
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
+def test_chunk_behind_what_it_was_computed_behind_is_exact(family: str) -> None:
+    check_exact_behind_prefix(tiny.model(family))
 
 
 @pytest.mark.parametrize(("family", "attention"), kernels([*sorted(WINDOWS), *BY_LAYER_TYPE]))
@@ -180,7 +173,7 @@ def test_decoding_past_the_window(family: str) -> None:
     with engine_of(tiny.model(family)) as engine:
         tokens = len(engine.fuse(ONE_CHUNK).input_ids)
     changes = WINDOWS.get(family, {}) | {"sliding_window": tokens + 5}
-    check_exact(tiny.model(family, **changes), ONE_CHUNK, tokens=20)
+    check_exact(tiny.model(family, **changes), ONE_CHUNK, tokens=12)
 
 
 @pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, ("llama", "phi3", "deepseek_v3", "gemma3")))
@@ -213,7 +206,7 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
 _WITHOUT_WINDOWS = sorted(set(tiny.ARCHITECTURES) - set(WINDOWS) - set(BY_LAYER_TYPE))
 
 
-@pytest.mark.parametrize("family", others_slow(_WITHOUT_WINDOWS, ("llama", "deepseek_v3")))
+@pytest.mark.parametrize("family", others_slow(_WITHOUT_WINDOWS, ("llama",)))
 def test_exact_with_attention_in_plain_steps(family: str) -> None:
     model = tiny.model(family)
     model.set_attn_implementation("eager")

@@ -17,6 +17,7 @@ from cacheblend_rag.models import gguf as conversion
 from cacheblend_rag.models import model_folders
 from cacheblend_rag.models.loading import load_geometry, load_model
 from tests import gguf_files, tiny
+from tests.pairwise import others_slow
 
 GEMMA3 = ["sliding_attention"] * 5 + ["full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def test_families_under_test_are_those_supported() -> None:
     assert sorted(FAMILIES) == sorted(conversion.ARCHITECTURES.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(list(FAMILIES), ("gemma3_text", "llama", "phi3", "qwen3_moe")))
 def test_logits_are_those_of_the_model_it_was_written_from(family: str, tmp_path: Path) -> None:
     model = tiny.model(family, **FAMILIES[family])
     model.config.rope_parameters.get("full_attention", model.config.rope_parameters)["rope_theta"] = 30_000.0
@@ -85,13 +86,11 @@ def _rebuilt(model: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("rope", ["yarn"])
-def test_rope_scaling_is_taken_from_the_file(rope: str, tmp_path: Path) -> None:
-    model = tiny.model("llama", rope)
-    settings: dict[str, Any] = {"rope__scaling__type": rope, "rope__scaling__factor": 4.0}
-    if rope == "yarn":
-        settings["rope__scaling__original_context_length"] = 64
-    loaded = load_model(gguf_files.write(tmp_path / "model.gguf", model, **settings), device="cpu")
+def test_rope_scaling_is_taken_from_the_file(tmp_path: Path) -> None:
+    model = tiny.model("llama", "yarn")
+    settings = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    said = {f"rope__scaling__{name}": value for name, value in settings.items()}
+    loaded = load_model(gguf_files.write(tmp_path / "model.gguf", model, **said), device="cpu")
     torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
     assert not torch.allclose(logits(loaded.model), logits(tiny.model("llama")), atol=0.1)
 
@@ -161,7 +160,7 @@ def test_engine_answers_from_a_gguf_file_and_knows_its_kv_again(tmp_path: Path) 
     assert present == [0, 2]
 
 
-def test_second_start_converts_nothing_wherever_the_file_lies(
+def test_second_start_converts_nothing_wherever_the_file_lies_but_for_a_damaged_folder(
     tmp_path: Path, cache: Path, conversions: list[Path]
 ) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
@@ -173,6 +172,9 @@ def test_second_start_converts_nothing_wherever_the_file_lies(
     assert load_geometry(path)[0].kv_heads == 2
     assert conversions == [path]
     assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
+    os.truncate(next((cache / "gguf").rglob("model.safetensors")), 100)
+    load_model(path, device="cpu")
+    assert conversions == [path, path]
 
 
 def test_conversion_checks_memory_and_disk_before_it_begins(
@@ -195,15 +197,6 @@ def test_conversion_checks_memory_and_disk_before_it_begins(
             load_model(path, device="cpu")
     assert not [one for one in cache.rglob("*") if one.name == "model.safetensors"]
     load_model(path, device="cpu")
-
-
-def test_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
-    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
-    load_model(path, device="cpu")
-    weights = next((cache / "gguf").rglob("model.safetensors"))
-    os.truncate(weights, 100)
-    load_model(path, device="cpu")
-    assert len(conversions) == 2
 
 
 def test_nothing_is_kept_if_so_chosen(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
@@ -238,18 +231,13 @@ def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_model(path)
 
 
-@pytest.mark.parametrize("by", ["setting"])
-def test_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
-    name = "model-00001-of-00003.gguf" if by == "name" else "model.gguf"
-    path = gguf_files.write(tmp_path / name, tiny.model("llama"), **({"split__count": 3} if by == "setting" else {}))
+def test_split_or_truncated_file_is_refused_with_the_remedy(tmp_path: Path, cache: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), split__count=3)
     with pytest.raises(ModelLoadError, match=r"one of 3 parts .*llama-gguf-split --merge"):
         load_model(path)
-
-
-@pytest.mark.parametrize("share", [0.02, 0.99])
-def test_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
-    os.truncate(path, int(share * path.stat().st_size))
-    with pytest.raises(ModelLoadError, match="damaged or incomplete"):
-        load_model(path)
+    for share in (0.99, 0.02):
+        os.truncate(path, int(share * path.stat().st_size))
+        with pytest.raises(ModelLoadError, match="damaged or incomplete"):
+            load_model(path)
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]

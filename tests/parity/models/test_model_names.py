@@ -132,11 +132,6 @@ def test_command_line_says_it_in_one_line(folders: Path, capsys: pytest.CaptureF
     said, meaning = seen.out.splitlines()
     assert said == f"{folders / 'whole'}: blended"
     assert "context window holds 2,048 tokens" in meaning
-    for command in (["ask", "What?"], ["serve"]):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CACHEBLEND_RAG_DATA_DIR", str(folders / "data"))
-            assert main([*command, "--data-dir", str(folders / "data"), "--model", str(folders / "bare")]) == 2
-        assert "holds no weights" in capsys.readouterr().err
 
 
 def test_embedders_are_refused_alike(folders: Path) -> None:
@@ -184,11 +179,10 @@ def _point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", slept)
 
 
-@pytest.mark.parametrize("way", ["engine", "chat"])
-def test_hub_that_does_not_answer_is_asked_once(way: str, asked: list[str]) -> None:
+def test_hub_that_does_not_answer_is_asked_once(asked: list[str]) -> None:
     said = r"model 'nobody/nothing' could not be loaded: .*answers with status 503; check the name and the network"
     with pytest.raises(ModelLoadError, match=said):
-        WAYS[way]("nobody/nothing")
+        ChatCacheBlend(model="nobody/nothing")
     assert asked == ["/nobody/nothing/resolve/main/config.json"]
     assert not is_offline_mode()
 

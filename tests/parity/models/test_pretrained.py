@@ -30,32 +30,29 @@ def answer(loaded: Any, new_tokens: int = 40) -> str:
     return str(loaded.tokenizer.decode(written[0, ids["input_ids"].shape[1] :]))
 
 
-def test_the_starter_answers_from_what_it_reads(smollm2_folder: Path) -> None:
-    said = answer(load_model(smollm2_folder, device="cpu"))
-    assert "1902" in said
-    assert said.endswith("<|im_end|>")
-
-
 @pytest.mark.slow
-def test_the_starter_answers_as_its_gguf_file_does(
+def test_starter_answers_from_what_it_reads_as_its_gguf_file_does(
     smollm2_folder: Path, smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     starter = load_model(smollm2_folder, device="cpu")
     by_path = load_model(smollm2_gguf, device="cpu")
-    assert answer(by_path) == answer(starter)
+    said = answer(starter)
+    assert "1902" in said
+    assert said.endswith("<|im_end|>")
+    assert answer(by_path) == said
     assert by_path.fingerprint() == starter.fingerprint()
 
 
 @pytest.mark.usefixtures("smollm2_folder")
-def test_no_hub_is_asked_for_a_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starter_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
     monkeypatch.setattr("cacheblend_rag.models.loading.find_adapter_config_file", asked.append)
     geometry, _ = load_geometry("smollm2")
     assert (geometry.layers, geometry.kv_heads, asked) == (30, 3, [])
 
 
-def test_the_embedder_ranks_what_is_asked_for_first(minilm_folder: Path) -> None:
+def test_embedder_ranks_what_is_asked_for_first(minilm_folder: Path) -> None:
     embedder = SentenceTransformerEmbeddings(minilm_folder, device="cpu")
     texts = ["The mill was destroyed by a fire in 1902.", "Cats sleep for most of the day."]
     question = torch.tensor(embedder.embed_query("When did the mill burn down?"))
