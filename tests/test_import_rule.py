@@ -341,20 +341,23 @@ def test_the_package_holds_no_weights_and_knows_nothing_of_its_tests() -> None:
         assert not outside & {"tests", "docs", "examples"}, path
 
 
-def test_the_package_and_its_command_line_import_nothing_heavy() -> None:
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    """One program imports more and more of the package."""
     heavy = ["torch", "transformers", "faiss", "sentence_transformers", "diskcache"]
-    light = [NAME, *(f"{NAME}.{name}" for name in ("errors", "config", "report", "app.cli"))]
-    script = f"import sys, {', '.join(light)}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_compilers_and_quantisers_are_not_imported_before_a_model_is_loaded() -> None:
-    """It takes as long as PyTorch and transformers together."""
+    readers = ["bs4", "lxml", "mammoth", "pypdf", "langchain_text_splitters"]
+    # Compilers and quantisers take as long as PyTorch and transformers together.
     slow = ["torch._dynamo", "torchao", "transformers.modeling_utils", "transformers.quantizers.auto"]
-    script = f"import sys, {NAME}.langchain, {NAME}.llama_index; print([m for m in {slow} if m in sys.modules])"
+    steps = (
+        (["errors", "config", "report", "app.cli"], heavy),
+        ([f"retrieval.{name}" for name in ("documents", "splitting", "embedder", "saved_index")], heavy + readers),
+        (["retrieval.index"], ["torch", "transformers", "sentence_transformers", *readers]),
+        (["langchain", "llama_index"], slow),
+    )
+    script = f"import sys, importlib\nfor names, absent in {steps}:\n"
+    script += f"    for name in names: importlib.import_module('{NAME}.' + name)\n"
+    script += "    print(names, [one for one in absent if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines() == [f"{names} []" for names, _ in steps]
 
 
 def test_public_names_are_there_and_others_are_not() -> None:

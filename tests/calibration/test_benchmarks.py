@@ -88,6 +88,7 @@ def test_the_work_of_methods_is_what_one_counts_by_hand() -> None:
     assert [Cost(0.25, 3000).bound(full=8.0, rate=rate) for rate in (1500.0, 1000.0)] == [2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_tokens_are_timed_by_every_way(result_of: Callable[..., dict[str, Any]]) -> None:
     result = result_of(decode.main, "--new-tokens", "4", part="ways")
     assert list(result["seconds_a_token"])[:2] == [PLAIN, "blended"]
@@ -95,12 +96,14 @@ def test_tokens_are_timed_by_every_way(result_of: Callable[..., dict[str, Any]])
     assert result["to_transformers"][PLAIN] == 1.0
 
 
+@pytest.mark.slow
 def test_answers_under_way_meet_the_same_requests(result_of: Callable[..., dict[str, Any]]) -> None:
     result = result_of(concurrent.main, "--new-tokens", "3", "--limit", "1", "--limit", "2", "--at-once", "2")
     assert [row["limit"] for row in result["under_way"]] == [1, 2]
     assert all(0 < row["first"] <= row["last_first"] <= row["last_answer"] for row in result["under_way"])
 
 
+@pytest.mark.slow
 def test_stores_are_measured_and_loading_is_held_against_recompute(result_of: Callable[..., dict[str, Any]]) -> None:
     records = result_of(storage.main, part="records")
     assert records["stored_bytes"]["disk, int8"] < records["stored_bytes"]["disk, raw"]
@@ -166,6 +169,7 @@ def test_recomputing_everything_is_full_prefill_in_the_yardstick_and_runs_are_jo
     assert sorted(case.id for half in ("dev", "test") for case in of_half(cases, half)) == [one.id for one in cases]
 
 
+@pytest.mark.slow
 def test_figures_of_the_paper_are_made_by_one_command(
     model_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

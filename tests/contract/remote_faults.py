@@ -26,7 +26,7 @@ from docs.benchmarks.scripts.servers import Proxy, make_bucket, s3_environment
 from tests.contract.faults import same_result
 from tests.toy import MODEL_PATH
 
-_LAYERS = 8
+_LAYERS = 4
 Change: TypeAlias = Callable[[bytes], bytes | None]
 
 
@@ -110,7 +110,7 @@ class Answered:
 
 
 class RemoteTrials:
-    """One prompt of three chunks over a tiny model, asked over any store. A chunk's KV takes about a megabyte."""
+    """One prompt of three chunks over a tiny model, asked over any store. A chunk's KV takes half a megabyte."""
 
     def __init__(self) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)

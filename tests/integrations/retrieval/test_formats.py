@@ -147,10 +147,10 @@ def test_html_says_its_encoding() -> None:
 
 
 def test_html_nested_too_deeply_or_of_broken_tags() -> None:
-    for deep in ("<div>" * 100_000, "<ul><li>" * 5_000):
+    for deep in ("<div>" * 20_000, "<ul><li>" * 2_000):
         with pytest.raises(DocumentError, match=r"page\.html cannot be read: its elements are nested too deeply"):
             html(deep)
-    for broken in ("<a " * 300_000, "<!--" * 300_000, "<a b='" * 200_000, "<![CDATA[" * 100_000):
+    for broken in ("<a " * 50_000, "<!--" * 50_000, "<a b='" * 50_000, "<![CDATA[" * 50_000):
         html(broken)  # in no more time than other pages
 
 
@@ -213,7 +213,7 @@ BOX = (
 
 
 def test_text_in_any_element_of_word_is_read() -> None:
-    for inner, text in (
+    cases = (
         (f"{run('Rent ')}<w:fldSimple w:instr='MERGEFIELD rent'>{run('1,250')}</w:fldSimple>", "Rent 1,250"),
         (f"<w:r><w:ruby><w:rt>{run('よむ')}</w:rt><w:rubyBase>{run('読')}</w:rubyBase></w:ruby></w:r>", "読(よむ)"),
         (f'<w:dir w:val="rtl">{run("שלום")}</w:dir><w:bdo w:val="ltr">{run(" 42")}</w:bdo>', "שלום 42"),
@@ -231,10 +231,11 @@ def test_text_in_any_element_of_word_is_read() -> None:
             "</mc:AlternateContent></w:r>",
             "Text\n\nIn a box",
         ),
-    ):  # fmt: skip
-        body = f"<w:body><w:p>{inner}</w:p>".encode()
-        data = with_part(EMPTY, "word/document.xml", lambda xml, new=body: xml.replace(b"<w:body>", new))
-        assert parsed("a.docx", data).replace("\t", " ").replace("  \n", "\n") == text
+    )
+    body = "<w:body>" + "".join(f"<w:p>{inner}</w:p>" for inner, _ in cases)
+    data = with_part(EMPTY, "word/document.xml", lambda xml: xml.replace(b"<w:body>", body.encode()))
+    read = parsed("a.docx", data).replace("\t", " ").replace("  \n", "\n")
+    assert read == "\n\n".join(text for _, text in cases)
 
 
 def test_unread_parts_of_a_word_document_are_named(caplog: pytest.LogCaptureFixture) -> None:

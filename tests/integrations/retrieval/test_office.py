@@ -217,7 +217,7 @@ def test_pictures_of_slides_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) ->
     data = with_part(
         presentation(lambda made: made.slides.add_slide(made.slide_layouts[6])),
         "ppt/media/a.png",
-        lambda _: bytes(10**8),
+        lambda _: bytes(10**7),
     )
     read = zipfile.ZipFile.read
 

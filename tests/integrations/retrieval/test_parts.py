@@ -86,7 +86,7 @@ def test_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
     assert [one.page_content for one in again.similarity_search("ben", 2)] == ["ben", FACTS["end"]]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_search_equals_sorting_by_the_nearest_part(data: st.DataObject) -> None:
     numbers = st.integers(-3, 3)
