@@ -13,7 +13,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import Contexts, finder, side_by_side
+from cacheblend_rag.prompt.contexts import Contexts, finder
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.probes import engine_of
@@ -53,7 +53,7 @@ def assert_same_kv(ours: SegmentKV, theirs: SegmentKV, model: Any) -> None:
 # The mean over contexts -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, ("gpt_oss", "llama", "phi3")))
 def test_kv_is_the_mean_of_plain_passes(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))
@@ -63,20 +63,8 @@ def test_kv_is_the_mean_of_plain_passes(family: str) -> None:
             assert_same_kv(kv, twin(adapter, CONTEXTS, own), adapter.model)
 
 
-def test_each_segment_has_contexts_and_a_head_of_its_own() -> None:
-    adapter = ModelAdapter(tiny.model())
-    segments = [ids_of(9, 1), ids_of(14, 2), ids_of(11, 3)]
-    kv = ContextKV(adapter, CONTEXTS).segments_kv(segments, heads=[0, 3, 1], numbers=[(0,), (1,), (0, 1)])
-    for own, head, numbers, found in zip(segments, (0, 3, 1), ((0,), (1,), (0, 1)), kv, strict=True):
-        expected = twin(adapter, [CONTEXTS[number] for number in numbers], own)
-        cut = [tuple(layer[:, head:] for layer in part) for part in (expected.keys, expected.values)]
-        assert_same_kv(found, SegmentKV(*cut, rotated=False), adapter.model)
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_context_that_would_change_the_frequencies_is_left_out(rope: str) -> None:
-    family = next(name for name in tiny.ARCHITECTURES if rope in tiny.rope_types(name))
-    adapter = ModelAdapter(tiny.model(family, rope))
+def test_context_that_would_change_the_frequencies_is_left_out() -> None:
+    adapter = ModelAdapter(tiny.model("phi3", "longrope"))
     edge = next(tokens for tokens in range(1, 5000) if adapter.regime(tokens) != adapter.regime(1))
     own = ids_of(edge - 3)
     found = ContextKV(adapter, CONTEXTS[:1]).segments_kv([own])[0]
@@ -106,21 +94,12 @@ def test_every_chunk_in_a_context_can_be_found_there() -> None:
     """A chunk to be erased must be found wherever other chunks were computed behind it."""
     tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
     texts = [tiny.text(words, seed) for seed, words in enumerate((23, 31, 17, 28, 40, 35, 26, 33, 29, 38))]
-    for tokens in range(60, 200, 7):
+    for tokens in range(60, 200, 20):
         for ids in contexts(texts, 2, tokens).ids:
             for text in texts:
                 known = tokenizer.chunk(text).ids
                 part = any(finder([known[at : at + 6]])(ids) for at in range(0, len(known) - 6, 6))
                 assert not part or finder([known])(ids)
-
-
-def test_chunks_that_follow_one_another_share_contexts() -> None:
-    groups = side_by_side([150] * 40, 350)
-    assert [number for group in groups for number in group] == list(range(40))
-    assert 2 <= len(groups) <= 4
-    assert max(map(len, groups)) - min(map(len, groups)) <= 1
-    assert side_by_side([], 350) == []
-    assert side_by_side([5, 9000, 5], 350) != [[0, 1, 2]]
 
 
 # In the engine --------------------------------------------------------------------------------
@@ -145,13 +124,6 @@ def test_chunk_at_the_start_of_a_prompt_is_not_taken_for_exact(model: Any) -> No
     plain = tiny.full_prefill(model, whole.input_ids).logits[0, -1]
     assert_logits_close(whole.logits, plain, model, len(whole.input_ids))
     assert not torch.allclose(reused.logits, plain, atol=1e-3), "it was computed behind something else"
-
-
-def test_conditions_are_records_of_their_own(model: Any) -> None:
-    with engine_with(model) as engine:
-        engine.warm(TEXTS)
-        assert engine.with_config(condition="sink").fuse(PROMPT).report.hits == 0
-        assert engine.fuse(PROMPT).report.hits == 3
 
 
 def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> None:

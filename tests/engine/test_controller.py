@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import stat
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from cacheblend_rag import Prompt
 from cacheblend_rag.calibration.profiler import (
     fit_prefill,
-    measure_folder,
     profile_machine,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -53,20 +51,10 @@ def test_the_ratio_is_where_recompute_takes_as_long_as_loading() -> None:
         assert plan.recomputed_chunks == ()
 
 
-def test_recompute_never_makes_slow_loading_slower() -> None:
-    for load, fixed in product((0.02, 0.16, 0.4, 0.85), (0.0, 0.2)):
-        plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=WIDE, fixed_share=fixed)
-        least = fixed + 0.15 * (1 - fixed)
-        assert plan.recompute_seconds <= max(load, least) + 1e-9, (load, fixed)
-        assert plan.recompute_seconds == pytest.approx(fixed + plan.recompute_ratio * (1 - fixed))
-
-
 def test_bounds_hold() -> None:
     for load, ratio in ((0.01, 0.1), (0.8, 0.3)):
         plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=RatioBounds(0.1, 0.3))
         assert plan.recompute_ratio == pytest.approx(ratio)
-    assert WIDE.round_down(0.2) == 0.2
-    assert WIDE.round_down(0.15 + 0.05 * 7) == 0.5
     for bad in ((0.5, 0.2), (-0.1, 0.5), (0.1, 1.5)):
         with pytest.raises(ConfigError):
             RatioBounds(*bad)
@@ -83,12 +71,6 @@ def test_chunks_that_load_slower_than_they_compute_are_computed() -> None:
     every = controller(disk=10e6).plan("m", SIX, 1000, device="disk")
     assert every.recomputed_chunks == tuple(range(6))
     assert every.recompute_seconds == every.prefill_seconds
-
-
-def test_latency_counts_for_every_read() -> None:
-    known = LoadingController(MachineProfile({"m": PREFILL}, {"d": Device("d", 1e9, latency=0.001)}))
-    assert known.plan("m", SIX, 1000, device="d").load_seconds == pytest.approx(0.09)
-    assert known.plan("m", SIX, 1000, device="d", reads=30).load_seconds == pytest.approx(0.09 + 6 * 30 * 0.001)
 
 
 def test_the_cheapest_device_that_hides_is_chosen() -> None:
@@ -108,10 +90,6 @@ def test_controller_names_unknown_models_and_devices() -> None:
         controller(disk=1e9).plan("other", SIX, 1000, device="disk")
     with pytest.raises(ConfigError, match="use one of 'disk'"):
         controller(disk=1e9).plan("m", SIX, 1000, device="tape")
-    with pytest.raises(ConfigError, match="recompute ratio"):
-        controller(disk=1e9).plan("m", SIX, 1000)
-    with pytest.raises(ConfigError, match="at least one device"):
-        controller().plan("m", SIX, 1000, ratio=0.2)
 
 
 def test_only_a_large_drift_is_logged_and_corrected(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,10 +124,7 @@ def test_profile_is_kept_and_read(tmp_path: Path) -> None:
         profile.save(tmp_path / "nowhere" / "profile.json")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", '{"prefill": {"m": {"x": 1}}, "devices": {}}', "[" * 100_000],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ['{"prefill": {"m": {"x": 1}}, "devices": {}}', "[" * 100_000], ids=["other", "deep"])
 def test_damaged_profile_is_an_error_of_ours_and_costs_no_request(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,16 +153,6 @@ def test_the_fit_finds_what_made_the_times() -> None:
     assert fit_prefill({500: 2.0}).seconds(1000) == pytest.approx(4.0)
     with pytest.raises(ConfigError, match="lengths"):
         fit_prefill({})
-
-
-def test_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
-    device = measure_folder(tmp_path / "kv", size=3 * 10**6)
-    assert device.throughput > 0
-    assert device.latency > 0
-    assert list((tmp_path / "kv").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot measure"):
-        measure_folder(tmp_path / "file")
 
 
 def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:

@@ -12,22 +12,12 @@ import pytest
 import torch
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError
 from cacheblend_rag.models.modules import cache_argument
-from cacheblend_rag.store import DiskStore
 from tests import tiny
-from tests.probes import Hooked, engine_of
-from tests.tolerance import assert_logits_close
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, record_files
 from tests.waiting import until
-
-CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
-PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
-
-
-def record_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and "cache.db" not in path.name)
-
 
 # The user's model ---------------------------------------------------------------------------
 
@@ -60,7 +50,7 @@ class Broken(LogitsProcessor):
 
 @pytest.mark.parametrize(
     ("family", "attention", "training"),
-    [("llama", "sdpa", True), ("gemma2", "eager", False), ("gpt_oss", "eager", True), ("qwen3_vl", "sdpa", False)],
+    [("llama", "sdpa", True), ("gpt_oss", "eager", True), ("qwen3_vl", "sdpa", False)],
 )
 def test_nothing_is_left_behind_on_the_model(family: str, attention: str, training: bool) -> None:
     model = tiny.model(family)
@@ -153,19 +143,6 @@ def test_decoding_from_a_fused_cache_by_hand_goes_on_where_the_prompt_ends() -> 
 # Warming and forgetting ---------------------------------------------------------------------
 
 
-def test_warm_report(tmp_path: Path) -> None:
-    with engine_of(store=tmp_path) as engine:
-        first = engine.warm([CHUNKS[0], CHUNKS[1], CHUNKS[0]], progress=False)
-        assert (first.computed, first.present, first.skipped) == (2, 1, 0)
-        assert first.tokens == sum(map(len, engine.tokenize(PROMPT).chunks[:2]))
-        assert first.bytes == engine.chunks.estimate_bytes(CHUNKS[:2])
-        assert first.seconds > 0
-        second = engine.warm(CHUNKS, progress=False)
-        assert (second.computed, second.present, second.skipped) == (1, 2, 0)
-        none = engine.warm(iter([]), progress=False)
-        assert (none.computed, none.present, none.tokens, none.bytes) == (0, 0, 0, 0)
-
-
 def test_forget_erases_what_is_named_and_nothing_else(tmp_path: Path) -> None:
     with engine_of(store=tmp_path) as engine:
         engine.warm(CHUNKS)
@@ -217,7 +194,7 @@ def test_closing_waits_for_an_answer_under_way(tmp_path: Path) -> None:
     class Note(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             if len(events) == 5:
-                assert closing.wait(20)
+                assert closing.wait(60)
             events.append("token")
             return scores
 
@@ -261,44 +238,3 @@ def test_dropped_engine_frees_its_model_and_ends_its_thread() -> None:
     del engine
     until(lambda: (gc.collect(), model() is None and set(threading.enumerate()) <= before)[1])
     assert store.volume() > 0
-
-
-def test_threads_asking_at_once_get_the_answers_they_would_get_alone() -> None:
-    prompts = [Prompt("Read this:", [CHUNKS[n % 3], CHUNKS[(n + 1) % 3]], f"What fell {n}?") for n in range(4)]
-    answers: dict[int, list[int]] = {}
-    with engine_of(recompute_ratio=0.2) as engine:
-        for prompt in prompts:
-            engine.fuse(prompt)
-        expected = [answer.token_ids for answer in engine.generate_batch(prompts, max_new_tokens=8)]
-
-        def ask(number: int) -> None:
-            answers[number] = engine.generate(prompts[number], max_new_tokens=8).token_ids
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    assert [answers[number] for number in range(4)] == expected
-
-
-def test_evicting_store_only_costs_hits(tmp_path: Path) -> None:
-    """Far more chunks than fit: every answer is that of an engine whose store is large."""
-    prompts = [Prompt("Read:", [tiny.text(60, 3 * n), tiny.text(60, 3 * n + 1)], "Why?") for n in range(5)]
-    with engine_of() as sizer:
-        size = sizer.chunks.estimate_bytes(prompts[0].chunks)
-    store, hits = DiskStore(tmp_path, 2 * size + 70_000), []
-    with engine_of(store=store, recompute_ratio=0.2) as small, engine_of(recompute_ratio=0.2) as large:
-        for prompt in prompts:
-            large.warm(prompt.chunks)
-        for prompt in [*prompts, *reversed(prompts)]:
-            fused = small.fuse(prompt)
-            assert store.volume() <= store.traits.size_limit
-            hits.append(fused.report.hits)
-            if fused.report.hits == 2:
-                expected = large.fuse(prompt)  # misses its prefix the first time, hits it the second
-                assert_logits_close(fused.logits, expected.logits, small.model, len(fused.input_ids))
-    assert hits[:5] == [0] * 5, "none was asked before"
-    assert hits[5] == 2, "what was stored last is still there"
-    assert hits[-1] == 0, "what was stored first is not"
-    store.close()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cacheblend_rag.engine.logits import LogProbs, Penalties, logit_bias
-from tests import tiny
 from tests.tokenizer_kinds import tokenizer_of
 
 VOCAB = 12
@@ -55,15 +54,6 @@ def test_tokens_of_an_answer_cut_within_a_character_join_to_its_text() -> None:
     begun = noted.up_to(1_000)
     told = [*begun, *noted.rest(ids, shown)]
     assert "".join(one.text for one in told) == shown
-
-
-def test_end_token_is_no_part_of_an_answer() -> None:
-    tokenizer = tiny.tokenizer()
-    ids = [*tokenizer.encode("an old oak", add_special_tokens=False), tokenizer.eos_token_id]
-    noted = note(tokenizer, [5], ids)
-    told = noted.rest(ids, "an old oak")
-    assert "".join(one.text for one in told) == "an old oak"
-    assert len(told) == len(ids) - 1
 
 
 def note(tokenizer: object, prompt: list[int], ids: list[int]) -> LogProbs:

@@ -11,6 +11,7 @@ from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.prompt.tokenizer import common_length
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.probes import CHUNKS, PROMPT, engine_of
 from tests.tolerance import assert_layers_close, assert_logits_close
 
@@ -29,7 +30,7 @@ def assert_is_full_prefill(found: Any, model: Any) -> None:
     assert_layers_close(found.cache.layers, tiny.cache_of(plain).layers, model)
 
 
-@pytest.mark.parametrize("family", tiny.DIFFERENT)
+@pytest.mark.parametrize("family", others_slow(tiny.DIFFERENT, ("deepseek_v3", "gemma3", "gpt_oss", "llama")))
 def test_plain_prompt_goes_on_from_the_last_one(family: str) -> None:
     model = tiny.model(family)
     with remembering(model) as engine:
@@ -58,17 +59,6 @@ def test_answer_is_gone_on_from_too() -> None:
         asked_again = engine.generate(TEXT, max_new_tokens=6)
         assert asked_again.report.computed_tokens == (1,) * 4
         assert asked_again.token_ids == first.token_ids
-
-
-def test_kept_kv_stays_while_others_go_on_from_it() -> None:
-    with remembering() as engine:
-        engine.generate(TEXT, max_new_tokens=6)
-        (kept,) = engine.prompts._kept
-        before = [layer.keys.clone() for layer in kept.cache.layers]
-        for question in ("And then?", "What else?", "Why?"):
-            assert engine.generate(f"{TEXT} {question}", max_new_tokens=8).report.resumed_tokens > 60
-        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(kept.cache.layers, before, strict=True))
-        assert len(engine.prompts) == 4
 
 
 @pytest.mark.parametrize("chunks_at", ["behind", "within"])
@@ -104,17 +94,11 @@ def test_blended_prompt_is_gone_on_from_under_its_own_rule_alone() -> None:
             assert (other.resumed_tokens, other.chunk_tiers[0] == "memory") == (0, changes != {"selection": "all"}), (
                 changes
             )
+        other = engine.fuse(Prompt(PROMPT.prefix, CHUNKS, "Who was there?")).report
+        assert (other.resumed_tokens, other.hits) == (0, 3), "another question gets a choice of its own"
+        assert other.recomputed_tokens[-1] > 0
         exact = engine.with_config(min_tokens=10**6).fuse(PROMPT).report
         assert (exact.plain, exact.resumed_tokens) == (True, 0)
-
-
-def test_other_questions_about_the_same_chunks_get_a_choice_of_their_own() -> None:
-    with remembering() as engine:
-        engine.warm(CHUNKS)
-        engine.generate(PROMPT, max_new_tokens=6)
-        other = engine.fuse(Prompt(PROMPT.prefix, CHUNKS, "Who was there?")).report
-        assert (other.resumed_tokens, other.hits) == (0, 3)
-        assert other.recomputed_tokens[-1] > 0
 
 
 def test_window_that_forgets_is_gone_on_from_whole_and_never_cut() -> None:
@@ -200,13 +184,6 @@ def test_limit_drops_what_was_used_least_recently() -> None:
         tiny_one = engine.with_config(prompt_cache=size // 2)
         tiny_one.generate(texts[3], max_new_tokens=2)
         assert tiny_one.fuse(texts[3]).report.resumed_tokens == 0
-
-
-def test_closing_the_engine_frees_all_and_keeps_nothing_more() -> None:
-    engine = remembering()
-    engine.generate(TEXT, max_new_tokens=2)
-    engine.close()
-    assert (len(engine.prompts), engine.prompts.nbytes) == (0, 0)
 
 
 def test_check_begins_with_exact_kv_and_leaves_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
