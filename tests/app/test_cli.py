@@ -25,14 +25,6 @@ from tests.toy import EMBEDDER_PATH
 STRONGER = "qwen2.5-coder-1.5b"
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.model(num_hidden_layers=2).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
@@ -49,7 +41,7 @@ def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
 
 
 def test_warm_chunks_hit_and_files_are_followed(
-    model_path: Path,
+    model: Path,
     docs: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -58,7 +50,7 @@ def test_warm_chunks_hit_and_files_are_followed(
     # No chunk is computed behind another, so what is erased is exactly what changed.
     monkeypatch.setenv("CACHEBLEND_RAG_CONDITION", "sink")
     data = tmp_path / "data"
-    assert ask(model_path, docs, data, "--top-k", "2", "--warm") == 0
+    assert ask(model, docs, data, "--top-k", "2", "--warm") == 0
     first = capsys.readouterr()
     assert "4 chunks of 4 files indexed (4 embedded now)" in first.err
     assert "(0 hits, 2 misses; " in first.out, "an answer does not wait until all is stored"
@@ -68,7 +60,7 @@ def test_warm_chunks_hit_and_files_are_followed(
 
     (docs / "passage-1.md").write_text(f"Passage 1\n{tiny.text(60, 99)}\n", encoding="utf-8")
     (docs / "passage-2.md").unlink()
-    assert ask(model_path, docs, data, "--top-k", "3", "--warm") == 0
+    assert ask(model, docs, data, "--top-k", "3", "--warm") == 0
     second = capsys.readouterr()
     assert "3 chunks of 3 files indexed (1 embedded now)" in second.err
     assert "(2 hits, 1 misses; " in second.out
@@ -76,9 +68,9 @@ def test_warm_chunks_hit_and_files_are_followed(
 
 
 @pytest.mark.slow
-def test_terminal_of_a_command_shows_no_lines_of_other_packages(model_path: Path, docs: Path, tmp_path: Path) -> None:
+def test_terminal_of_a_command_shows_no_lines_of_other_packages(model: Path, docs: Path, tmp_path: Path) -> None:
     """Bars are drawn on terminals alone; torch, torchao and bitsandbytes warn of themselves when they are imported."""
-    known = ["--docs", str(docs), "--model", str(model_path), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
+    known = ["--docs", str(docs), "--model", str(model), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
     command = ["ask", "Which leaf fell?", *known, "--data-dir", str(tmp_path / "data"), "--max-new-tokens", "2"]
     shown, terminal = pty.openpty()
     started = [sys.executable, "-m", "cacheblend_rag", *command]
@@ -98,9 +90,9 @@ def test_terminal_of_a_command_shows_no_lines_of_other_packages(model_path: Path
 
 
 def test_comparison_shows_every_method(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ask(model_path, docs, tmp_path / "data", "--compare", "--ratio", "0.3") == 0
+    assert ask(model, docs, tmp_path / "data", "--compare", "--ratio", "0.3") == 0
     output = capsys.readouterr().out
     for method in ("full recompute", "prefix caching", "full reuse", "blended"):
         assert f"  {method}" in output
@@ -110,13 +102,13 @@ def test_comparison_shows_every_method(
 
 
 def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
-    model_path: Path,
+    model: Path,
     docs: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert ask(model_path, docs, tmp_path / "data", "--warm") == 0
+    assert ask(model, docs, tmp_path / "data", "--warm") == 0
     held = "The prompt was prefilled in full: verify='held' lets full prefill answer"
     ways: tuple[tuple[str, list[str], str], ...] = (
         ("off", ["--verify", "held"], held),
@@ -126,7 +118,7 @@ def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
     for variable, flags, said in ways:
         capsys.readouterr()
         monkeypatch.setenv("CACHEBLEND_RAG_VERIFY", variable)
-        assert ask(model_path, docs, tmp_path / "data", *flags) == 0
+        assert ask(model, docs, tmp_path / "data", *flags) == 0
         told = capsys.readouterr()
         assert said in told.out + told.err, (variable, flags)
         assert any(words in told.out for words in ("full model's answer", "Checked:", "Corrected:"))
@@ -140,26 +132,26 @@ def test_unknown_way_to_verify_is_answered_with_those_there_are(capsys: pytest.C
 
 
 def test_full_store_leaves_chunks_out_and_still_answers(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = ["--docs", str(docs), "--data-dir", str(tmp_path / "data")]
-    models = ["--model", str(model_path), "--embedder", str(EMBEDDER_PATH)]
+    models = ["--model", str(model), "--embedder", str(EMBEDDER_PATH)]
     assert main(["cache", "warm", *folders, *models, "--size-limit", "100kB", "--device", "cpu"]) == 0
-    assert ask(model_path, docs, tmp_path / "data", "--size-limit", "100kB") == 0
+    assert ask(model, docs, tmp_path / "data", "--size-limit", "100kB") == 0
     seen = capsys.readouterr()
     assert "left out because the KV store is full; raise --size-limit" in seen.err
     assert "Answer:" in seen.out
 
 
 def test_values_that_only_the_model_can_judge_are_named(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--reasoning"], "--reasoning='on' is not usable: leave it out, or use a model that thinks"),
         (["--reasoning-tokens", "9"], "--reasoning-tokens=9 is not usable: leave it out, or use a model that thinks"),
     ):
-        assert ask(model_path, docs, tmp_path / "data", *arguments) == 2
+        assert ask(model, docs, tmp_path / "data", *arguments) == 2
         assert message in capsys.readouterr().err
 
 
@@ -207,17 +199,15 @@ def test_wrong_options_are_refused_before_anything_heavy_is_imported(docs: Path,
         assert message in said, arguments
 
 
-def test_missing_device_is_named(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_device_is_named(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert ask(model_path, docs, tmp_path / "data", "--device", "cuda") == 2
+    assert ask(model, docs, tmp_path / "data", "--device", "cuda") == 2
     assert "device='cuda' is not usable: there is none that PyTorch can use" in capsys.readouterr().err
 
 
 def test_mixed_folder_is_read_and_skipped_files_are_named(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (docs / "page.html").write_text(f"<h1>Page</h1><p>{tiny.text(40, 7)}", encoding="utf-8")
     (docs / "letter.docx").write_bytes(make_docx(lambda one: one.add_paragraph(tiny.text(40, 8))))
@@ -227,7 +217,7 @@ def test_mixed_folder_is_read_and_skipped_files_are_named(
     (docs / "empty.md").write_bytes(b"")
     for number in range(4):
         (docs / f"{number}.png").write_bytes(b"x")
-    assert ask(model_path, docs, tmp_path / "data", "--top-k", "9") == 0
+    assert ask(model, docs, tmp_path / "data", "--top-k", "9") == 0
     seen = capsys.readouterr()
     assert "7 chunks of 8 files indexed (7 embedded now)" in seen.err
     assert "skipped: broken.pdf cannot be read as PDF" in seen.err
@@ -239,14 +229,14 @@ def test_mixed_folder_is_read_and_skipped_files_are_named(
 
 
 def test_passages_are_marked_and_hints_say_what_comes_of_it(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    assert ask(model, docs, tmp_path / "data", "--top-k", "2") == 0
     first = capsys.readouterr()
     assert first.out.count("[new]") == 2
     assert "2 of 2 passages were new; their KV is stored now." in first.err
     assert "The answer was cut at 4 tokens; --max-new-tokens allows more." in first.err
-    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    assert ask(model, docs, tmp_path / "data", "--top-k", "2") == 0
     second = capsys.readouterr()
     assert second.out.count("[disk]") == 2
     assert "were new" not in second.err
@@ -274,7 +264,7 @@ def test_server_names_a_stronger_starter_where_it_finds_the_memory(
 
 
 def test_colours_are_for_terminals_unless_asked_for(
-    model_path: Path,
+    model: Path,
     docs: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -283,7 +273,7 @@ def test_colours_are_for_terminals_unless_asked_for(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for force in ("1", None):
         monkeypatch.setenv("FORCE_COLOR", force) if force else monkeypatch.delenv("FORCE_COLOR")
-        assert ask(model_path, docs, tmp_path / "data") == 0
+        assert ask(model, docs, tmp_path / "data") == 0
         seen = capsys.readouterr()
         assert ("\x1b[" in seen.out) is bool(force)
         assert "\r" not in seen.out

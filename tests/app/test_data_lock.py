@@ -14,18 +14,9 @@ from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.folder_rag import FolderRAG, FolderRAGOptions
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from tests import tiny
 from tests.app.server.common import Served, documents, passage, upload, write_documents
 from tests.programs import run_program
 from tests.toy import EMBEDDER_PATH
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.model(num_hidden_layers=2, max_position_embeddings=8192).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
 
 
 def second(command: list[str], model: Path, docs: Path, data: Path) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.app.fleet.routing import MOST_CHUNKS, HeldChunks, RoutingRule, chunk_digest, rank_replicas
@@ -31,6 +31,7 @@ def idle(*replicas: str) -> dict[str, int]:
     return dict.fromkeys(replicas, 0)
 
 
+@settings(max_examples=25)
 @given(REQUESTS, HELD, ONGOING)
 def test_every_replica_is_named_once_whatever_the_order_of_the_input(
     chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int]
@@ -41,6 +42,7 @@ def test_every_replica_is_named_once_whatever_the_order_of_the_input(
     assert rank_replicas(*turned) == order  # type: ignore[arg-type]
 
 
+@settings(max_examples=25)
 @given(REQUESTS, HELD, ONGOING)
 def test_beyond_the_limit_a_replica_stands_behind_the_least_loaded(
     chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int]
@@ -53,6 +55,7 @@ def test_beyond_the_limit_a_replica_stands_behind_the_least_loaded(
     assert ongoing[order[0]] <= least + 4
 
 
+@settings(max_examples=25)
 @given(REQUESTS, HELD, ONGOING, st.sampled_from(REPLICAS))
 def test_the_order_of_others_stays_when_a_replica_is_lost(
     chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int], lost: str

@@ -26,15 +26,6 @@ def _alone(no_variants: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.model(num_hidden_layers=2, max_position_embeddings=8192).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model whose chat template takes tools."""
     return _with_template(tmp_path_factory.mktemp("chat"), num_hidden_layers=2, max_position_embeddings=2048)

@@ -50,14 +50,6 @@ def chat_model(server: Running, **more: Any) -> Any:
     )
 
 
-def test_langchain_makes_a_model_of_the_server_by_its_provider(chatty: Running) -> None:
-    model = chat_model(chatty, max_tokens=6, logprobs=True, top_logprobs=2, frequency_penalty=0.5)
-    answer = model.invoke("Which leaf fell?", seed=3)
-    assert answer.usage_metadata["output_tokens"] <= 6
-    assert all(len(one["top_logprobs"]) == 2 for one in answer.response_metadata["logprobs"]["content"])
-    assert "".join(one.text for one in model.stream("Which leaf fell?", seed=3)) == answer.text
-
-
 def test_agent_over_the_server_calls_and_ends_with_its_object(chatty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     script(chatty, monkeypatch, CALL.split('"name": "')[1], f'Leaf", "arguments": {LEAF}}}')
     agent = create_agent(chat_model(chatty, max_tokens=200), [find], response_format=Leaf)

@@ -15,9 +15,7 @@ FILES = sorted(path for path in PAGE.rglob("*") if path.is_file() and path.paren
 VENDORED = sorted(VENDOR.glob("*.js"))
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 MOST_LINES = 400
-IMPORT = re.compile(r'^import \{(.*?)\} from "(\..*?)";', re.MULTILINE | re.DOTALL)
 LOAD = re.compile(r'^import .*? from "(\..*?)";|\bimport\("(\..*?)"\)', re.MULTILINE | re.DOTALL)
-EXPORT = r"^export (?:async )?(?:function\*?|const|class) {}(?![\w$])"
 MARKUP = (
     "innerHTML",
     "outerHTML",
@@ -93,15 +91,3 @@ def test_no_script_can_turn_text_into_markup() -> None:
         text = path.read_text(encoding="utf-8")
         assert [word for word in MARKUP if word in text] == [], path
         assert not re.search(r"setTimeout\(\s*[\"'`]", text), path
-
-
-def test_every_name_that_is_imported_is_exported_and_used() -> None:
-    for path in SCRIPTS:
-        text = path.read_text(encoding="utf-8")
-        for names, source in IMPORT.findall(text):
-            exported = (path.parent / source).read_text(encoding="utf-8")
-            for name in filter(None, (one.strip() for one in names.split(","))):
-                known = re.search(EXPORT.format(re.escape(name)), exported, re.MULTILINE)
-                assert known, f"{path.name}: {source} exports no {name}"
-                uses = len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", text))
-                assert uses >= 2, f"{path.name} does not use {name}"
