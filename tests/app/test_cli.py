@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
 from tests import tiny
+from tests.app.server.common import write_documents
 from tests.integrations.retrieval.office import make_docx
 from tests.programs import run_program
 from tests.thinking import Writer, thinking_tokenizer
@@ -28,11 +28,7 @@ STRONGER = "qwen2.5-coder-1.5b"
 @pytest.fixture
 def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for number in range(4):
-        (folder / f"passage-{number}.md").write_text(f"Passage {number}\n{tiny.text(60, number)}\n", encoding="utf-8")
-    return folder
+    return write_documents(tmp_path / "docs")
 
 
 def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
@@ -150,6 +146,7 @@ def test_values_that_only_the_model_can_judge_are_named(
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--reasoning"], "--reasoning='on' is not usable: leave it out, or use a model that thinks"),
         (["--reasoning-tokens", "9"], "--reasoning-tokens=9 is not usable: leave it out, or use a model that thinks"),
+        (["--device", "cuda:99"], "--device='cuda:99' is not usable: there is none that PyTorch can use"),
     ):
         assert ask(model, docs, tmp_path / "data", *arguments) == 2
         assert message in capsys.readouterr().err
@@ -197,13 +194,6 @@ def test_wrong_options_are_refused_before_anything_heavy_is_imported(docs: Path,
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     for (arguments, message), said in zip(WRONG, done.stderr.split("---\n"), strict=False):
         assert message in said, arguments
-
-
-def test_missing_device_is_named(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert ask(model, docs, tmp_path / "data", "--device", "cuda") == 2
-    assert "device='cuda' is not usable: there is none that PyTorch can use" in capsys.readouterr().err
 
 
 def test_mixed_folder_is_read_and_skipped_files_are_named(

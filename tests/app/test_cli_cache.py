@@ -12,16 +12,14 @@ from transformers import MistralConfig
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.store import DiskStore
 from tests import tiny
+from tests.app.server.common import write_documents
 from tests.contract.test_store import files
 from tests.toy import EMBEDDER_PATH
 
 
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("docs")
-    for number in range(3):
-        (folder / f"passage-{number}.md").write_text(f"Passage {number}\n{tiny.text(60, number)}\n", encoding="utf-8")
-    return folder
+    return write_documents(tmp_path_factory.mktemp("docs"), 3)
 
 
 @pytest.fixture

@@ -282,10 +282,6 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
 
 def _add_plain_routes(app: FastAPI) -> None:
     @app.get("/healthz", tags=["Server"])
-    async def healthz() -> dict[str, str]:
-        """Whether the server is up, as `/livez` says it."""
-        return {"status": "ok"}
-
     @app.get("/livez", tags=["Server"])
     async def livez() -> dict[str, str]:
         """Whether the server is up; if this is not answered, start it again."""
