@@ -56,7 +56,7 @@ def test_no_request_makes_the_server_fail(mode: GenerationMode, tries: int, trie
             body = dict(SENSIBLE[operation.path])
             send(operation.Case(body=body, media_type="application/json", path_parameters={"id": ""}), tried.service)
     counts = requests_counted(tried)
-    assert sum(counts.values()) - sum(before.values()) > 8 * tries, "some endpoints have nothing to get wrong"
+    assert sum(counts.values()) - sum(before.values()) > 5 * tries, "some endpoints have nothing to get wrong"
     if mode is GenerationMode.POSITIVE:
         fine = {path for path, status in counts if status in ("200", "201", "202")}
         assert set(SENSIBLE) <= fine
