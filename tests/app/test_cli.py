@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import pty
+import json
+import logging
+import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from transformers import MistralConfig
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.cli.arguments import SILENT, only_from
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
+from cacheblend_rag.retrieval.documents import read_folder
+from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.app.server.common import write_documents
+from tests.contract.test_store import files
 from tests.integrations.retrieval.office import make_docx
 from tests.programs import run_program
 from tests.thinking import Writer, thinking_tokenizer
@@ -63,28 +68,6 @@ def test_warm_chunks_hit_and_files_are_followed(
     assert "3 there already" in second.err
 
 
-@pytest.mark.slow
-def test_terminal_of_a_command_shows_no_lines_of_other_packages(model: Path, docs: Path, tmp_path: Path) -> None:
-    """Bars are drawn on terminals alone; torch, torchao and bitsandbytes warn of themselves when they are imported."""
-    known = ["--docs", str(docs), "--model", str(model), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
-    command = ["ask", "Which leaf fell?", *known, "--data-dir", str(tmp_path / "data"), "--max-new-tokens", "2"]
-    shown, terminal = pty.openpty()
-    started = [sys.executable, "-m", "cacheblend_rag", *command]
-    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=terminal)
-    os.close(terminal)
-    lines = bytearray()
-    with suppress(OSError):  # how a terminal ends
-        while some := os.read(shown, 4096):
-            lines += some
-    os.close(shown)
-    process.communicate()
-    said = lines.decode()
-    assert process.returncode == 0, said
-    assert "4 chunks of 4 files indexed" in said
-    for other in ("Loading weights", "_pytree", "torchao", "Failed to load", "bitsandbytes"):
-        assert other not in said
-
-
 def test_comparison_shows_every_method(
     model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,24 +104,6 @@ def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
         assert "[new]" not in told.out
 
 
-def test_unknown_way_to_verify_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["ask", "--verify", "Which leaf fell?"])
-    assert "use off, always, held, and write the question before it" in capsys.readouterr().err
-
-
-def test_full_store_leaves_chunks_out_and_still_answers(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = ["--docs", str(docs), "--data-dir", str(tmp_path / "data")]
-    models = ["--model", str(model), "--embedder", str(EMBEDDER_PATH)]
-    assert main(["cache", "warm", *folders, *models, "--size-limit", "100kB", "--device", "cpu"]) == 0
-    assert ask(model, docs, tmp_path / "data", "--size-limit", "100kB") == 0
-    seen = capsys.readouterr()
-    assert "left out because the KV store is full; raise --size-limit" in seen.err
-    assert "Answer:" in seen.out
-
-
 def test_values_that_only_the_model_can_judge_are_named(
     model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,21 +123,16 @@ WRONG: list[tuple[list[str], str]] = [
     (["--size-limit", "lots"], "--size-limit='lots' is not usable"),
     (["--docs", "nowhere"], "the folder nowhere does not exist"),
     (["--top-k", "0"], "--top-k=0 is not usable: use a whole number, 1 or more"),
-    (["--max-new-tokens", "0"], "--max-new-tokens=0 is not usable"),
     (["--dtype", "int8"], "dtype='int8' is not usable: use one of 'auto'"),
     (["--device", "gpu"], 'device=\'gpu\' is not usable: use "auto", "cpu"'),
     (["--docs", "FILE"], "is a file; name the folder that holds it"),
     (["--docs", "PICTURES"], "(there: 1 .png); add documents to it"),
     (["--data-dir", ""], "--data-dir='' is not usable: use the name of a folder"),
     (["--data-dir", "FILE"], "--data-dir='FILE' is not usable: File exists; name a folder that can be written"),
-    (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
     (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),
-    (["--model", "qwen2.5-coder-1.5"], "did you mean the starter model 'qwen2.5-coder-1.5b'"),
     (["--model", "minilm"], "use 'smollm2' or 'qwen2.5-coder-0.5b' or 'qwen2.5-coder-1.5b' here"),
     (["--model", "./nowhere"], "model='./nowhere' is not usable: there is no such file or folder; name a folder"),
-    (["--model", "nowhere.gguf"], "there is no such file or folder"),
     (["--model", "PICTURES"], "the folder holds no config.json"),
-    (["--model", ""], "model='' is not usable"),
     (["--embedder", "mini-lm"], "did you mean the starter model 'minilm'?"),
 ]
 
@@ -224,6 +184,7 @@ def test_passages_are_marked_and_hints_say_what_comes_of_it(
     assert ask(model, docs, tmp_path / "data", "--top-k", "2") == 0
     first = capsys.readouterr()
     assert first.out.count("[new]") == 2
+    assert "\x1b[" not in first.out, "colours are for terminals"
     assert "2 of 2 passages were new; their KV is stored now." in first.err
     assert "The answer was cut at 4 tokens; --max-new-tokens allows more." in first.err
     assert ask(model, docs, tmp_path / "data", "--top-k", "2") == 0
@@ -251,22 +212,6 @@ def test_server_names_a_stronger_starter_where_it_finds_the_memory(
         assert main(["serve", "--docs", str(docs), "--data-dir", str(tmp_path / "data"), *more]) == 0
         said = capsys.readouterr().err
         assert (f"--model {STRONGER} (1.1 GB to fetch)" in said) is named, (more, memory)
-
-
-def test_colours_are_for_terminals_unless_asked_for(
-    model: Path,
-    docs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for force in ("1", None):
-        monkeypatch.setenv("FORCE_COLOR", force) if force else monkeypatch.delenv("FORCE_COLOR")
-        assert ask(model, docs, tmp_path / "data") == 0
-        seen = capsys.readouterr()
-        assert ("\x1b[" in seen.out) is bool(force)
-        assert "\r" not in seen.out
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -315,3 +260,96 @@ def test_commands_and_flags_that_went_are_named_with_their_remedy(capsys: pytest
         said = capsys.readouterr().err
         assert " is gone; " in said, given
         assert remedy in said, given
+
+
+@pytest.fixture
+def data(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A store warmed by the command itself."""
+    folder = tmp_path / "data"
+    known = ["--docs", str(docs), "--model", str(model), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
+    assert main(["cache", "warm", *known, "--data-dir", str(folder)]) == 0
+    assert "4 computed" in capsys.readouterr().err
+    return folder
+
+
+def used_at(data: Path) -> list[tuple[str, float]]:
+    store = DiskStore(data / "kv")
+    found = [(entry.key, entry.used_at) for entry in store.entries()]
+    store.close()
+    return found
+
+
+def test_stats_and_clear(data: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--data-dir", str(data)]
+    before = used_at(data)
+    assert main(["cache", "stats", *where]) == 0
+    assert used_at(data) == before, "looking is no use"
+    seen = capsys.readouterr().out
+    assert re.search(r"^4 records, 0\.\d MB; 0\.\d MB taken", seen)
+    assert re.search(r"^\d+ hits, \d+ misses, 0 evictions$", seen, re.MULTILINE)
+    assert f"{model}: 4 records" in seen
+
+    files(data / "kv")[0].write_bytes(b"nothing")
+    assert main(["cache", "stats", *where]) == 0
+    assert "cannot be read: 1 records" in capsys.readouterr().out
+
+    assert main(["cache", "clear", *where]) == 0
+    assert capsys.readouterr().out == "4 records erased\n"
+    assert files(data / "kv") == []
+
+
+def test_folder_without_a_store_is_named_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("stats", "clear"):
+        assert main(["cache", command, "--data-dir", str(tmp_path / "typo")]) == 2
+        assert "typo" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shape of Mistral-7B, of which there is no more than a config here."""
+    config = MistralConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=400
+    )
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert main(["cache", "estimate", "--model", str(tmp_path)]) == 0  # also where memory is too small for the model
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["cache", "estimate", "--model", str(tmp_path), "--dtype", "bfloat16"]) == 0
+    seen = capsys.readouterr().out
+    assert re.search(r"^raw +131\.1 kB a token, +67\.1 MB per 512 tokens$", seen, re.MULTILINE)
+    assert len(seen.splitlines()) == 3
+    assert main(["cache", "estimate", "--model", str(tmp_path), "--codec", "int8", "--docs", str(docs)]) == 0
+    seen = capsys.readouterr().out
+    assert re.search(r"^4 chunks, \d+ tokens$", seen, re.MULTILINE)
+    assert re.search(r"^int8 +\d+\.\d MB$", seen, re.MULTILINE)
+    assert main(["cache", "estimate", "--model", str(tmp_path / "none")]) == 2
+    assert main(["cache", "estimate", "--model", str(tmp_path), "--codec", "int5"]) == 2
+    assert "codec='int5'" in capsys.readouterr().err
+
+
+def test_estimate_equals_the_bytes_on_disk(
+    data: Path, model: Path, docs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "estimate", "--model", str(model), "--docs", str(docs), "--codec", "int8"]) == 0
+    estimated = capsys.readouterr().out.splitlines()[-1].split()[1]
+    assert f"{sum(path.stat().st_size for path in files(data / 'kv')) / 1e6:.1f}" == estimated
+
+
+def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["profile", "--model", str(model), "--data-dir", str(tmp_path), "--device", "cpu"]
+    assert main([*arguments, "--lengths", "16", "32", "48", "--file-size", "2MB"]) == 0
+    seen = capsys.readouterr().out
+    line = r"^prefill of +\d+ tokens +\d+\.\d+ s$"
+    assert len(re.findall(line, seen, re.MULTILINE)) == 3
+    assert re.search(r"^disk +[\d,]+ MB/s +[\d,.]+ µs a read$", seen, re.MULTILINE)
+    assert set(json.loads((tmp_path / "kv" / "profile.json").read_text())) == {"prefill", "devices"}
+    assert main([*arguments, "--lengths", "0"]) == 2
+    assert main([*arguments, "--file-size", "much"]) == 2
+
+
+def test_command_names_a_file_with_damaged_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "bad.txt").write_bytes("The café of Norling opened in 1911 by Måns. ".encode() + b"Bad \xff byte here.")
+    with only_from(logging.CRITICAL, *SILENT):
+        read_folder(tmp_path)
+    assert "bad.txt is UTF-8 but for damage in 1 places" in caplog.text

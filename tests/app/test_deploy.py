@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import configparser
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ import yaml
 from cacheblend_rag.app.cli import _parser
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
 from cacheblend_rag.app.server import app as server_app
-from tests import tiny
-from tests.app.server.common import running, settings_for, write_documents
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "how-to" / "deploy"
@@ -94,27 +90,6 @@ def test_the_image_runs_the_server_as_nobody_in_particular() -> None:
     values = environment()
     assert all(values[name].startswith(volume) for name in ("XDG_CACHE_HOME", "HF_HOME"))
     assert of("EXPOSE") == [values["CACHEBLEND_RAG_PORT"]]
-
-
-@pytest.mark.slow
-def test_the_image_is_healthy_while_requests_are_answered(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tiny.model(num_hidden_layers=2).save_pretrained(model)
-    tiny.tokenizer().save_pretrained(model)
-    check = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
-    assert check[0] == "python"
-
-    def status(port: str) -> int:
-        # A proxy is no way to this machine.
-        variables = {**os.environ, "CACHEBLEND_RAG_PORT": port, "http_proxy": "http://127.0.0.1:9"}
-        return subprocess.run([sys.executable, *check[1:]], env=variables, capture_output=True, check=False).returncode
-
-    with running(settings_for(model, write_documents(tmp_path / "docs"), tmp_path / "data")) as server:
-        port = server.url.rsplit(":", 1)[1]
-        assert status(port) == 0
-        server.service.begin_stop()
-        assert status(port) != 0
-    assert status(port) != 0
 
 
 def test_compose_runs_the_image_with_its_hands_tied() -> None:

@@ -14,6 +14,7 @@ from cacheblend_rag.app.folder_rag import FolderRAG, FolderRAGOptions
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL
 from cacheblend_rag.errors import ConfigError
 from tests import tiny
+from tests.app.server.common import write_documents
 from tests.thinking import KINDS, Writer, thinking_tokenizer
 from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from tests.toy.bundle import read_questions
@@ -30,14 +31,14 @@ def test_starter_models_and_bundled_articles_are_what_nobody_has_to_name() -> No
 
 
 def test_last_read_chunks_stay_in_memory(tmp_path: Path) -> None:
-    options = toy(tmp_path)
+    options = replace(toy(tmp_path), docs=write_documents(tmp_path / "docs", 6), top_k=6)
     with FolderRAG(options) as rag:
         rag.update()
         prompt = rag.ask(read_questions()[0].question).prompt
     with FolderRAG(options) as rag:  # which finds on disk what the first one stored
         media = [rag.engine.fuse(prompt).report.chunk_tiers for _ in range(2)]
     assert media == [("disk",) * 6, ("memory",) * 6]
-    with FolderRAG(toy(tmp_path, memory_limit=0)) as rag:
+    with FolderRAG(replace(options, config=toy(tmp_path, memory_limit=0).config)) as rag:
         media = [rag.engine.fuse(prompt).report.chunk_tiers for _ in range(2)]
     assert media == [("disk",) * 6] * 2, "whoever wants no copies has none"
 

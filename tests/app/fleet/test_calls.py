@@ -49,14 +49,3 @@ async def test_pieces_come_as_they_are_sent_and_the_application_sees_who_leaves(
         assert first == b"piece"
         assert not ended.is_set()
     assert ended.is_set()
-
-
-def test_another_request_of_a_client_keeps_its_key_alone() -> None:
-    headers = ((b"authorization", b"Bearer k"), (b"content-length", b"900"), (b"content-type", b"text/plain"))
-    made = Call("POST", "/ask", b"a=1", headers, b"x", ("h", 1)).with_json("/search", b"{}")
-    assert (made.path, made.query, made.body, made.client) == ("/search", b"", b"{}", ("h", 1))
-    assert dict(made.headers) == {
-        b"authorization": b"Bearer k",
-        b"content-type": b"application/json",
-        b"content-length": b"2",
-    }

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend_rag.app.server.keys_file import KEYS_FILE, add_key, new_key
 from cacheblend_rag.app.server.security.tenants import Caller
-from cacheblend_rag.app.server.services import metrics
 from cacheblend_rag.app.server.services.logs import (
     ACCESS_LOG,
     ServedRequest,
@@ -27,17 +26,7 @@ from cacheblend_rag.app.server.services.logs import (
     log_access,
     request_id,
 )
-from cacheblend_rag.app.server.services.metrics import Metrics
-from tests.app.server.common import (
-    Running,
-    client_of,
-    passage,
-    process_logits,
-    running,
-    settings_for,
-    settle,
-    upload,
-)
+from tests.app.server.common import Running, client_of, passage, process_logits, running, settings_for, settle, upload
 from tests.telemetry import Told, telling
 from tests.waiting import until
 
@@ -217,21 +206,6 @@ def test_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
         assert "prometheus" not in text
         families = [family.name for family in text_string_to_metric_families(text)]
         assert len(families) == len(set(families)) > 20
-
-
-def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST_KEYS", 3)
-    made = Metrics(lambda: 0, lambda: 0, lambda: None)
-    for number in range(50):
-        made.request(
-            ServedRequest("GET", status=200, caller=Caller(f"key-{number}", f"tenant-{number}"), prompt_tokens=2)
-        )
-    made.request(ServedRequest("GET", status=401))
-    text = made.text().decode()
-    assert len(set(re.findall(r'tenant="([^"]+)"', text))) == 4
-    together = re.findall(r"^cacheblend_rag_tenant_requests_total{.*\(others\).*} (\S+)$", text, re.MULTILINE)
-    assert together == ["47.0"]
-    assert 'tenant="tenant-40"' not in text
 
 
 def request_span(told: Told) -> ReadableSpan:

@@ -112,40 +112,6 @@ async def test_tenant_with_longer_requests_gets_fewer_of_them_done() -> None:
     assert 3 <= served[:33].count("long") <= 5
 
 
-async def test_returning_tenant_has_no_claim_to_unused_slots() -> None:
-    queue, served = AdmissionQueue(1, 50, 10.0), []
-
-    async def ask(tenant: str) -> None:
-        async with await queue.slot(tenant) as slot:
-            slot.holds(Answer(1.0), ignored)
-            served.append(tenant)
-
-    await ask("away")
-    for _ in range(20):
-        await ask("here")
-    first = await queue.slot("here")
-    waiting = [asyncio.create_task(ask(one)) for one in ["here"] * 5 + ["away"] * 5]
-    await soon()
-    await first.leave()
-    await asyncio.gather(*waiting)
-    assert served[-10:-4].count("away") == 3
-
-
-async def test_one_of_several_tenants_has_half_of_the_places() -> None:
-    alone = AdmissionQueue(4, 10, 10.0)
-    assert [await alone.slot("a") for _ in range(4)]
-    queue = AdmissionQueue(4, 10, 10.0, lambda: 2)
-    first = [await queue.slot("a") for _ in range(2)]
-    more = asyncio.create_task(queue.slot("a"))
-    await soon()
-    assert not more.done()
-    assert [await queue.slot("b") for _ in range(2)]
-    await soon()
-    assert not more.done()
-    await first[0].leave()
-    await more
-
-
 async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> None:
     """Long prompts would have half of the places for as long as they take, and so half of the model."""
     queue = AdmissionQueue(4, 10, 10.0, lambda: 4)
@@ -220,25 +186,4 @@ async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     assert queue.served == 1
     await slot.leave()
     await asyncio.gather(*waiting)
-    assert (queue.waiting, queue.served) == (0, 0)
-
-
-async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
-    queue, events = AdmissionQueue(2, 10, 10.0), []
-
-    async def ask(name: str, alone: Alone = "") -> None:
-        async with await queue.slot("a", alone=alone):
-            events.append((name, queue.served))
-
-    first, second = await queue.slot("a"), await queue.slot("a")
-    assert queue.served == 2
-    waiting = [asyncio.create_task(ask(*one)) for one in (("alone", "server"), ("later",), ("last",))]
-    await soon()
-    await first.leave()
-    await soon()
-    assert (events, queue.waiting) == ([], 3)  # a slot is free, and nobody goes before who waits for all
-    await second.leave()
-    await asyncio.gather(*waiting)
-    assert [name for name, _ in events] == ["alone", "later", "last"]
-    assert events[0] == ("alone", 1)
     assert (queue.waiting, queue.served) == (0, 0)

@@ -78,23 +78,19 @@ def test_body_full_of_wrong_values_is_refused_soon_in_every_field(asked: Running
         assert answer.status_code in (200, 201, 400, 413, 422), (path, field)
 
 
-_TALK, _TEXT, _ITEMS, *_ = BODIES
+_TALK, _, _ITEMS, *_ = BODIES
 _ASK = "/api/ask"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (_ASK, {"verify": 1}, "verify: use 'off', 'idle', 'always' or 'held', not 1"),
     (_ASK, {"reasoning": 1}, "reasoning: use true, false, 'low', 'medium' or 'high', not 1"),
     (_ASK, {"reasoning": "loud"}, "reasoning: use true, false, 'low', 'medium' or 'high', not \"loud\""),
-    (_ASK, {"reasoning": "Who was born here?"}, "reasoning: use true, false, 'low', 'medium' or 'high'"),
     (_ASK, {"stream": 0}, "stream: use true or false, not 0"),
     (_ASK, {"show_prompt": "yes"}, 'show_prompt: use true or false, not "yes"'),
     (_ASK, {"max_tokens": True}, "max_tokens: use a number, not true"),
-    (_ASK, {"top_k": False}, "top_k: use a number, not false"),
     (_ASK, {"recompute_ratio": 2}, "recompute_ratio: use less than or equal to 1, not 2"),
     (_TALK, {"verify": "sometimes"}, "verify: use 'off', 'idle', 'always' or 'held', not \"sometimes\""),
-    (_TALK, {"stream": 1}, "stream: use true or false, not 1"),
     (_TALK, {"temperature": True}, "temperature: use a number, not true"),
     (_TALK, {"reasoning": {"enabled": 1}}, "reasoning.enabled: use true or false, not 1"),
-    (_TEXT, {"n": True}, "n: use a number, not true"),
     (_ITEMS, {"parallel_tool_calls": 0}, "parallel_tool_calls: use true or false, not 0"),
 ]
 

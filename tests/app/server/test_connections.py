@@ -73,31 +73,6 @@ def test_half_sent_heads_of_one_address_leave_room_for_others_and_end(careful: R
         assert all(one.startswith(b"HTTP/1.1 408") for one in answers)
 
 
-def test_idle_connections_of_many_addresses_give_way(careful: Running) -> None:
-    with ExitStack() as open_ones:
-        for number in range(80):  # which is more than there may be
-            open_ones.enter_context(connected(careful, HALF, f"127.0.1.{number % 4 + 1}"))
-        with connected(careful, WHOLE, "127.0.0.9") as other:
-            assert other.recv(12) == b"HTTP/1.1 200"
-    until(lambda: not careful.server.server_state.connections)
-
-
-def test_slow_request_head_is_cut_off(careful: Running) -> None:
-    """A further one of a connection."""
-    with connected(careful, WHOLE) as one:
-        said = b""
-        while not said.endswith(b"}"):  # head and body may come apart
-            said += one.recv(65536)
-        assert said.startswith(b"HTTP/1.1 200")
-        for sent in range(9):
-            one.sendall(HALF[sent : sent + 1])
-            careful.later(1)
-        assert careful.server.server_state.connections, "it has ten seconds"
-        one.sendall(HALF[9:10])
-        careful.later(1)
-        assert heard(one).startswith(b"HTTP/1.1 408")
-
-
 def waits_for_body(server: Running) -> bool:
     """Whether the head of a request has been read, and its body has not."""
     connections: list[Any] = list(server.server.server_state.connections)

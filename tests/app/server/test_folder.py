@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import signal
 import time
 import zipfile
 import zlib
@@ -22,11 +21,9 @@ from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import DiskStore
 from tests.app.server.common import (
     BASE,
     Running,
-    Served,
     client_of,
     documents,
     passage,
@@ -37,7 +34,7 @@ from tests.app.server.common import (
     write_documents,
 )
 from tests.integrations.retrieval.pdf import make_pdf
-from tests.waiting import Clock, until
+from tests.waiting import Clock
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 
@@ -197,25 +194,6 @@ def test_deleted_text_is_not_found_while_the_kv_store_is_away_and_erased_when_it
         assert records(server.service, 50) == 0, "also after a restart"
 
 
-def test_server_killed_after_a_file_left_erases_its_kv_when_it_starts(model: Path, docs: Path, tmp_path: Path) -> None:
-    own, data = write_documents(tmp_path / "docs"), tmp_path / "data"
-    first = Served(model, own, data)
-    upload(first.client, {"a.txt": passage(60)})
-    name = first.client.get("/v1/models").json()["data"][0]["id"]
-    body = {"model": name, "prompt": "Which?", "documents": [passage(60)], "max_tokens": 1}
-    until(lambda: first.client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 1)
-    assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    (own / "a.txt").unlink()  # as a deletion that was answered by nobody
-    store = DiskStore(data / "kv")
-    before = store.stats().records
-    store.close()
-    again = Served(model, own, data)
-    assert "a.txt" not in documents(again.client)
-    assert again.client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0
-    assert again.end(signal.SIGTERM) in (0, -signal.SIGTERM)
-    assert before > 0
-
-
 def test_tenants_see_the_base_folder_and_nothing_of_one_another(
     guarded: Running, ada: httpx.Client, ben: httpx.Client
 ) -> None:
@@ -267,16 +245,18 @@ def test_stored_kv_and_known_texts_of_one_tenant_do_not_show_to_another(
     assert [one["hits"] for one in reports] == [0, 0]
 
 
-def test_file_of_the_base_folder_that_leaves_goes_from_the_kv_of_every_tenant(model: Path, tmp_path: Path) -> None:
-    own = write_documents(tmp_path / "docs")
-    with running(settings_for(model, own, tmp_path / "data", keys=KEYS)) as server:
-        for key in KEYS.values():
-            with client_of(server, key) as client:
-                client.post("/api/ask", json={"question": passage(1), "top_k": 1, "stream": False})
-        assert records(server.service, 1) >= 2
-        (own / "passage-1.md").unlink()
-        settle(server.service)
-        assert records(server.service, 1) == 0
+def test_file_of_the_base_folder_that_leaves_goes_from_the_kv_of_every_tenant(
+    guarded: Running, ada: httpx.Client, ben: httpx.Client
+) -> None:
+    file = guarded.service.base.path / "extra.md"
+    file.write_text(passage(96))
+    settle(guarded.service)
+    for client in (ada, ben):
+        client.post("/api/ask", json={"question": passage(96), "top_k": 1, "stream": False})
+    assert records(guarded.service, 96) >= 2
+    file.unlink()
+    settle(guarded.service)
+    assert records(guarded.service, 96) == 0
 
 
 def test_uploads_have_limits(guarded: Running, ben: httpx.Client) -> None:

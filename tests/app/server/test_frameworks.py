@@ -95,11 +95,3 @@ async def test_llama_index_agent_over_the_server_calls_its_tool(
     answer = await FunctionAgent(tools=[find], llm=model).run("What fell?")
     assert [one.tool_name for one in answer.tool_calls] == ["find"]
     assert answer.response.content == "An oak fell."
-
-
-def test_llama_index_takes_objects_from_the_server(chatty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_index.core.prompts import PromptTemplate
-
-    model = llama_model(chatty, max_tokens=200)
-    script(chatty, monkeypatch, LEAF + "}")  # the call is begun by the server
-    assert model.structured_predict(Leaf, PromptTemplate("Make a leaf.")) == Leaf(kind="oak", count=3)

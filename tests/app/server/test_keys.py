@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cacheblend_rag.app.cli import main
@@ -98,18 +97,6 @@ def test_the_file_holds_no_key_and_is_the_owners_alone(
     assert len(read_keys(path)) == 14
 
 
-def test_the_file_is_where_the_server_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "serve.toml"
-    config.write_text(f"[rag]\ndata_dir = '{tmp_path / 'data'}'")
-    assert main(["keys", "add", "ada", "--config", str(config)]) == 0
-    config.write_text(f"[server]\nkeys_file = '{tmp_path / 'own.json'}'")
-    assert main(["keys", "add", "ben", "--config", str(config)]) == 0
-    monkeypatch.setenv("CACHEBLEND_RAG_DATA_DIR", str(tmp_path / "other"))
-    assert main(["keys", "add", "eve"]) == 0
-    for name, path in (("ada", "data/keys.json"), ("ben", "own.json"), ("eve", "other/keys.json")):
-        assert [entry.name for entry in read_keys(tmp_path / path)] == [name]
-
-
 def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
     model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,56 +162,38 @@ def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path,
     assert [status(server, metrics, path) for path in ("/v1/models", "/api/state", "/metrics/")] == [403] * 3
 
 
-class Stream:
-    """An answer that is read in a thread."""
-
-    def __init__(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        self.text, self.status, self.broken = "", 0, False
-        self._thread = threading.Thread(target=self._read, args=(client, path, body))
-        self._thread.start()
-
-    def _read(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        try:
-            with client.stream("POST", path, json=body) as answer:
-                self.status = answer.status_code
-                for piece in answer.iter_text():
-                    self.text += piece
-        except httpx.HTTPError:
-            self.broken = True
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it has not ended."""
-        return self._thread.is_alive()
-
-
 def test_key_that_is_taken_out_ends_what_is_under_way_with_it(
     server: Running, tmp_path: Path, add: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
+    go_on, token = threading.Event(), threading.Semaphore(0)
 
     def slow(ids: Any, scores: Any) -> Any:
+        token.release()
         go_on.wait(0.05)
         scores[..., 2] = float("-inf")
         return scores
 
     process_logits(monkeypatch, slow)
     monkeypatch.setattr("cacheblend_rag.app.server.api.gatekeeper.LOOK_AGAIN", 0.1)
-    with client_of(server, add("ben")) as one, client_of(server, add("ben-2", "--tenant", "ben")) as other:
+    with (
+        client_of(server, add("ben")) as one,
+        client_of(server, add("ben-2", "--tenant", "ben")) as other,
+        ThreadPoolExecutor(3) as pool,
+    ):
         long = {"max_tokens": 2_000, "stop_repetition": False}
         completion = {"model": server.service.model_name, "prompt": "Which?", **long}
-        streams = [
-            Stream(one, "/api/ask", {"question": "Which leaf?", **long}),
-            Stream(one, "/v1/completions", {**completion, "stream": True}),
+        asked = [
+            pool.submit(one.post, "/api/ask", json={"question": "Which leaf?", **long}),
+            pool.submit(one.post, "/v1/completions", json={**completion, "stream": True}),
         ]
-        until(lambda: all("data: " in stream.text for stream in streams))
-        streams.append(Stream(one, "/v1/completions", completion))
+        until(lambda: server.service.queue.served == 2)
+        assert all(token.acquire(timeout=60) for _ in range(12))
+        asked.append(pool.submit(one.post, "/v1/completions", json=completion))
         until(lambda: server.service.queue.waiting)  # a tenant has half of the slots
         take_out(tmp_path, "ben")
-        until(lambda: not any(stream.goes_on for stream in streams), 30)
-        assert not any(stream.broken for stream in streams)
-        assert all("the key was revoked" in stream.text for stream in streams)
-        assert (streams[2].status, json.loads(streams[2].text)["error"]["message"]) == (401, "the key was revoked")
+        answers = [future.result(60) for future in asked]
+        assert all("the key was revoked" in answer.text for answer in answers)
+        assert (answers[2].status_code, answers[2].json()["error"]["message"]) == (401, "the key was revoked")
         assert other.get("/v1/models").status_code == 200
         go_on.set()
         settle(server.service)

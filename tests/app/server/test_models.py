@@ -12,19 +12,9 @@ import openai
 import pytest
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.app.server.services.service import open_service
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.errors import ConfigError, ModelLoadError
-from tests.app.server.common import (
-    Running,
-    client_of,
-    passage,
-    read_events,
-    running,
-    settings_for,
-    settle,
-    upload,
-)
+from cacheblend_rag.errors import ConfigError
+from tests.app.server.common import Running, client_of, passage, read_events, running, settings_for, settle, upload
 
 QUESTION = "Which leaf fell into the river?"
 
@@ -120,24 +110,6 @@ def test_each_model_has_kv_of_its_own_and_deleting_erases_all(
         upload(client, {"again.txt": passage(710)})
         settle(server.service)
         assert [hits(server, client, name, 710) for name in ("flat", "deep")] == [1, 1], "it is stored anew"
-
-
-def test_unloadable_model_ends_the_start_and_frees_the_folder(model: Path, docs: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "config.json").write_text("{}", encoding="utf-8")
-    settings = settings_for(model, docs, tmp_path / "data")
-    with pytest.raises(ModelLoadError):
-        open_service(dataclasses.replace(settings, also_models=[str(tmp_path / "bad")]))
-    with running(settings):
-        pass
-
-
-def test_names_that_clients_could_not_tell_apart_or_write_are_refused(model: Path, docs: Path) -> None:
-    settings, wrong = settings_for(model, docs, docs), [["one=x", "one=y"], ["flat=minilm"], ["two words=x"], ["=x"]]
-    for also in (*wrong, "smollm2", [1]):
-        with pytest.raises(ConfigError) as caught:
-            dataclasses.replace(settings, served_model_name="flat", also_models=also)  # type: ignore[arg-type]
-        assert caught.value.field == "also_models", also
 
 
 def test_models_are_called_by_their_ids_or_the_last_part_of_their_paths(model: Path, deep: Path, docs: Path) -> None:

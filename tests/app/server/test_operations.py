@@ -11,10 +11,7 @@ import yaml
 from cacheblend_rag.app.cli import main
 from docs.benchmarks.scripts.common import SHAPES, shape_config
 from tests import tiny
-from tests.app.server.common import (
-    Running,
-    client_of,
-)
+from tests.app.server.common import Running, client_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "operations.md").read_text(encoding="utf-8")
 TOKENS = 10_000 * 1_000

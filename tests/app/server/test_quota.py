@@ -21,13 +21,20 @@ KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 SIZE = 600
 
 
-@pytest.fixture
-def server(model: Path, docs: Path, tmp_path: Path) -> Iterator[Running]:
-    """A server with a quota, for which time stands still."""
+@pytest.fixture(scope="module")
+def limited(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with a quota."""
     limits = Limits(tokens_per_minute=SIZE)
-    with running(settings_for(model, docs, tmp_path, keys=KEYS, limits=limits)) as made:
-        made.service.quota = Quota(SIZE)
+    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), keys=KEYS, limits=limits)) as made:
         yield made
+
+
+@pytest.fixture
+def server(limited: Running) -> Iterator[Running]:
+    """A server with a quota of which nothing was used, and for which time stands still."""
+    limited.service.quota = Quota(SIZE)
+    yield limited
+    until(lambda: not limited.server.server_state.tasks)  # so that no line of the log comes later
 
 
 class Quota(TokenQuota):

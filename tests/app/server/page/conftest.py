@@ -39,15 +39,15 @@ def address(toy: Running) -> str:
     return f"{toy.url}/"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def playwright() -> Iterator[Playwright]:
-    """The driver of the browsers."""
+    """The driver of the browsers; while it runs, no other tests can run a loop of theirs."""
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
     """A browser of our own."""
     # Tests run as root in containers, where Chromium's sandbox cannot.
@@ -56,13 +56,13 @@ def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
     started.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def problems() -> list[str]:
     """Complaints of the browser's console; a test that provokes one takes it out."""
     return []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def visitor(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
     """A visitor, whose browser keeps the page's files."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, locale="en-GB")

@@ -7,18 +7,7 @@ from typing import Any
 
 from playwright.sync_api import FilePayload, Locator, Page, Route, expect
 
-from tests.app.server.page.driving import (
-    ASK,
-    LIST,
-    PROBES,
-    answer_with,
-    ask,
-    pretend,
-    refuse,
-    reload,
-    send,
-    told,
-)
+from tests.app.server.page.driving import ASK, LIST, PROBES, answer_with, ask, pretend, refuse, reload, send, told
 
 TEXT = "Mirela Ostrander lives on Quarry Lane. She keeps eleven bees in a blue box."
 
