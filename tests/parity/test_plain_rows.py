@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -19,12 +18,9 @@ from tests import tiny
 from tests.tolerance import assert_layers_close, assert_logits_close
 
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
-    "llama, a key for each head": ("llama", {"num_key_value_heads": 4}),
     "llama, wide heads": ("llama", {"head_dim": 16}),
-    "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 16}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -84,20 +80,18 @@ def test_rows_are_those_of_own_layers(name: str, taken: list[int]) -> None:
         assert_layers_close(cache.layers, twin.layers, model)
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_several_tokens_of_an_answer_are_rows_too(name: str, taken: list[int]) -> None:
-    model = tiny.model(PLAIN[name][0], **PLAIN[name][1])
+def test_several_tokens_of_an_answer_are_rows_too(taken: list[int]) -> None:
+    model = tiny.model("qwen3")
     text, tokens = [list(range(3, 40))], [[[7, 8, 9, 10]], [[5]], [[6, 7]]]
     found, _ = logits_of(BatchedDecode(ModelAdapter(model)), text, tokens)
     assert taken == [4, 1, 2]
     assert_logits_close(found, logits_of(by_own_layers(model), text, tokens)[0], model, 44)
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_bfloat16_is_as_near_to_float32_as_own_layers(name: str, taken: list[int]) -> None:
+def test_bfloat16_is_as_near_to_float32_as_own_layers(taken: list[int]) -> None:
     text, tokens = [list(range(3, 90))], [[[number]] for number in range(20, 60)]
-    exact = logits_of(by_own_layers(tiny.model(name)), text, tokens)[0]
-    narrow = tiny.model(name).bfloat16()
+    exact = logits_of(by_own_layers(tiny.model("qwen3")), text, tokens)[0]
+    narrow = tiny.model("qwen3").bfloat16()
     errors = [
         float((logits_of(steps, text, tokens)[0].float() - exact).norm())
         for steps in (BatchedDecode(ModelAdapter(narrow)), by_own_layers(narrow))
@@ -125,16 +119,6 @@ def _replace_forward(model: Any) -> None:
     attention.forward = lambda rows: 2 * rows
 
 
-def _add_lora(model: Any) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-
-
-def _hook_all(model: Any) -> None:
-    register_module_forward_hook(lambda part, args, output: output * 1.5 if part is model.model.norm else None)
-
-
 def _halve_values(kind: type[nn.Module]) -> Callable[..., Any]:
     own: Any = kind.forward
 
@@ -145,18 +129,9 @@ def _halve_values(kind: type[nn.Module]) -> Callable[..., Any]:
     return halved
 
 
-def _of_another_class(name: str) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        part = model.get_submodule(f"model.layers.1.{name}")
-        part.__class__ = type("Other", (type(part),), {"forward": _halve_values(type(part))})
-
-    return change
-
-
-@pytest.fixture(autouse=True)
-def _without_hooks_of_all_modules() -> Iterator[None]:
-    yield
-    _global_forward_hooks.clear()
+def _of_another_class(model: Any) -> None:
+    part = model.model.layers[1].self_attn
+    part.__class__ = type("Other", (type(part),), {"forward": _halve_values(type(part))})
 
 
 class _Dropping(nn.Linear):
@@ -194,9 +169,7 @@ def test_projections_that_drop_out_in_training_do_not_in_an_answer(taken: list[i
     assert model.training
 
 
-@pytest.mark.parametrize(
-    "change", [_hook_layer, _hook_all, _replace_network, _replace_forward, _add_lora, _of_another_class("self_attn")]
-)
+@pytest.mark.parametrize("change", [_hook_layer, _replace_network, _replace_forward, _of_another_class])
 def test_changed_layers_are_transformers_own_again(change: Callable[[Any], None], taken: list[int]) -> None:
     model = tiny.model()
     text, tokens = [list(range(3, 20))], [[[5]], [[6]]]
@@ -208,12 +181,3 @@ def test_changed_layers_are_transformers_own_again(change: Callable[[Any], None]
     assert taken == [1, 1]
     torch.testing.assert_close(found, logits_of(by_own_layers(model), text, tokens)[0], rtol=0, atol=0)
     assert not torch.allclose(found, before, atol=1e-3)
-
-
-def test_watched_projections_are_called_as_modules(taken: list[int]) -> None:
-    model, seen = tiny.model(), list[int]()
-    steps = BatchedDecode(ModelAdapter(model))
-    with model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args: seen.append(1)):
-        logits_of(steps, [[3, 4, 5]], [[[5]]])
-    assert len(taken) == 1
-    assert len(seen) == 2  # of the prompt, and of the token

@@ -95,18 +95,12 @@ def test_rows_taken_back_are_written_anew() -> None:
     assert torch.equal(keys[:, :, 6:], rows(1, 9))
 
 
-def test_answer_is_decoded_in_place() -> None:
+def test_whole_answer_is_decoded_in_place_on_the_callers_thread() -> None:
+    watched = Watched()
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
         for prompt in (PLAIN, PROMPT):
             assert all(type(layer) is PreallocatedLayer for layer in engine.fuse(prompt).cache.layers), prompt
-
-
-def test_whole_answer_is_made_on_the_callers_thread() -> None:
-    watched = Watched()
-    with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
-        engine.warm(PROMPT.chunks)
-        engine.fuse(PROMPT)  # stores the prefix
         options: dict[str, Any] = {"max_new_tokens": 3, "logits_processor": [watched]}
         single = engine.generate(PROMPT, **options)
         batch = engine.generate_batch([PROMPT], **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import Prompt
+from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from tests import tiny
 from tests.pairwise import others_slow
@@ -18,13 +18,12 @@ SHORT = Prompt("Read this:", [CHUNK], "What fell?")
 LONG = Prompt("Read this:", [CHUNK], tiny.text(260, 4))
 
 
-def prompt_of(model: Any, tokens: int) -> Prompt:
+def prompt_of(engine: BlendEngine, tokens: int) -> Prompt:
     """A prompt of exactly this many tokens, with two chunks."""
-    with engine_of(model, write_back="off") as engine:
-        chunks = [tiny.text(40, 1), tiny.text(50, 2)]
-        start = len(engine.fuse(Prompt("Read:", chunks, "a")).input_ids)
-        prompt = Prompt("Read:", chunks, "a" + " the" * (tokens - start))
-        assert len(engine.fuse(prompt).input_ids) == tokens
+    chunks = [tiny.text(40, 1), tiny.text(50, 2)]
+    start = len(engine.tokenize(Prompt("Read:", chunks, "a")).input_ids)
+    prompt = Prompt("Read:", chunks, "a" + " the" * (tokens - start))
+    assert len(engine.tokenize(prompt).input_ids) == tokens
     return prompt
 
 
@@ -63,28 +62,24 @@ def test_longrope_on_both_sides(family: str) -> None:
 @pytest.mark.parametrize("family", others_slow(LONG_FAMILIES, ("phi3",)))
 def test_longrope_generates_as_the_plain_model_beyond_and_across(family: str) -> None:
     model = tiny.model(family, "longrope")
-    across = prompt_of(model, tiny.LONG - 5)
     with engine_of(model, recompute_ratio=1.0) as engine:
-        for prompt in (LONG, across):
-            engine.fuse(prompt)
-            answer = engine.generate(prompt, max_new_tokens=20)
+        for prompt in (LONG, prompt_of(engine, tiny.LONG - 5)):
+            fused = engine.fuse(prompt)
+            answer = engine.generate(prompt, max_new_tokens=10)
             assert answer.report.hits == len(prompt.chunks)
-            expected = plain_tokens(model, engine.fuse(prompt).input_ids, 20)
-            assert answer.token_ids == expected
+            assert answer.token_ids == plain_tokens(model, fused.input_ids, 10)
 
 
 @pytest.mark.parametrize("tokens", [tiny.LONG - 1, tiny.LONG, tiny.LONG + 1])
 def test_longrope_at_the_threshold(tokens: int) -> None:
     model = tiny.model("phi3", "longrope")
-    prompt = prompt_of(model, tokens)
     with engine_of(model, recompute_ratio=1.0) as engine:
+        prompt = prompt_of(engine, tokens)
         engine.warm(prompt.chunks)
         assert engine.fuse(prompt).report.hits == (2 if tokens <= tiny.LONG else 0)
-        assert engine.fuse(prompt).report.hits == 2
-        assert_equals_plain(engine.fuse(prompt), model)
-        assert engine.generate(prompt, max_new_tokens=8).token_ids == plain_tokens(
-            model, engine.fuse(prompt).input_ids, 8
-        )
+        fused = engine.fuse(prompt)
+        assert fused.report.hits == 2
+        assert_equals_plain(fused, model)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +89,13 @@ def test_dynamic_ntk_on_both_sides(family: str) -> None:
     def fresh() -> Any:
         return tiny.model(family, "dynamic", max_position_embeddings=tiny.LONG)
 
-    model = fresh()
-    with engine_of(model, recompute_ratio=1.0) as engine:
+    with engine_of(fresh(), recompute_ratio=1.0) as engine:
         for tokens in (tiny.LONG - 5, tiny.LONG + 40, tiny.LONG):
-            prompt = prompt_of(fresh(), tokens)
+            prompt = prompt_of(engine, tokens)
             engine.warm(prompt.chunks)
             fused = engine.fuse(prompt)
             beyond = tokens > tiny.LONG
             assert (fused.report.plain, fused.report.hits) == ((True, 0) if beyond else (False, 2))
             # Compared with a model that has seen no other prompt: what it saw must not matter.
             assert_equals_plain(fused, fresh())
-            assert engine.generate(prompt, max_new_tokens=12).token_ids == plain_tokens(fresh(), fused.input_ids, 12)
+            assert engine.generate(prompt, max_new_tokens=8).token_ids == plain_tokens(fresh(), fused.input_ids, 8)
