@@ -20,7 +20,7 @@ from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, r
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, given_sections, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
-from cacheblend_rag.config import ENV_PREFIX, REMOVED, RULE_OPTIONS, Option, check_names, options_of
+from cacheblend_rag.config import ENV_PREFIX, REMOVED, RULE_OPTIONS, Option, options_of
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeFields, DecodeOptions
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.errors import ConfigError
@@ -34,10 +34,6 @@ KINDS: tuple[type, ...] = (FolderRAGOptions, ServerSettings, Limits, BlendConfig
 EVERY = [(kind, one) for kind in KINDS for one in options_of(kind)]
 # Fields that hold other options, or secrets, which have no flag and are in no file.
 PARTS = {"config", "rag", "limits", "api_keys", "data"}
-# Says when an option of the engine is to be changed.
-WHEN = re.compile(
-    r"\b(?:Set|Turn|Raise|Lower|Change|Choose|Use|Give|raise|lower|set) (?:[^.]|\.\d)*\b(?:where|in a program|to the)\b"
-)
 
 
 def named(case: Any) -> str | None:
@@ -89,12 +85,6 @@ def test_every_field_is_an_option() -> None:
     assert set(RULE_OPTIONS) < set(OPTIONS)
 
 
-@pytest.mark.parametrize("one", options_of(BlendConfig), ids=named)
-def test_option_of_the_engine_says_when_to_change_it(one: Option) -> None:
-    assert WHEN.search(one.about), one.about
-    assert "benchmark" not in one.about
-
-
 @pytest.mark.parametrize("name", REMOVED)
 def test_option_of_earlier_versions_is_refused_with_the_remedy(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -124,11 +114,11 @@ def test_decoding_options_are_declared_once() -> None:
         assert name in ("grammar", "answer_begins") or LLMBase.model_fields[name].description == there.description
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_survives_json_and_says_when_it_was_changed(name: str) -> None:
-    config = BlendConfig(**{name: OTHERS[name]})
-    assert BlendConfig(**json.loads(json.dumps(config.asdict()))) == config
-    assert config.changed() == {name: OTHERS[name]}
+def test_every_option_survives_json_and_says_when_it_was_changed() -> None:
+    for name, value in OTHERS.items():
+        config = BlendConfig(**{name: value})
+        assert BlendConfig(**json.loads(json.dumps(config.asdict()))) == config
+        assert config.changed() == {name: value}
 
 
 def test_command_line_flags_are_those_of_the_fields() -> None:
@@ -160,10 +150,3 @@ def test_secret_in_an_address_is_shown_by_no_error(monkeypatch: pytest.MonkeyPat
         given_options(None, {})
     assert one.variable in str(caught.value)
     assert "hush" not in str(caught.value)
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"max_new_token=3 is not usable.*did you mean 'max_new_tokens'"):
-        check_names([("max_new_token", 3)], list(LLMBase.model_fields))
-    with pytest.raises(ConfigError, match="use one of a, b"):
-        check_names([("quite_something_else", 3)], ["b", "a"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import runpy
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from opentelemetry.trace import StatusCode
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine import traces
 from cacheblend_rag.engine.traces import CAPTURE
 from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
 from tests import tiny
@@ -36,6 +38,12 @@ class Failing(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         raise ZeroDivisionError(f"the prompt says {SECRET}")
+
+
+class Slow(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        time.sleep(0.01)  # the pace of a slow model
+        return scores
 
 
 def number(span: Any, name: str) -> Any:
@@ -141,21 +149,18 @@ def test_error_is_told_by_its_type(told: Told) -> None:
             engine.generate(Prompt(chunks=[tiny.text(300)], suffix="What?"))
         with pytest.raises(ZeroDivisionError):
             engine.generate("plain", logits_processor=[Failing()])
+        with pytest.raises(GenerationTimeoutError):
+            engine.stream("plain", timeout=0.02, max_new_tokens=50, logits_processor=[Slow()]).complete()
+    *failed, late = told.answers(3)
+    assert late.status.status_code is StatusCode.ERROR
+    assert number(late, "error.type") == "cacheblend_rag.errors.GenerationTimeoutError"
     names = ["cacheblend_rag.errors.ContextLengthError", "ZeroDivisionError"]
-    for span, name in zip(told.answers(2), names, strict=True):
+    for span, name in zip(failed, names, strict=True):
         assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, name)
         assert number(span, "error.type") == name
         (event,) = span.events
         assert (event.name, dict(event.attributes or {})) == ("exception", {"exception.type": name})
         assert told.below(span) == []
-
-
-def test_time_that_ran_out_is_an_error(told: Told) -> None:
-    with engine_of() as engine, pytest.raises(GenerationTimeoutError):
-        engine.stream(PROMPT, timeout=0.02, max_new_tokens=400).complete()
-    (span,) = told.answers()
-    assert span.status.status_code is StatusCode.ERROR
-    assert number(span, "error.type") == "cacheblend_rag.errors.GenerationTimeoutError"
 
 
 # Contents ---------------------------------------------------------------------------------
@@ -177,32 +182,23 @@ class Saying(LogitsProcessor):
         return scores
 
 
-def ask_of_secrets(engine: BlendEngine) -> str:
-    """Answers to prompts with a secret word in every part, and an error that names it; the first answer."""
+@pytest.mark.parametrize("captured", ["false", "SPAN_ONLY"])
+def test_text_of_prompt_and_answer_is_told_only_where_it_is_asked_for(
+    captured: str, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret word stands in every part of the prompt, in the answer, and in an error."""
+    monkeypatch.setenv(CAPTURE, captured)
     prompt = Prompt(f"Read {SECRET}.", [f"The word is {SECRET} {one}" for one in CHUNKS], f"What is {SECRET}?")
-    first = engine.generate(prompt, max_new_tokens=8, logits_processor=[Saying()])
-    list(engine.stream(prompt, max_new_tokens=8, logits_processor=[Saying()]))
-    with pytest.raises(ZeroDivisionError):
-        engine.generate(prompt, logits_processor=[Failing()])
-    return first.text
-
-
-def test_no_text_of_prompt_or_answer_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CAPTURE, "false")
     with engine_of() as engine:
-        text = ask_of_secrets(engine)
-    told.answers(3)
-    assert SECRET in text
-    assert SECRET not in told.text()
-    for span in told.spans:
-        assert not {"input.value", "output.value"} & set(span.attributes or {})
-
-
-def test_text_is_told_where_it_is_asked_for(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CAPTURE, "SPAN_ONLY")
-    with engine_of() as engine:
-        text = ask_of_secrets(engine)
+        text = engine.generate(prompt, max_new_tokens=8, logits_processor=[Saying()]).text
+        list(engine.stream(prompt, max_new_tokens=8, logits_processor=[Saying()]))
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(prompt, logits_processor=[Failing()])
     span, _, failed = told.answers(3)
+    assert SECRET in text
+    if captured == "false":
+        assert SECRET not in told.text()
+        return
     (question,), (answer,) = (json.loads(number(span, f"gen_ai.{one}.messages")) for one in ("input", "output"))
     assert (question["role"], answer["role"]) == ("user", "assistant")
     assert question["parts"][0]["content"] == number(span, "input.value")
@@ -216,24 +212,14 @@ def test_text_is_told_where_it_is_asked_for(told: Told, monkeypatch: pytest.Monk
 
 # Without it ---------------------------------------------------------------------------------
 
-WITHOUT = """
-import sys
-sys.modules["opentelemetry"] = None
-import cacheblend_rag
-assert not [name for name in sys.modules if name.startswith("opentelemetry.")]
-from tests.probes import CHUNKS, PROMPT, engine_of
-with engine_of() as engine:
-    engine.warm(CHUNKS)
-    print(engine.named("tiny").generate(PROMPT, max_new_tokens=4).token_ids)
-    print(len(list(engine.stream(PROMPT, max_new_tokens=4))) > 0)
-print([name for name in sys.modules if name.startswith("opentelemetry.sdk")])
-"""
 
-
-def test_answers_are_the_same_without_the_package(told: Told) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_answers_are_the_same_without_the_package(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         engine.warm(CHUNKS)
-        ids = engine.generate(PROMPT, max_new_tokens=4).token_ids
-    assert done.stdout.splitlines() == [str(ids), "True", "[]"]
+        expected = engine.generate(PROMPT, max_new_tokens=4)
+        monkeypatch.setitem(sys.modules, "opentelemetry", None)
+        assert runpy.run_path(traces.__file__)["trace"] is None
+        monkeypatch.setattr(traces, "trace", None)
+        assert engine.named("tiny").generate(PROMPT, max_new_tokens=4).token_ids == expected.token_ids
+        assert engine.stream(PROMPT, max_new_tokens=4).complete().text == expected.text
+    told.answers(1)
