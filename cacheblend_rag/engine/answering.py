@@ -122,7 +122,7 @@ class Answering:
             pipeline.keep_answered(fused, later)
             self._keep(dropped.left(fused.jobs))
             if answer.verification.done:
-                self._keep(dropped.left(pipeline.variant_jobs(fused.route, fused.cache)))
+                self._keep(dropped.left(pipeline.keeping.variant_jobs(fused.route, fused.cache)))
         return answer
 
     def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
@@ -165,7 +165,7 @@ class Answering:
         checked = self._verify(fused, draft, options, sink)
         decoded, deviation = checked.decoded, None if fused.fusion is None else fused.fusion.deviation
         self.verifications.note(checked.verification)
-        jobs = {**fused.jobs, **self.pipeline.unread_jobs(fused.route)}
+        jobs = {**fused.jobs, **self.pipeline.keeping.unread_jobs(fused.route)}
         exact = fused.exact or checked.cache is not fused.cache  # that of a check is
         kept = dataclasses.replace(fused, jobs=jobs, cache=checked.cache, exact=exact)
         report = report_of(self.pipeline, kept, draft.first_token_at - fused.ready_at, checked)
@@ -279,7 +279,7 @@ class Answering:
                     if not cancelled():  # else one of its chunks was forgotten meanwhile
                         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
                         self.pipeline.beginnings.keep(route.ticket, split, later, found.cache)
-                        self._keep(dropped.left(self.pipeline.variant_jobs(route, found.cache)))
+                        self._keep(dropped.left(self.pipeline.keeping.variant_jobs(route, found.cache)))
             return found.verification
 
         return self.verifications.submit(verify, self.pipeline.config.salt, [chunk.text for chunk in split.located])

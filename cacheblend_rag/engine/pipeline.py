@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,24 +14,23 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.keeping import Keeping, has_few_chunks
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import Beginnings, Begun, PromptCache, Ticket
 from cacheblend_rag.engine.ratio_policy import WORTH, RatioPolicy, controller_beside
 from cacheblend_rag.engine.route import Blend, Fused, Prefill, Route
 from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
-from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
-from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, check_fits, fitted
 from cacheblend_rag.report import Seconds
 from cacheblend_rag.store.base import KVStore, StoredKV, discard
-from cacheblend_rag.store.single_flight import compute_if_missing
 
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
@@ -159,12 +158,12 @@ class Pipeline:
         prefill = partial(Prefill, fit=fit, ticket=ticket)
         if not model.adapter.reusable(tokens):
             return prefill(why=model.adapter.plain_reason)
-        if _has_few_chunks(split, few):
+        if has_few_chunks(split, few):
             return prefill(begun=beginnings.find_exact(ticket, split))
         if plain:
             return prefill(begun=beginnings.find_exact(ticket, split), why="verify='held' lets full prefill answer")
         begun = beginnings.find(ticket, split)
-        if begun is not None and begun.exact and _has_few_chunks(begun.split, few):
+        if begun is not None and begun.exact and has_few_chunks(begun.split, few):
             return prefill(begun=begun)
         blend = self.blend(fit, ticket, begun)
         if not few or not self.policy.rule.reads_store:
@@ -200,7 +199,7 @@ class Pipeline:
         records: dict[str, StoredKV] = {}
         if begun is not None:
             prefix, records = begun.segment, {begun.segment.key: begun.record}
-        chunks = self._chunks_of(fit, split)
+        chunks = segments.of_prompt(fit, split)
         if self.policy.rule.reads_store:
             chunks = self.variants.instead_of(chunks, fit.split, segments)
             opened += records.items()
@@ -217,14 +216,6 @@ class Pipeline:
             ratio=self.policy.ratio,
         )
         return self._with_usual(blend, {one.key for one in chunks if one.key not in records})
-
-    def _chunks_of(self, fit: FittedPrompt, split: TokenizedPrompt) -> tuple[Segment, ...]:
-        """The segments of a prompt's chunks, all or those behind what it goes on from."""
-        segments, prefix = self.segments, fit.split.ids(fit.split.prefix)
-        regime = segments.model.adapter.regime(len(split.input_ids)) or 0
-        is_behind = segments.condition == "prefix" and len(prefix) > len(segments.tokenizer.start_ids)
-        behind = prefix if is_behind else None
-        return tuple(segments.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
 
     def _open(self, segments: Sequence[Segment], opened: list[tuple[str, StoredKV]]) -> dict[str, StoredKV]:
         """The records of segments, by key, in their order."""
@@ -352,7 +343,7 @@ class Pipeline:
             work=work_share(adapter.shape, tokens, fusion.done),
             lost=lost,
             ready_at=time.perf_counter(),
-            jobs=self._missing_jobs(blend, fusion.layers),
+            jobs=self.keeping.missing_jobs(blend, fusion.layers),
         )
 
     def _reader(self, blend: Blend, clock: ReadClock, shared: SharedKV | None) -> LayerReader:
@@ -402,79 +393,15 @@ class Pipeline:
             resumed=resumed,
             work=work,
             ready_at=ready_at,
-            jobs={} if blend is None else self._missing_jobs(blend, _whole_layers(model, result.cache)),
+            jobs={} if blend is None else self.keeping.missing_jobs(blend, _whole_layers(model, result.cache)),
         )
 
-    # Store what was missing ----------------------------------------------------------------
-
-    def _missing_jobs(self, blend: Blend, layers: tuple[LayerKV, ...]) -> dict[str, Job]:
-        """Jobs that store what is missing of a blend: its prefix, from the KV of the prompt, and its chunks."""
-        if not self._writes:
-            return {}
-        segments, jobs, prefix = self.segments, dict[str, Job](), blend.prefix
-        if prefix is not None and not blend.prefix_hit and layers:
-            # Nothing stands before the prefix, so the pass has just computed its exact KV.
-            kv = _first_rows(layers, len(prefix.token_ids))
-            held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
-            jobs[prefix.key] = Job(
-                lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
-            )
-        # A record that was opened and is not read may still be there: it was left to be computed, or lost.
-        there, opened = {*blend.records}, {key for key, _ in blend.opened}
-        missing = {one.key: one for one in (chunk.usual or chunk for chunk in blend.chunks if chunk.key not in there)}
-        there |= {key for key in missing if key in opened and self.store.contains(key)}
-        return jobs | self._chunk_jobs(blend.split, [one for key, one in missing.items() if key not in there])
-
-    def unread_jobs(self, route: Route) -> Mapping[str, Job]:
-        """Jobs that store the chunks of a prompt that went on from one in memory, so that no record was looked for.
-
-        Other prompts have these chunks in another order, and nothing to go on from.
-        """
-        split, begun = route.fit.split, route.begun
-        unread = isinstance(route, Prefill) and route.instead_of is None and begun is not None
-        if not unread or self.config.write_back == "off" or _has_few_chunks(split, self.config.min_tokens):
-            return {}
-        chunks = self._chunks_of(route.fit, split)
-        return self._chunk_jobs(split, [one for one in chunks if not self.store.contains(one.key)])
+    # Keep ----------------------------------------------------------------------------------
 
     @property
-    def _writes(self) -> bool:
-        """Whether what is missing is stored."""
-        return self.config.write_back != "off" and self.policy.rule.reads_store
-
-    def _chunk_jobs(self, split: TokenizedPrompt, missing: Sequence[Segment]) -> dict[str, Job]:
-        """Jobs that compute and store chunks of a prompt, those of like length side by side."""
-        segments, jobs, located = self.segments, dict[str, Job](), split.located
-        contexts = segments.contexts([chunk.text for chunk in located])
-        # Text that was found stays in records of its own kind, so that all of it can be erased.
-        others = [chunk.text for chunk in located if not chunk.found]
-        known = contexts if len(others) == len(located) else segments.contexts(others)
-        for segment in sorted((one for one in missing if one.token_ids), key=lambda one: len(one.own_ids)):
-            beside = contexts if segment.kind is Kind.FOUND else known
-            behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
-            one = partial(self.compute_and_store, [behind])
-            jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
-        return jobs
-
-    def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
-        """Store what is missing of segments as `Segments.compute` takes them; see `compute_if_missing`."""
-        return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
-
-    def variant_jobs(self, route: Route, cache: Any) -> Mapping[str, Job]:
-        """Jobs that store the chunks of a prompt behind what stood before them, if that is wanted; see `Variants.jobs`.
-
-        It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds
-        what was said in one conversation, unless that goes on from it.
-        """
-        split = route.fit.split
-        blend = route.instead_of if isinstance(route, Prefill) else route
-        if not isinstance(blend, Blend) or not self._writes or any(chunk.found for chunk in split.located):
-            return {}
-        whole = blend.begun is None or blend.begun.tokens >= len(split.prefix)
-        if blend.prefix is not None and not (blend.prefix_hit and whole):
-            return {}
-        regime = self.segments.model.adapter.regime(len(split.input_ids)) or 0
-        return self.variants.jobs(split, cache, self.segments, regime)
+    def keeping(self) -> Keeping:
+        """What stores the KV that prompts lack, under these options."""
+        return Keeping(self.segments, self.store, self.policy, self.variants)
 
     def keep_answered(self, fused: Fused, answer_ids: Sequence[int]) -> None:
         """Keep a prompt with its answer in memory."""
@@ -510,11 +437,6 @@ def open_pipeline(
     return dataclasses.replace(earlier, segments=segments, policy=policy)
 
 
-def _has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
-    """Whether so little can be read from the store that the model's own prefill is better."""
-    return not split.chunks or split.chunk_tokens < least
-
-
 def _range(span: Span) -> range:
     return range(span.start, span.stop)
 
@@ -524,10 +446,3 @@ def _whole_layers(model: ModelInUse, cache: Any) -> tuple[LayerKV, ...]:
     layers = tuple(model.blended.layers_of(cache.layers))
     tokens = cache.get_seq_length()
     return layers if all(layer.keys.shape[2] >= tokens for layer in layers) else ()
-
-
-def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
-    """A copy of the first positions of a fused prompt, keys rotated, where the prompt is: a store moves it."""
-    keys = tuple(layer.keys[0, :, :tokens].clone() for layer in layers)
-    values = tuple(layer.values[0, :, :tokens].clone() for layer in layers)
-    return SegmentKV(keys, values, rotated=True)

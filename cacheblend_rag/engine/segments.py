@@ -16,7 +16,7 @@ from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.prompt import PromptTokenizer, TokenizedChunk
+from cacheblend_rag.prompt import FittedPrompt, PromptTokenizer, TokenizedChunk, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import CONTEXTS, Contexts, context_tokens, contexts_beside
 from cacheblend_rag.prompt.finder import Finder
 from cacheblend_rag.store.base import KVRecord, RecordInfo, record_key
@@ -199,6 +199,13 @@ class Segments:
         context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")
         regimes = self.model.adapter.regimes
         return [self._chunk(Kind.CHUNK, context, chunk.head, chunk.ids, regime, chunk.ids) for regime in regimes]
+
+    def of_prompt(self, fit: FittedPrompt, split: TokenizedPrompt) -> tuple[Segment, ...]:
+        """The segments of a prompt's chunks, all or those behind what it goes on from."""
+        prefix, regime = fit.split.ids(fit.split.prefix), self.model.adapter.regime(len(split.input_ids)) or 0
+        is_behind = self.condition == "prefix" and len(prefix) > len(self.tokenizer.start_ids)
+        behind = prefix if is_behind else None
+        return tuple(self.located(chunk, split.ids(chunk.span), behind, regime) for chunk in split.located)
 
     def located(
         self, chunk: TokenizedChunk, ids: tuple[int, ...], behind: tuple[int, ...] | None, regime: int

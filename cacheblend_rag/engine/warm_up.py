@@ -147,7 +147,7 @@ class WarmUp:
     def _store_batch(self, batch: Sequence[Segment]) -> list[Segment]:
         """Those of a batch that another is just computing."""
         with self._held():
-            made = self._pipeline.compute_and_store(batch)
+            made = self._pipeline.keeping.compute_and_store(batch)
         self._store.flush()  # requests get through while other machines are sent what was made
         self._computed += [segment for segment in batch if made[segment.key]]
         return [segment for segment in batch if made[segment.key] is None]
