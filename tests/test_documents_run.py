@@ -192,6 +192,7 @@ def test_the_code_of_pages_runs(toy_chat_model: Path, tmp_path: Path) -> None:
     check(codes, {f"{Path(page).stem}.py": rf"\A{text}\Z" for page, text in PAGES.items()}, tmp_path)
 
 
+@pytest.mark.slow
 def test_example_scripts(toy_chat_model: Path, tmp_path: Path) -> None:
     codes = {
         name: on_the_toy((ROOT / "examples" / name).read_text(encoding="utf-8"), toy_chat_model) for name in SCRIPTS

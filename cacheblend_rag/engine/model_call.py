@@ -128,7 +128,7 @@ class ModelCall(Generic[R]):
         return stream
 
     def read(self, stream: TextStream) -> Generator[R, None, None]:
-        """What a stream says, piece by piece; leaving it early ends the generation."""
+        """Hand on a stream's words, piece by piece; leaving it early ends the generation."""
         split = self._splitter()
         try:
             for piece in stream:

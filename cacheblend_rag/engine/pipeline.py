@@ -400,7 +400,7 @@ class Pipeline:
 
     @property
     def keeping(self) -> Keeping:
-        """What stores the KV that prompts lack, under these options."""
+        """The jobs that store the KV that prompts lack, under these options."""
         return Keeping(self.segments, self.store, self.policy, self.variants)
 
     def keep_answered(self, fused: Fused, answer_ids: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ class Blend(Route):
     Parameters
     ----------
     prefix : Segment or None
-        What stands before the chunks: the prompt's prefix, or what it goes on from.
+        The prompt's prefix, or what it goes on from.
     chunks : tuple of Segment
         One for each chunk of `split`.
     records : mapping of str to StoredKV

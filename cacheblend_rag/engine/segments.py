@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
-    """What a segment is. A key has four parts: the kind, the tenant, the text, and the record's own."""
+    """Kinds of segments. A key has four parts: the kind, the tenant, the text, and the record's own."""
 
     CHUNK = "chunk"
     FOUND = "found"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from tests.programs import run_program
@@ -90,7 +93,7 @@ def test_queues_are_stored_before_a_program_ends_and_another_process_gets_hits(t
     done = run_program(["-c", STORES + BEHIND, str(tmp_path)], tmp_path, whole_end=True)
     assert done.returncode == 0, done.stderr
     assert (done.stdout.count("stored"), done.stdout.count("written")) == (ALL, 5)
-    assert "is being stored before the end, for 30 s at most" in done.stderr
+    assert re.search(r"being stored before the end, for (29|30) s at most", done.stderr)
     assert "not stored" not in done.stderr
     assert "Exception" not in done.stderr
     with BlendEngine.from_pretrained(MODEL_PATH, config=BlendConfig(**OPTIONS), store=tmp_path) as engine:
@@ -98,6 +101,7 @@ def test_queues_are_stored_before_a_program_ends_and_another_process_gets_hits(t
         assert (report.hits, report.prefix_hit) == (len(CHUNKS), True)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_storing_at_exit(tmp_path: Path) -> None:
     output, errors = tmp_path / "output", tmp_path / "errors"
     # No fork: how an interpreter ends after an interrupt is seen only of one that Python itself began.

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.engine.given_arguments import OF_ANSWERS
+from cacheblend_rag.engine.other_arguments import OF_ANSWERS
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,

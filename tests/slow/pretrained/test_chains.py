@@ -27,7 +27,7 @@ from tests import tiny
 from tests.integrations.llama_index.common import listening
 from tests.slow.pretrained.conftest import NEW_TOKENS, plain_answer
 
-pytestmark = pytest.mark.pretrained
+pytestmark = [pytest.mark.pretrained, pytest.mark.slow]
 QUESTION = "When was Surtsey first seen?"
 
 
@@ -58,7 +58,6 @@ class Seen(BaseCallbackHandler):
         return list(ids)
 
 
-@pytest.mark.slow
 def test_ratio_one_is_full_prefill_of_a_chat(engine: BlendEngine, loaded: Any, documents: Sequence[Document]) -> None:
     chunks = [one.page_content for one in documents[:3]]
     turns = question_turns(loaded.tokenizer, "<chunks>", QUESTION)
@@ -77,7 +76,7 @@ def test_ratio_one_is_full_prefill_of_a_chat(engine: BlendEngine, loaded: Any, d
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("ratio", [1.0, pytest.param(0.15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ratio", [1.0, 0.15])
 def test_retrieval_qa_asks_in_its_own_words_and_hits(
     ratio: float, engine: BlendEngine, loaded: Any, vectors: VectorStore
 ) -> None:
@@ -101,7 +100,6 @@ def test_retrieval_qa_asks_in_its_own_words_and_hits(
     assert "1963" in again
 
 
-@pytest.mark.slow
 def test_stream_is_the_whole_answer(engine: BlendEngine, vectors: VectorStore) -> None:
     llm = ChatCacheBlend.from_engine(engine, max_new_tokens=NEW_TOKENS)
     found = vectors.similarity_search(QUESTION, k=4)
@@ -115,7 +113,6 @@ def test_stream_is_the_whole_answer(engine: BlendEngine, vectors: VectorStore) -
     assert pieces[-1].response_metadata["hits"] == 4
 
 
-@pytest.mark.slow
 def test_the_next_turn_of_a_conversation_hits_the_same_chunks(engine: BlendEngine, vectors: VectorStore) -> None:
     llm = ChatCacheBlend.from_engine(engine, max_new_tokens=NEW_TOKENS)
     context = "\n\n".join(one.page_content for one in vectors.similarity_search(QUESTION, k=4))
@@ -128,7 +125,7 @@ def test_the_next_turn_of_a_conversation_hits_the_same_chunks(engine: BlendEngin
     assert second.content
 
 
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streaming", [False, True])
 def test_llama_index_query_engine_asks_in_its_own_words_and_hits(
     streaming: bool,
     engine: BlendEngine,
