@@ -45,30 +45,31 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 # The answer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("concurrent", "options"), [(1, {"max_new_tokens": 1}), (3, {"max_new_tokens": 16, "repetition_penalty": 1.3})]
-)
-def test_answer_comes_at_once_and_is_corrected_later(options: dict[str, Any], concurrent: int) -> None:
-    with reused(max_concurrent=concurrent) as engine:
+def test_answer_comes_at_once_and_is_corrected_later() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "repetition_penalty": 1.3}
+    with reused(max_concurrent=3) as engine:
         expected, draft = plain(engine, **options), engine.generate(PROMPT, **options)
         first = engine.generate(PROMPT, verify="idle", **options)
         found = checked(engine, first)
     assert (first.text, first.token_ids) == (draft.text, draft.token_ids)
-    if draft.token_ids == expected.token_ids:
-        assert found.status == "verified"
-        return
     assert_corrected(Generation(expected.text, expected.token_ids, first.report), draft, found)
     assert found.id == first.verification.id
     assert found.seconds > 0
 
 
-@pytest.mark.parametrize("asked", ["What fell?", PROMPT], ids=["plain", "new"])
-def test_exact_answer_is_verified_at_once(asked: Any) -> None:
+def test_exact_answer_is_verified_at_once_unless_it_is_cut_short() -> None:
     with engine_of(verify="idle") as engine:
-        found = engine.generate(asked, max_new_tokens=4).verification
-        assert (found.status, found.id) == ("verified", "")
-        assert found.reason
-        assert engine.verifications.status == VerificationStatus(verified=1)
+        for number, asked in enumerate(("What fell?", PROMPT), 1):
+            found = engine.generate(asked, max_new_tokens=4).verification
+            assert (found.status, found.id, bool(found.reason)) == ("verified", "", True)
+            assert engine.verifications.status == VerificationStatus(verified=number)
+    for mode in ("idle", "always"):
+        with reused(verify=mode) as engine:
+            stream = engine.stream(PROMPT, max_new_tokens=160)
+            next(stream)
+            stream.close()
+            assert stream.result is None or stream.result.verification.status == "given up"
+            assert engine.verifications.status.waiting == 0
 
 
 # Turns ----------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def test_requests_go_before_the_rest_of_a_check(begun: threading.Event) -> None:
     with reused(max_concurrent=3) as engine:
         expected = plain(engine, max_new_tokens=6)
         first = engine.generate(PROMPT, max_new_tokens=6, verify="idle")
-        assert begun.wait(20)
+        assert begun.wait(60)
         again = engine.generate(PROMPT, max_new_tokens=6, verify="off")
         waited = engine.verifications.result(first.verification.id)
         assert again.token_ids == first.token_ids
@@ -96,7 +97,7 @@ def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog:
     with engine:
         with engine.turns.scheduler:  # a request would let the first check go on
             answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(3)]
-        assert begun.wait(20)
+        assert begun.wait(60)
     found = [engine.verifications.result(one.verification.id) for one in answers]
     assert {(one.status, one.reason) for one in found if one} == {("given up", "the engine was closed")}
     assert engine.verifications.status == VerificationStatus(given_up=3)
@@ -110,9 +111,8 @@ def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog:
         (StoreError("the disk is gone"), "the disk is gone"),
         (torch.OutOfMemoryError(), "memory ran out"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
-        (MemoryError(), "memory ran out"),
     ],
-    ids=["bug", "ours", "GPU memory", "CPU memory", "Python memory"],
+    ids=["bug", "ours", "GPU memory", "CPU memory"],
 )
 def test_check_that_fails_is_given_up_and_the_next_one_is_done(
     error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -141,35 +141,6 @@ def test_answer_of_another_state_of_the_model_is_given_up(monkeypatch: pytest.Mo
     assert (found.status, found.reason) == ("given up", "the model has changed since the answer")
 
 
-def test_answers_beyond_the_limit_are_given_up_at_once(begun: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.verifications._WAITING", 2)
-    with reused(verify="idle") as engine:
-        with engine.turns.scheduler:  # so that no check begins
-            found = [engine.generate(PROMPT, max_new_tokens=2).verification for _ in range(4)]
-        assert found[-1].status == "given up"
-        assert found[-1].reason == "2 answers wait to be checked"
-
-
-def test_answer_that_was_cut_short_is_not_checked() -> None:
-    with reused(verify="idle") as engine:
-        stream = engine.stream(PROMPT, max_new_tokens=160)
-        next(stream)
-        stream.close()
-        assert stream.result is None or stream.result.verification.status == "given up"
-        assert engine.verifications.status.waiting == 0
-
-
-def test_unknown_and_forgotten_ids_have_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.verifications._REMEMBERED", 2)
-    with reused(verify="idle") as engine:
-        assert engine.verifications.result("nothing") is None
-        answers = [engine.generate(PROMPT, max_new_tokens=2) for _ in range(3)]
-        engine.flush()
-        found = [engine.verifications.result(one.verification.id) for one in answers]
-    assert found[0] is None
-    assert all(one is not None and one.status == "corrected" for one in found[1:])
-
-
 def test_share_of_answers_is_checked() -> None:
     with reused(verify="idle", verify_share=0.3) as engine:
         answers = [engine.generate(PROMPT, max_new_tokens=1).verification for _ in range(16)]
@@ -194,7 +165,7 @@ def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, 
             asked = (engine, other) if under_way else (other, engine)
             answers = {one: one.generate(PROMPT, max_new_tokens=4) for one in asked}
         answer, first = answers[engine], answers[other]
-        assert begun.wait(20)
+        assert begun.wait(60)
         engine.forget(CHUNKS[1:2])
         found = checked(engine, answer)
         assert (found.status, found.reason) == ("given up", "a chunk of its prompt was forgotten")
@@ -210,7 +181,7 @@ def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, 
 def test_forgotten_text_is_not_stored_again_by_a_check(begun: threading.Event) -> None:
     with reused(verify="idle") as engine:
         answer = engine.generate(PROMPT, max_new_tokens=40)
-        assert begun.wait(20)
+        assert begun.wait(60)
         engine.forget(CHUNKS)
         checked(engine, answer)
         engine.flush()

@@ -19,7 +19,7 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from tests import tiny
 from tests.pairwise import others_slow
-from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
+from tests.parity.test_families import WINDOWS, kernels
 from tests.probes import Hooked, engine_of, key_of
 from tests.tolerance import assert_close, terms_of
 from tests.waiting import until
@@ -53,14 +53,14 @@ def check_together(adapter: ModelAdapter, lengths: Sequence[int] = LENGTHS, cont
 # One pass -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, ("deepseek_v3", "gpt_oss", "llama", "phi3")))
 def test_segments_in_one_pass_are_as_alone(family: str) -> None:
     for rope in tiny.rope_types(family):
         check_together(ModelAdapter(tiny.model(family, rope)))
     check_together(ModelAdapter(tiny.model(family)), context=0)
 
 
-@pytest.mark.parametrize(("family", "attention"), kernels([*sorted(WINDOWS), *BY_LAYER_TYPE]))
+@pytest.mark.parametrize(("family", "attention"), kernels(["ministral3", "gemma3", "gpt_oss"]))
 def test_padding_changes_nothing_behind_windows(family: str, attention: str) -> None:
     model = tiny.model(family, **WINDOWS.get(family, {}))
     model.set_attn_implementation(attention)
@@ -69,9 +69,8 @@ def test_padding_changes_nothing_behind_windows(family: str, attention: str) -> 
     check_together(adapter, context=7)
 
 
-@pytest.mark.parametrize("family", [name for name in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(name)])
-def test_segments_of_a_regime_in_one_pass(family: str) -> None:
-    adapter = ModelAdapter(tiny.model(family, "longrope"))
+def test_segments_of_a_regime_in_one_pass() -> None:
+    adapter = ModelAdapter(tiny.model("phi3", "longrope"))
     check_together(adapter, regime=tiny.LONG)
     check_together(adapter, (tiny.LONG + 3, 20, tiny.LONG - 2))  # lengths on both sides of the threshold
 
@@ -138,13 +137,13 @@ def test_warming_many_stores_what_warming_each_does(monkeypatch: pytest.MonkeyPa
 
 
 def test_warming_stores_first_chunks_as_far_as_there_is_room(tmp_path: Path) -> None:
-    texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
+    texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(8)]
     with engine_of() as sizer:
-        limit = sizer.chunks.estimate_bytes(texts[:6])
+        limit = sizer.chunks.estimate_bytes(texts[:5])
     with engine_of(store=tmp_path, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts)
-        assert 3 <= report.computed <= 6
-        assert (report.present, report.skipped) == (0, 12 - report.computed)
+        assert 2 <= report.computed <= 5
+        assert (report.present, report.skipped) == (0, len(texts) - report.computed)
         present = [engine.store.contains(key_of(engine, text)) for text in texts]
         assert present == [True] * report.computed + [False] * report.skipped
         assert engine.store.volume() <= limit
@@ -175,9 +174,9 @@ def test_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
 # Others meanwhile ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gives_up", "on_disk"), [(True, True), (False, False)])
-def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool, tmp_path: Path) -> None:
-    store: Any = DiskStore(tmp_path) if on_disk else MemoryStore()
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
     texts = [tiny.text(40, seed) for seed in range(4)]
     with engine_of(store=store) as engine:
         key, made = key_of(engine, texts[1]), Hooked()
@@ -189,13 +188,13 @@ def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool
             with store.claim(key) as mine:
                 assert mine
                 held.set()
-                release.wait(20)
+                release.wait(60)
                 if not gives_up:
                     store.put(key, made.kept[key])
 
         threads = [threading.Thread(target=compute)]
         threads[0].start()
-        held.wait(20)
+        held.wait(60)
         reports: list[Any] = []
         threads.append(threading.Thread(target=lambda: reports.append(engine.warm(texts))))
         threads[1].start()
@@ -204,7 +203,7 @@ def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool
         assert reports == []
         release.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert (reports[0].computed, reports[0].present) == ((4, 0) if gives_up else (3, 1))
         assert engine.fuse(Prompt("", texts, "Why?")).report.hits == 4
     store.close()
