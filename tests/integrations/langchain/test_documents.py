@@ -35,7 +35,9 @@ def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
     assert re.search(EXPECTED["langchain"], output), output
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "langchain" else name for name in EXPECTED]
+)
 def test_examples_of_a_page_run(name: str, toy_chat_model: Path, tmp_path: Path) -> None:
     code, models = re.subn(r'"(smollm2|HuggingFaceTB/[^"]+)"', repr(str(toy_chat_model)), code_of(name))
     assert models
