@@ -35,8 +35,8 @@ class Erasing:
         self._ids = list[tuple[int, ...]]()
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt
-                self._ids.append(segments.tokenizer.chunk(text).ids)
-        self._ids = [ids for ids in self._ids if ids]
+                if ids := segments.tokenizer.chunk(text).ids:
+                    self._ids.append(ids)
         own = segments.config.salt
         self._theirs = tuple(texts_keys(kind, own, ids) for kind in Kind for ids in self._ids)
         self._begins, self._shares, self._writes = finder(self._ids), sharer(self._ids), form_sharer(texts)

@@ -59,13 +59,9 @@ class Keeping:
 
         Other prompts have these chunks in another order, and nothing to go on from.
         """
-        split, begun = route.fit.split, route.begun
-        unread = isinstance(route, Prefill) and route.instead_of is None and begun is not None
-        if (
-            not unread
-            or self.segments.config.write_back == "off"
-            or has_few_chunks(split, self.segments.config.min_tokens)
-        ):
+        split, config = route.fit.split, self.segments.config
+        unread = isinstance(route, Prefill) and route.instead_of is None and route.begun is not None
+        if not unread or config.write_back == "off" or has_few_chunks(split, config.min_tokens):
             return {}
         chunks = self.segments.of_prompt(route.fit, split)
         return self._chunk_jobs(split, [one for one in chunks if not self.store.contains(one.key)])
@@ -77,6 +73,8 @@ class Keeping:
 
     def _chunk_jobs(self, split: TokenizedPrompt, missing: Sequence[Segment]) -> dict[str, Job]:
         """Jobs that compute and store chunks of a prompt, those of like length side by side."""
+        if not missing:  # a prompt that hits waits for no contexts
+            return {}
         segments, jobs, located = self.segments, dict[str, Job](), split.located
         contexts = segments.contexts([chunk.text for chunk in located])
         # Text that was found stays in records of its own kind, so that all of it can be erased.
