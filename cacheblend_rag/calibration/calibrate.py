@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
-from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.profiler import keep_profile
-from cacheblend_rag.calibration.quality import ReferenceAnswer, full_recompute
+from cacheblend_rag.calibration.quality import Methods, ReferenceAnswer
 from cacheblend_rag.calibration.statistics import Interval, interval
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
@@ -30,7 +28,7 @@ from cacheblend_rag.fusor.selection import (
     SelectNone,
     SelectQuery,
 )
-from cacheblend_rag.loading import BlendSettings, MachineProfile
+from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt
 
@@ -54,8 +52,8 @@ _MOST_WORK = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationOptions:
-    """How a model is calibrated.
+class Calibration:
+    """How a model is calibrated: the search for the cheapest blending within a tolerance.
 
     Parameters
     ----------
@@ -83,76 +81,73 @@ class CalibrationOptions:
         if not 0 < self.check_share < 1:
             raise ConfigError("check_share", self.check_share, "use a number above 0 and below 1")
 
+    def run(
+        self,
+        engine: BlendEngine,
+        prompts: Sequence[Prompt],
+        *,
+        corpus: Sequence[str] = (),
+        progress: bool | None = None,
+    ) -> tuple[BlendSettings, Finding]:
+        """Find the cheapest blending within the tolerance.
 
-def calibrate(
-    engine: BlendEngine,
-    prompts: Sequence[Prompt],
-    options: CalibrationOptions | None = None,
-    *,
-    corpus: Sequence[str] = (),
-    progress: bool | None = None,
-) -> tuple[BlendSettings, Finding]:
-    """Find the cheapest blending within a tolerance.
+        Parameters
+        ----------
+        engine : BlendEngine
+            Its model, tokenizer and separator; its store is not used.
+        prompts : sequence of Prompt
+            As they will be asked; no answers are needed.
+        corpus : sequence of str
+            All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
+        progress : bool, optional
+            Show a progress bar; by default if standard error is a terminal.
 
-    Parameters
-    ----------
-    engine : BlendEngine
-        Its model, tokenizer and separator; its store is not used.
-    prompts : sequence of Prompt
-        As they will be asked; no answers are needed.
-    options : CalibrationOptions, optional
-    corpus : sequence of str
-        All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
-    progress : bool, optional
-        Show a progress bar; by default if standard error is a terminal.
+        Returns
+        -------
+        BlendSettings, Finding
+            The settings to use (full prefill for a model that does not tolerate blending), and all findings.
 
-    Returns
-    -------
-    BlendSettings, Finding
-        The settings to use (full prefill for a model that does not tolerate blending), and all findings.
+        Raises
+        ------
+        UnsupportedModelError
+            If the model is answered plainly.
+        ConfigError
+            If there are fewer than six prompts.
+        """
+        check_blends(engine.adapter)
+        if len(prompts) < 6:
+            raise ConfigError("prompts", len(prompts), "use at least 6")
+        searched, checks = divided(prompts, self.check_share)
+        decoding = DecodeOptions(max_new_tokens=self.answer_tokens, temperature=0.0)
 
-    Raises
-    ------
-    UnsupportedModelError
-        If the model is answered plainly.
-    ConfigError
-        If there are fewer than six prompts.
-    """
-    check_blends(engine.adapter)
-    options = options or CalibrationOptions()
-    if len(prompts) < 6:
-        raise ConfigError("prompts", len(prompts), "use at least 6")
-    searched, checks = divided(prompts, options.check_share)
-    decoding = DecodeOptions(max_new_tokens=options.answer_tokens, temperature=0.0)
+        @lru_cache(3 * self.most)
+        def answer(prompt: Prompt) -> ReferenceAnswer:
+            methods = Methods(engine, prompt)
+            return ReferenceAnswer(methods, methods.full_recompute(), decoding)
 
-    @lru_cache(3 * options.most)
-    def answer(prompt: Prompt) -> ReferenceAnswer:
-        made = full_recompute(engine, prompt)()
-        return ReferenceAnswer(engine, engine.tokenize(prompt).input_ids, made, decoding)
+        hidden = None if progress is None else not progress
+        with (
+            ExitStack() as stack,
+            tqdm(desc="calibrating", unit=" passes", disable=hidden) as bar,
+            engine.products(),  # full prefill too is computed as requests are
+        ):
 
-    hidden = None if progress is None else not progress
-    with (
-        ExitStack() as stack,
-        tqdm(desc="calibrating", unit=" passes", disable=hidden) as bar,
-        engine.products(),  # full prefill too is computed as requests are
-    ):
+            def trials(condition: str, of: Sequence[Prompt], most: int) -> TrialSet:
+                return TrialSet(engines[condition], of, answer, most, on_prompt=bar.update)
 
-        def trials(behind: BlendEngine, of: Sequence[Prompt], most: int) -> TrialSet:
-            return TrialSet(behind, of, answer, most, on_prompt=bar.update)
-
-        engines = {name: stack.enter_context(_behind(engine, name, prompts, corpus)) for name in _BEHIND}
-        sets = {name: trials(one, searched, options.most) for name, one in engines.items()}
-
-        def held_back(name: str) -> TrialSet:
-            return trials(engines[name], checks, 2 * options.most)
-
-        found = Search(sets, held_back, engine.adapter.num_layers, options.tolerance).run()
-    return settings_of(found, options.tolerance), found
+            engines = {name: stack.enter_context(_behind(name, engine, prompts, corpus)) for name in _BEHIND}
+            found = Search(
+                {name: trials(name, searched, self.most) for name in engines},
+                lambda name: trials(name, checks, 2 * self.most),
+                engine.adapter.num_layers,
+                self.tolerance,
+            ).run()
+        return settings_of(found, self.tolerance), found
 
 
 @contextmanager
 def _behind(
-    engine: BlendEngine, condition: str, prompts: Sequence[Prompt], corpus: Sequence[str]
+    condition: str, engine: BlendEngine, prompts: Sequence[Prompt], corpus: Sequence[str]
 ) -> Iterator[BlendEngine]:
     """An engine over a store of its own that has the chunks of prompts, computed under a condition as warming does."""
     config = BlendConfig(
@@ -166,12 +161,8 @@ def _behind(
     )
     wanted = dict.fromkeys(chunk.strip() for prompt in prompts for chunk in prompt.chunks)
     texts = list(dict.fromkeys([*(text.strip() for text in corpus), *wanted]))
-    with (
-        TemporaryDirectory() as folder,
-        BlendEngine(
-            engine.model, engine.tokenizer, config=config, store=folder, fingerprint=engine.fingerprint
-        ) as made,
-    ):
+    parts = {"config": config, "fingerprint": engine.fingerprint}
+    with TemporaryDirectory() as store, BlendEngine(engine.model, engine.tokenizer, store=store, **parts) as made:
         made.chunks.warm(texts, only=wanted.keys(), progress=False)
         yield made
 
@@ -417,42 +408,18 @@ def settings_of(found: Finding, tolerance: float) -> BlendSettings:
         prompts = len(found.reuse[found.condition].divergences)
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
     rule, seen = found.chosen.rule, found.chosen.merge(found.checked)
-    values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     return BlendSettings(
-        selection=_name(rule),
+        selection=next(name for name, kind in RULES.items() if type(rule) is kind),
         condition=found.condition,
         recompute_ratio=values.pop("recompute_ratio", BlendSettings.recompute_ratio),
-        selection_options={name: _plain(value) for name, value in values.items()},
+        selection_options={name: tuple(one) if isinstance(one, list) else one for name, one in values.items()},
         tolerance=tolerance,
         divergence=seen.divergence.mean,
         highest=seen.divergence.high,
         work=seen.work,
         prompts=len(seen.divergences),
     )
-
-
-def _name(rule: SelectionRule) -> str:
-    return next(name for name, kind in RULES.items() if type(rule) is kind)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
-def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
-    """Write settings into the profile beside the engine's store; its path.
-
-    Engines that are made from now on and leave the choice to ``recompute_ratio="auto"`` use them.
-
-    Raises
-    ------
-    ConfigError
-        If the store has no folder.
-    StoreError
-        If the profile cannot be read or written.
-    """
-    _, path = keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
-    return path
 
 
 def report(settings: BlendSettings, found: Finding) -> str:

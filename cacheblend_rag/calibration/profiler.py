@@ -8,28 +8,31 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
-from cacheblend_rag.calibration.timing import timed
-from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.store import KVRecord, KVStore, StoredKV
 
 _COPIED = 64 * 10**6
 # Shape of the record by which a store on another machine is measured, in float32.
 _LAYERS, _HEADS, _DIM = 16, 8, 64
-
-
 _BLOCK = 2**20
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
@@ -215,9 +218,13 @@ def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:
 
 
 def profile_machine(
-    engine: BlendEngine, *, lengths: Sequence[int] = (256, 512, 1024, 2048), size: int = 256 * 10**6
+    store: KVStore,
+    model: ModelInUse,
+    *,
+    lengths: Sequence[int] = (256, 512, 1024, 2048),
+    size: int = 256 * 10**6,
 ) -> tuple[MachineProfile, Path]:
-    """Measure prefill and storage of an engine, and keep the result beside its store.
+    """Measure the prefill of a model and a store, and keep the result beside the store.
 
     Returns
     -------
@@ -231,16 +238,15 @@ def profile_machine(
     ConfigError
         If the store has no folder.
     """
-    check_blends(engine.adapter)
-    path = _path_beside(engine.store)
+    adapter, path = model.blended, _path_beside(store)
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
-    if engine.adapter.device.type == "cuda":
-        devices["gpu"] = measure_gpu_copy(engine.adapter.device)
-    remote = [tier for tier in engine.store.traits.tiers if tier.traits.remote]
+    if adapter.device.type == "cuda":
+        devices["gpu"] = measure_gpu_copy(adapter.device)
+    remote = [tier for tier in store.traits.tiers if tier.traits.remote]
     devices |= {tier.traits.tier: measure_remote(tier, size) for tier in remote}
-    with engine.products():  # as requests are computed
-        prefill = fit_prefill(_measure_prefill(engine.adapter, lengths))
-    return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
+    with model.products():  # as requests are computed
+        prefill = fit_prefill(_measure_prefill(adapter, lengths))
+    return keep_profile(store, MachineProfile({model.look(): prefill}, devices))
 
 
 def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile, Path]:

@@ -1,6 +1,6 @@
 """How near answers stay to full prefill's: the four ways of section 7 of the paper to answer a prompt, side by side.
 
-``cacheblend-rag eval`` (`measure_quality`), ``ask --compare`` and the server (`compare`) and ``cacheblend-rag
+``cacheblend-rag eval`` (`measure_quality`), ``ask --compare`` and the server (`Methods.compare`) and ``cacheblend-rag
 calibrate`` stand over one measure, `ReferenceAnswer`: the KL divergence over the tokens of full prefill's own answer.
 """
 
@@ -72,16 +72,15 @@ class ReferenceAnswer:
 
     Parameters
     ----------
-    engine : BlendEngine
-    ids : sequence of int
-        The prompt.
+    methods : Methods
+        Of the prompt.
     made : PrefillResult
         By full prefill; its cache stays as it is.
     options : DecodeOptions
     """
 
-    def __init__(self, engine: BlendEngine, ids: Sequence[int], made: PrefillResult, options: DecodeOptions) -> None:
-        self._adapter, decoded = engine.adapter, decode_from(engine, ids, made, options)
+    def __init__(self, methods: Methods, made: PrefillResult, options: DecodeOptions) -> None:
+        self._adapter, decoded = methods.engine.adapter, methods.decode(made, options)
         self.token_ids, self.text = decoded.token_ids, decoded.text.strip()
         self._log_probs = answer_log_probs(self._adapter, shared_cache(made.cache), made.logits, self.token_ids)
 
@@ -176,64 +175,134 @@ class MethodResult:
     rounds: int = 0
 
 
-def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], PrefillResult]]:
-    """One prefill a method, each from text to the logits of the first token.
+@dataclass(frozen=True)
+class Methods:
+    """A prompt's prefill by each method, from text to the logits of the first token.
 
-    "Full recompute" is transformers' own forward pass. "Prefix caching" is the same behind an
-    exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
-    form that costs it no loading. "Full reuse" and "blended" read the engine's store.
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store keeps the chunks: what is compared are warm requests.
+    prompt : Prompt
     """
-    engine = engine.with_config(prompt_cache=0)  # as if nobody had asked before
-    reuse = engine.with_config(selection="none", min_tokens=0)
-    plain = full_recompute(engine, prompt), prefix_caching(engine, prompt)
-    return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))
 
+    engine: BlendEngine
+    prompt: Prompt
 
-def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
-    """Transformers' own prefill."""
+    def all(self) -> dict[str, Callable[[], PrefillResult]]:
+        """The methods by their names; "full reuse" and "blended" read the engine's store."""
+        engine = self.engine.with_config(prompt_cache=0)  # as if nobody had asked before
+        asked = Methods(engine, self.prompt)
+        reuse = Methods(engine.with_config(selection="none", min_tokens=0), self.prompt)
+        methods = asked.full_recompute, asked.prefix_caching(), reuse.blended, asked.blended
+        return dict(zip(METHODS, methods, strict=True))
 
-    def run() -> PrefillResult:
-        ids = engine.tokenize(prompt).input_ids
-        result = engine.adapter.prefill(ids)
-        return PrefillResult(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
+    def full_recompute(self) -> PrefillResult:
+        """Transformers' own prefill."""
+        ids = self.engine.tokenize(self.prompt).input_ids
+        result = self.engine.adapter.prefill(ids)
+        return PrefillResult(result.cache, result.logits, (len(ids),) * self.engine.adapter.num_layers)
 
-    return run
+    def prefix_caching(self) -> Callable[[], PrefillResult]:
+        """Transformers' own prefill behind prefix and first chunk, whose cache is made now.
 
+        It lies ready in memory: as in the paper, an idealised form that costs no loading.
 
-def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
-    """The same behind prefix and first chunk, whose cache is made now.
+        Raises
+        ------
+        ConfigError
+            If the prompt has nothing before its question, or nothing but that.
+        """
+        engine, prompt = self.engine, self.prompt
+        tokens = engine.tokenize(prompt)
+        known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
+        if len(known) == len(tokens.input_ids):
+            raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
+        if not known:
+            raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
+        ready = engine.adapter.prefill(known).cache
 
-    Raises
-    ------
-    ConfigError
-        If the prompt has nothing before its question, or nothing but that.
-    """
-    tokens = engine.tokenize(prompt)
-    known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
-    if len(known) == len(tokens.input_ids):
-        raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
-    if not known:
-        raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
-    ready = engine.adapter.prefill(known).cache
+        def run() -> PrefillResult:
+            ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
+            cache = shared_cache(ready)
+            logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
+            done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
+            return PrefillResult(cache, logits, (len(ids) - len(known),) * layers, done=done)
 
-    def run() -> PrefillResult:
-        ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
-        cache = shared_cache(ready)
-        logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
-        done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
-        return PrefillResult(cache, logits, (len(ids) - len(known),) * layers, done=done)
+        return run
 
-    return run
-
-
-def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
-    """The prefill of an engine, by whichever rule its config names."""
-
-    def run() -> PrefillResult:
-        fused = engine.fuse(prompt)
+    def blended(self) -> PrefillResult:
+        """The engine's own prefill, by whichever rule its config names."""
+        fused = self.engine.fuse(self.prompt)
         return PrefillResult(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
 
-    return run
+    def decode(self, made: PrefillResult, options: DecodeOptions) -> DecodedAnswer:
+        """The answer that a method's KV leads to; its cache stays as it is."""
+        engine = self.engine
+        given = {"cache": shared_cache(made.cache), "logits": made.logits, "options": options}
+        with engine.products(decoding=True):
+            return decode(engine.model, engine.tokenizer, input_ids=engine.tokenize(self.prompt).input_ids, **given)
+
+    def compare(
+        self, max_new_tokens: int, seconds: float = math.inf, reorder: bool = True
+    ) -> Iterator[list[MethodResult]]:
+        """Answer a prompt by every method and time all of them, step by step.
+
+        A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its
+        answer, full recompute first, and all results come again after each round in which every method is timed in
+        turn. Other steps give nothing. One of them is full prefill of the same passages in another order: how far that
+        moves full recompute's answer stands beside each method.
+
+        Parameters
+        ----------
+        max_new_tokens : int
+            Most tokens of each answer.
+        seconds : float
+            After this time no further round is begun.
+        reorder : bool
+            Whether another order is measured, where there are several passages.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model is answered plainly.
+        """
+        engine, prompt = self.engine, self.prompt
+        check_blends(engine.adapter)
+        ends = time.monotonic() + seconds
+        engine.warm(prompt.chunks, progress=False)
+        methods, ids = self.all(), engine.tokenize(prompt).input_ids
+        yield []
+        found: dict[str, MethodResult] = {}
+        order_kl: float | None = None
+        full: ReferenceAnswer | None = None
+        options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0)
+        for name, method in methods.items():
+            engine.flush()  # storing must not run beside what is timed
+            took, made = time_once(method)
+            if full is None:
+                full, near = ReferenceAnswer(self, made, options), Nearness(0.0, same_answer=True)
+                text = full.text
+            else:
+                text = self.decode(made, options).text.strip()
+                near = Nearness(full.divergence(made.cache, made.logits), text == full.text, order_kl)
+            found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
+            del made  # others need the memory meanwhile
+            yield [found[name]]
+            if len(found) == 1 and reorder and len(set(prompt.chunks)) > 1:
+                other = Methods(engine, another_order(prompt)).full_recompute()
+                order_kl = full.divergence(other.cache, other.logits)
+                del other
+                yield []
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        for number in range(1, ROUNDS + 1):
+            if time.monotonic() > ends:
+                return
+            for name, method in methods.items():
+                engine.flush()
+                times[name].append(time_once(method)[0])
+                yield []
+            yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
 
 
 @dataclass(frozen=True)
@@ -276,83 +345,12 @@ def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int)
     return timed
 
 
-def compare(
-    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf, reorder: bool = True
-) -> Iterator[list[MethodResult]]:
-    """Answer a prompt by every method and time all of them, step by step.
-
-    A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its answer,
-    full recompute first, and all results come again after each round in which every method is timed in turn. Other
-    steps give nothing. One of them is full prefill of the same passages in another order: how far that moves full
-    recompute's answer stands beside each method.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        Its store keeps the chunks: the comparison is of warm requests.
-    prompt : Prompt
-    max_new_tokens : int
-        Most tokens of each answer.
-    seconds : float
-        After this time no further round is begun.
-    reorder : bool
-        Whether another order is measured, where there are several passages.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model is answered plainly.
-    """
-    check_blends(engine.adapter)
-    ends = time.monotonic() + seconds
-    engine.warm(prompt.chunks, progress=False)
-    methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids
-    yield []
-    found: dict[str, MethodResult] = {}
-    order_kl: float | None = None
-    full: ReferenceAnswer | None = None
-    options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0)
-    for name, method in methods.items():
-        engine.flush()  # storing must not run beside what is timed
-        took, made = time_once(method)
-        if full is None:
-            full, near = ReferenceAnswer(engine, ids, made, options), Nearness(0.0, same_answer=True)
-            text = full.text
-        else:
-            text = decode_from(engine, ids, made, options).text.strip()
-            near = Nearness(full.divergence(made.cache, made.logits), text == full.text, order_kl)
-        found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
-        del made  # others need the memory meanwhile
-        yield [found[name]]
-        if len(found) == 1 and reorder and len(set(prompt.chunks)) > 1:
-            other = full_recompute(engine, another_order(prompt))()
-            order_kl = full.divergence(other.cache, other.logits)
-            del other
-            yield []
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(1, ROUNDS + 1):
-        if time.monotonic() > ends:
-            return
-        for name, method in methods.items():
-            engine.flush()
-            times[name].append(time_once(method)[0])
-            yield []
-        yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
-
-
 def another_order(prompt: Prompt) -> Prompt:
     """The same prompt with its chunks, of which two differ at least, in another order."""
     chunks, chooser = list(prompt.chunks), random.Random(0)
     while tuple(chunks) == prompt.chunks:
         chooser.shuffle(chunks)
     return Prompt(prompt.prefix, chunks, prompt.suffix, prompt.between, preamble=prompt.preamble)
-
-
-def decode_from(engine: BlendEngine, ids: Sequence[int], made: PrefillResult, options: DecodeOptions) -> DecodedAnswer:
-    """The answer that a method's KV leads to; its cache stays as it is."""
-    given = {"input_ids": ids, "cache": shared_cache(made.cache), "logits": made.logits, "options": options}
-    with engine.products(decoding=True):
-        return decode(engine.model, engine.tokenizer, **given)
 
 
 def shared_cache(cache: Any) -> Any:
@@ -446,7 +444,7 @@ def measure_quality(
     with engine.products():  # full prefill too is computed as requests are
         for number in tqdm(wanted, desc="evaluating", disable=None if progress is None else not progress):
             # The time of each method is that of the pass that answers.
-            for results in compare(engine, prompts[number], max_new_tokens, 0.0, reorder=False):
+            for results in Methods(engine, prompts[number]).compare(max_new_tokens, 0.0, reorder=False):
                 for one in results:
                     found[one.name].append(one)
     rows = [

@@ -32,45 +32,13 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.loading import LoadedModel, load_model
+from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.finder import Finder
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, StoreLocations, open_store
 from cacheblend_rag.store.factory import absolute_locations, are_locations
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Everything that an engine is made of. Another engine over the same model and store shares most of it.
-
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-    pipeline : Pipeline
-    turns : Turns
-    verifications : Verifications
-    prefetcher : Prefetcher
-    names : SpanNames
-        Names of its answers in traces.
-    owns_store : bool
-        Whether the store is closed with the engine.
-    reopen : callable, optional
-        Makes the same engine again, of a config.
-    base : BlendEngine, optional
-        The engine that this one is another view of.
-    """
-
-    tokenizer: Any
-    pipeline: Pipeline
-    turns: Turns
-    verifications: Verifications
-    prefetcher: Prefetcher
-    names: SpanNames
-    owns_store: bool
-    reopen: Callable[..., BlendEngine] | None = None
-    base: BlendEngine | None = None
 
 
 class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
@@ -141,22 +109,172 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         weakref.finalize(lifetime, write_back.stop).atexit = False
         prepare_end()
 
-    def _consist_of(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
-        self.config, self.store, self.prompts = pipeline.config, pipeline.store, pipeline.prompts
-        self.adapter = cast(ModelAdapter, (segments := pipeline.segments).model.adapter)
-        """The model, taken apart into the steps of the blended pass; a `PlainAdapter` if it is answered plainly."""
-        self.model = self.adapter.model
-        self.condition = segments.condition
-        """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
-        self.products = segments.model.products
-        """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
-        self.turns = parts.turns
-        """They let requests have the model in turn."""
-        self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
-        """The stored KV of chunks."""
-        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
+    # Answering -----------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt : Prompt or str
+            A text is answered by plain prefill, unless ``split_at_separator`` is set.
+        **options
+            The fields of `DecodeOptions`, such as ``max_new_tokens``, ``stop``, ``temperature`` or ``logprobs``.
+
+        Raises
+        ------
+        ContextLengthError
+            If the prompt and ``max_new_tokens`` do not fit into the model's context window. Without a number of tokens
+            the answer is as long as there is room for, 512 tokens at most.
+        PromptError, ConfigError
+            If the prompt or an option cannot be used.
+        """
+        return self._answers.to(_prompt_of(prompt, self.config.text_separator), DecodeOptions(**options))(None)
+
+    def stream(
+        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+    ) -> TextStream:
+        """Answer a prompt piece by piece.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that the answer may take, from the first piece asked for.
+
+        Returns
+        -------
+        TextStream
+            Iterates over pieces of text, with ``for`` or ``async for``. Its ``result`` is the whole `Generation`
+            afterwards.
+            Leaving the iteration early ends the generation.
+        """
+        answer = self._answers.to(_prompt_of(prompt, self.config.text_separator), DecodeOptions(**options))
+        return TextStream(below_this(answer), timeout)
+
+    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
+        """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
+        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
+            answers = {number: stream.complete() for number, stream in streams}
+        return [answers[number] for number in range(len(answers))]
+
+    def stream_batch(
+        self,
+        prompts: Iterable[Prompt | str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecodeArguments],
+    ) -> NumberedStreams:
+        """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
+
+        Returns
+        -------
+        generator of (int, TextStream)
+            The number of a prompt and its stream, to be read before the next is taken. Prompts
+            with chunks in common come together. Closing it ends those that were begun ahead.
+
+        Raises
+        ------
+        ContextLengthError
+            If one of several prompts does not fit into the model's context window; none is answered then.
+        """
+        parsed = [_prompt_of(prompt, self.config.text_separator) for prompt in prompts]
+        chosen = DecodeOptions(**options)
+        if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
+            self._answers.check_all_fit(parsed, chosen)
+        return self._answers.streams(parsed, chosen, timeout)
+
+    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
+        return await self.stream(prompt, **options).acomplete()
+
+    def fuse(self, prompt: Prompt | str) -> FusedKV:
+        """Make the KV of a prompt and the logits of its last position, without generating."""
+        return self._answers.fuse(_prompt_of(prompt, self.config.text_separator))
+
+    # Prompts ---------------------------------------------------------------------------------
+
+    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
+        """The ids of a prompt and where its segments lie, however long it is."""
+        return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.config.text_separator))
+
+    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
+        """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
+
+        Parameters
+        ----------
+        max_new_tokens : int, optional
+            As `generate` is given it.
+
+        Raises
+        ------
+        ContextLengthError
+            If prompt and answer do not fit into the model's context window.
+        """
+        needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens), self.context_window)
+        return self._parts.pipeline.split(_prompt_of(prompt, self.config.text_separator), needed, room)
+
+    def grammar(self, schema: Mapping[str, Any]) -> Grammar:
+        """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
+
+        The answer is JSON by the schema, unless ``max_new_tokens`` or a stop string cuts it.
+
+        Parameters
+        ----------
+        schema : dict
+            ``{"type": "object"}`` for any JSON object.
+
+        Raises
+        ------
+        ConfigError
+            If answers cannot be held to the schema.
+        MissingExtraError
+            If the extra ``structured`` is not installed.
+        """
+        return Grammar(self.tokenizer, [Form(schema)])
+
+    # The store -----------------------------------------------------------------------------
+
+    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of chunks ahead of time; see `Chunks.warm`."""
+        return self.chunks.warm(chunks, prefix=prefix, progress=progress)
+
+    def forget(self, chunks: Iterable[str]) -> int:
+        """Erase the stored KV of chunks; how many records there were; see `Chunks.forget`."""
+        return self.chunks.forget(chunks)
+
+    def flush(self) -> None:
+        """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""
+        self.verifications.wait()
+        self.turns.write_back.flush()
+        self.store.flush()
+
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
+
+        Parameters
+        ----------
+        seconds : float
+            Most seconds for which KV that was missing is still computed and stored. What is left then is dropped, a
+            warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
+            for all of it. An interrupt (Ctrl-C) drops the rest, too.
+        """
+        write_back = self.turns.write_back
+        if self._parts.base is not None or write_back.closed:
+            return
+        for part in (self._parts.prefetcher, self.verifications, self.prompts):
+            part.close()
+        write_back.close(seconds)
+        with self.turns.scheduler:  # a request on another thread may still be under way
+            self.turns.segments.model.release()
+            if self._parts.owns_store:
+                self.store.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(seconds=closing_seconds(kind))
+
+    # Engines over models ---------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(
@@ -201,7 +319,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
         again = partial(cls.from_pretrained, os.fspath(model), **arguments)
-        made._consist_of(_parts_of_loaded(made._parts, loaded, store, again))
+        parts = dataclasses.replace(made._parts, names=SpanNames(loaded.name))
+        if parts.owns_store:
+            locations = absolute_locations(store) if are_locations(store) else None
+            parts = dataclasses.replace(parts, reopen=partial(again, store=locations))
+        made._consist_of(parts)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -232,7 +354,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             changes = {"selection_options": {}, **changes}
         return self._changed(pipeline=self._parts.pipeline.with_config(dataclasses.replace(self.config, **changes)))
 
-    def of_tenant(self, salt: str) -> BlendEngine:
+    def of_tenant(self, salt: str, finder: Finder | None = None) -> BlendEngine:
         """A view of this engine that has nothing in common with those of other tenants but model, store and turns.
 
         The texts that it remembers are its own. It ends with this engine. It can be let go of, and made again when the
@@ -242,23 +364,16 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         ----------
         salt : str
             Of the tenant.
+        finder : Finder, optional
+            Makes chunks of text in prompts; by default that of this engine, if it has one. Text so found is stored for
+            its tenant alone, and erased with each text of which it holds a part. The server finds text that repeats so
+            (`cacheblend_rag.prompt.repeated.RepeatedTexts`).
         """
-        return self._changed(pipeline=self._parts.pipeline.of_tenant(salt))
-
-    def with_finder(self, finder: Finder | None) -> BlendEngine:
-        """An engine over the same model and store that lets a finder make chunks of text in its prompts.
-
-        Text so found is stored for its tenant alone, and erased with each text of which it holds a part. The server
-        finds text that repeats so (`cacheblend_rag.prompt.repeated.RepeatedTexts`).
-
-        Parameters
-        ----------
-        finder : Finder or None
-            None for none.
-        """
-        pipeline = self._parts.pipeline
-        segments = dataclasses.replace(pipeline.segments, finder=finder)
-        return self._changed(pipeline=dataclasses.replace(pipeline, segments=segments))
+        pipeline = self._parts.pipeline.of_tenant(salt)
+        if finder is not None:
+            segments = dataclasses.replace(pipeline.segments, finder=finder)
+            pipeline = dataclasses.replace(pipeline, segments=segments)
+        return self._changed(pipeline=pipeline)
 
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
         """The same engine under another name. OpenTelemetry's spans of its answers give this name.
@@ -272,6 +387,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """
         return self._changed(names=SpanNames(model, operation))
 
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
+        return self._parts.pipeline.segments.model.look()
+
     def _changed(self, **changes: Any) -> BlendEngine:
         """Another engine that shares everything else with this one."""
         if "pipeline" in changes:
@@ -280,195 +400,61 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         other._consist_of(dataclasses.replace(self._parts, base=self, **changes))
         return other
 
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
-        return self._parts.pipeline.segments.model.look()
-
-    @property
-    def context_window(self) -> int | None:
+    def _consist_of(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self.tokenizer, self.verifications, pipeline = parts.tokenizer, parts.verifications, parts.pipeline
+        self.config, self.store, self.prompts = pipeline.config, pipeline.store, pipeline.prompts
+        self.adapter = cast(ModelAdapter, (segments := pipeline.segments).model.adapter)
+        """The model, taken apart into the steps of the blended pass; a `PlainAdapter` if it is answered plainly."""
+        self.model = self.adapter.model
+        self.context_window = self.adapter.context_window
         """Most tokens of a prompt with its answer; None if the model's config does not say it."""
-        return self.adapter.context_window
-
-    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
-        """The ids of a prompt and where its segments lie, however long it is."""
-        return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.chunks))
-
-    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
-        """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
-
-        Parameters
-        ----------
-        max_new_tokens : int, optional
-            As `generate` is given it.
-
-        Raises
-        ------
-        ContextLengthError
-            If prompt and answer do not fit into the model's context window.
-        """
-        needed, room = answer_room(DecodeOptions(max_new_tokens=max_new_tokens), self.context_window)
-        return self._parts.pipeline.split(_prompt_of(prompt, self.chunks), needed, room)
-
-    # Answering -----------------------------------------------------------------------------
-
-    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
-        """Answer a prompt.
-
-        Parameters
-        ----------
-        prompt : Prompt or str
-            A text is answered by plain prefill, unless ``split_at_separator`` is set.
-        **options
-            The fields of `DecodeOptions`, such as ``max_new_tokens``, ``stop``, ``temperature`` or ``logprobs``.
-
-        Raises
-        ------
-        ContextLengthError
-            If the prompt and ``max_new_tokens`` do not fit into the model's context window. Without a number of tokens
-            the answer is as long as there is room for, 512 tokens at most.
-        PromptError, ConfigError
-            If the prompt or an option cannot be used.
-        """
-        return self._answers.to(_prompt_of(prompt, self.chunks), DecodeOptions(**options))(None)
-
-    def grammar(self, schema: Mapping[str, Any]) -> Grammar:
-        """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
-
-        The answer is JSON by the schema, unless ``max_new_tokens`` or a stop string cuts it.
-
-        Parameters
-        ----------
-        schema : dict
-            ``{"type": "object"}`` for any JSON object.
-
-        Raises
-        ------
-        ConfigError
-            If answers cannot be held to the schema.
-        MissingExtraError
-            If the extra ``structured`` is not installed.
-        """
-        return Grammar(self.tokenizer, [Form(schema)])
-
-    def stream(
-        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
-    ) -> TextStream:
-        """Answer a prompt piece by piece.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds that the answer may take, from the first piece asked for.
-
-        Returns
-        -------
-        TextStream
-            Iterates over pieces of text, with ``for`` or ``async for``. Its ``result`` is the whole `Generation`
-            afterwards.
-            Leaving the iteration early ends the generation.
-        """
-        answer = self._answers.to(_prompt_of(prompt, self.chunks), DecodeOptions(**options))
-        return TextStream(below_this(answer), timeout)
-
-    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
-        """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
-        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
-            answers = {number: stream.complete() for number, stream in streams}
-        return [answers[number] for number in range(len(answers))]
-
-    def stream_batch(
-        self,
-        prompts: Iterable[Prompt | str],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[DecodeArguments],
-    ) -> NumberedStreams:
-        """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
-
-        Returns
-        -------
-        generator of (int, TextStream)
-            The number of a prompt and its stream, to be read before the next is taken. Prompts
-            with chunks in common come together. Closing it ends those that were begun ahead.
-
-        Raises
-        ------
-        ContextLengthError
-            If one of several prompts does not fit into the model's context window; none is answered then.
-        """
-        parsed = [_prompt_of(prompt, self.chunks) for prompt in prompts]
-        chosen = DecodeOptions(**options)
-        if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
-            self._answers.check_all_fit(parsed, chosen)
-        return self._answers.streams(parsed, chosen, timeout)
-
-    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
-        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
-        return await self.stream(prompt, **options).acomplete()
-
-    def fuse(self, prompt: Prompt | str) -> FusedKV:
-        """Make the KV of a prompt and the logits of its last position, without generating."""
-        return self._answers.fuse(_prompt_of(prompt, self.chunks))
-
-    # The store -----------------------------------------------------------------------------
-
-    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
-        """Compute and store the KV of chunks ahead of time; see `Chunks.warm`."""
-        return self.chunks.warm(chunks, prefix=prefix, progress=progress)
-
-    def forget(self, chunks: Iterable[str]) -> int:
-        """Erase the stored KV of chunks; how many records there were; see `Chunks.forget`."""
-        return self.chunks.forget(chunks)
-
-    def flush(self) -> None:
-        """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""
-        self.verifications.wait()
-        self.turns.write_back.flush()
-        self.store.flush()
-
-    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
-        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
-
-        Parameters
-        ----------
-        seconds : float
-            Most seconds for which KV that was missing is still computed and stored. What is left then is dropped, a
-            warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
-            for all of it. An interrupt (Ctrl-C) drops the rest, too.
-        """
-        write_back = self.turns.write_back
-        if self._parts.base is not None or write_back.closed:
-            return
-        for part in (self._parts.prefetcher, self.verifications, self.prompts):
-            part.close()
-        write_back.close(seconds)
-        with self.turns.scheduler:  # a request on another thread may still be under way
-            self.turns.segments.model.release()
-            if self._parts.owns_store:
-                self.store.close()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(seconds=closing_seconds(kind))
+        self.condition = segments.condition
+        """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
+        self.products = segments.model.products
+        """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
+        self.turns = parts.turns
+        """They let requests have the model in turn."""
+        self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
+        """The stored KV of chunks."""
+        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
 
 
-def _parts_of_loaded(
-    made: EngineParts, loaded: LoadedModel, store: Any, again: Callable[..., BlendEngine]
-) -> EngineParts:
-    """The parts of an engine over a model that it has loaded itself: they know its name, and how to load it again."""
-    parts = dataclasses.replace(made, names=SpanNames(loaded.name))
-    if not parts.owns_store:
-        return parts
-    locations = absolute_locations(store) if are_locations(store) else None
-    return dataclasses.replace(parts, reopen=partial(again, store=locations))
-
-
-def _prompt_of(prompt: Prompt | str, chunks: Chunks) -> Any:
+def _prompt_of(prompt: Prompt | str, separator: str) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
-        separator = chunks.pipeline.config.text_separator
         return dataclasses.replace(Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt), turns=())
     raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything that an engine is made of. Another engine over the same model and store shares most of it.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    pipeline : Pipeline
+    turns : Turns
+    verifications : Verifications
+    prefetcher : Prefetcher
+    names : SpanNames
+        Names of its answers in traces.
+    owns_store : bool
+        Whether the store is closed with the engine.
+    reopen : callable, optional
+        Makes the same engine again, of a config.
+    base : BlendEngine, optional
+        The engine that this one is another view of.
+    """
+
+    tokenizer: Any
+    pipeline: Pipeline
+    turns: Turns
+    verifications: Verifications
+    prefetcher: Prefetcher
+    names: SpanNames
+    owns_store: bool
+    reopen: Callable[..., BlendEngine] | None = None
+    base: BlendEngine | None = None

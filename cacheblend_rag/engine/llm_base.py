@@ -307,8 +307,14 @@ class LLMBase(DecodeFields):
         say : callable, optional
             Gets the message; by default it is printed to standard error.
         """
-        texts = self._texts(documents)
-        (say or partial(print, file=sys.stderr))(_about_warming(self.engine, texts))
+        texts, room = self._texts(documents), self.engine.store.traits.size_limit
+        if reason := self.engine.adapter.plain_reason:
+            message = f"no KV of {len(texts):,} documents is stored: the model is answered plainly, as {reason}"
+        else:
+            needed = self.engine.chunks.estimate_bytes(texts)
+            limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
+            message = f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}"
+        (say or partial(print, file=sys.stderr))(message)
         self._registry.add(texts)
         return self.engine.warm(texts, progress=progress)
 
@@ -446,15 +452,6 @@ class LLMBase(DecodeFields):
 
 # Fields of loading that `model_kwargs` may hold, too.
 _OF_LOADING = {"device", "dtype"}
-
-
-def _about_warming(engine: BlendEngine, texts: Sequence[str]) -> str:
-    """A line on the bytes that some documents will take in the store, or why they take none."""
-    if reason := engine.adapter.plain_reason:
-        return f"no KV of {len(texts):,} documents is stored: the model is answered plainly, as {reason}"
-    needed, room = engine.chunks.estimate_bytes(texts), engine.store.traits.size_limit
-    limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
-    return f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}"
 
 
 def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:

@@ -85,7 +85,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return "cacheblend-chat"
 
     def _resolve_model_profile(self) -> ModelProfile:
-        return profile_of(self.engine, self.model_name, self.max_new_tokens)
+        engine, early = self.engine, self.engine.config.verify != "always"
+        window, most = engine.context_window, self.max_new_tokens
+        return profile_of(self.model_name, engine.tokenizer, window, most, streams_calls=early)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)

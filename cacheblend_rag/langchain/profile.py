@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from langchain_core.language_models import ModelProfile
 
-from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import can_follow
 from cacheblend_rag.prompt.chat import offers_tools, writes_marked_calls
 from cacheblend_rag.prompt.thoughts import marks_of
 
 
-def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None) -> ModelProfile:
-    """The profile of the chat model over an engine.
+def profile_of(
+    model_name: str, tokenizer: Any, window: int | None, max_new_tokens: int | None, *, streams_calls: bool
+) -> ModelProfile:
+    """The profile of a chat model.
 
     Parameters
     ----------
-    engine : BlendEngine
     model_name : str
+    tokenizer : transformers tokenizer
+    window : int or None
+        Tokens of the context window, if the model's config says it.
     max_new_tokens : int or None
         Most tokens of an answer, if a number was given. A prompt has the rest of the context window.
+    streams_calls : bool
+        Whether tool calls are handed out before the answer has ended.
     """
-    tools, window = offers_tools(engine.tokenizer), engine.context_window
+    tools = offers_tools(tokenizer)
     profile = ModelProfile(
         name=model_name,
         open_weights=True,
@@ -36,11 +41,11 @@ def profile_of(engine: BlendEngine, model_name: str, max_new_tokens: int | None)
         image_outputs=False,
         audio_outputs=False,
         video_outputs=False,
-        reasoning_output=marks_of(engine.tokenizer).known,
+        reasoning_output=marks_of(tokenizer).known,
         tool_calling=tools,
         tool_choice=tools,
-        tool_call_streaming=tools and writes_marked_calls(engine.tokenizer) and engine.config.verify != "always",
-        structured_output=can_follow(engine.tokenizer),
+        tool_call_streaming=tools and writes_marked_calls(tokenizer) and streams_calls,
+        structured_output=can_follow(tokenizer),
         temperature=True,
     )
     if window is not None:

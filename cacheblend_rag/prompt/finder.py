@@ -10,7 +10,7 @@ from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
 
 class Finder(Protocol):
-    """Finds further chunks in each prompt that an engine answers; see `BlendEngine.with_finder`."""
+    """Finds further chunks in each prompt that an engine answers; see `BlendEngine.of_tenant`."""
 
     def find(self, prompt: Prompt, salt: str, tokenizer: PromptTokenizer) -> Prompt:
         """The same prompt for the model, perhaps with further chunks; their numbers are in ``found``.

@@ -76,7 +76,7 @@ class Prompt:
         Numbers of the chunks that were found because their text repeats. They are stored as such, and never left out.
     turns : iterable of dict, optional
         Messages that the prompt was rendered of, as chat templates take them; none if it is one text. Only a finder of
-        an engine reads them (`BlendEngine.with_finder`). Without them it leaves the prompt alone, as it cannot tell
+        an engine reads them (`BlendEngine.of_tenant`). Without them it leaves the prompt alone, as it cannot tell
         whose words are whose.
 
     Raises

@@ -139,7 +139,7 @@ def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
 
 
 class RepeatedTexts:
-    """Finds text that repeats in the prompts of each tenant: a finder for `BlendEngine.with_finder`.
+    """Finds text that repeats in the prompts of each tenant: a finder for `BlendEngine.of_tenant`.
 
     Of the tenants that asked longest ago it forgets all.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.quality import blended, prefill_methods
+from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.models.starters import STARTERS
 from docs.benchmarks.scripts import concurrent, decode, figures, storage, ttft, whole_answer, yardstick
@@ -75,14 +75,14 @@ def test_the_work_of_methods_is_what_one_counts_by_hand() -> None:
         tokens = len(split.input_ids)
         full = LAYERS * by_hand(list(range(tokens))) + HEAD
         assert prefill_work(engine.adapter.shape, tokens) == full, "attention of a full prefill is causal"
-        plain = prefill_methods(engine, prompt)
+        plain = Methods(engine, prompt).all()
         assert cost_of(engine.adapter, tokens, plain["full recompute"]()) == Cost(1.0, 0)
         cached = cost_of(engine.adapter, tokens, plain["prefix caching"]())
         assert cached.work == pytest.approx((LAYERS * by_hand([*range(split.chunks[0].stop, tokens)]) + HEAD) / full)
         kept = engine.fuse(prompt).recomputed[1].tolist()
         work = by_hand([*range(len(split.prefix), tokens)]) + split.chunk_tokens * VALUES
         work += (LAYERS - 2) * by_hand(kept) + (len(kept) - 1) * 2 * VALUES + by_hand([tokens - 1]) + HEAD
-        cost = cost_of(engine.adapter, tokens, blended(engine, prompt)())
+        cost = cost_of(engine.adapter, tokens, Methods(engine, prompt).blended())
         assert cost.work == pytest.approx(work / full)
         assert cost.loaded == (len(split.prefix) + split.chunk_tokens) * 2 * LAYERS * 16 * 4
     assert [Cost(0.25, 3000).bound(full=8.0, rate=rate) for rate in (1500.0, 1000.0)] == [2.0, 3.0]

@@ -14,18 +14,17 @@ from langchain_core.documents import Document
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.calibrate import (
-    CalibrationOptions,
+    Calibration,
     Finding,
     Search,
     TrialSet,
     TriedRule,
-    calibrate,
-    keep_settings,
     report,
     settings_of,
 )
+from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.prompts import chunk_prompts, question_prompts
-from cacheblend_rag.calibration.quality import ReferenceAnswer, full_recompute
+from cacheblend_rag.calibration.quality import Methods, ReferenceAnswer
 from cacheblend_rag.calibration.statistics import interval
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
@@ -63,8 +62,8 @@ def test_different_models_get_different_settings(models: dict[str, Any]) -> None
     found = {}
     for name, model in models.items():
         with engine_of(model) as engine:
-            options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=4)
-            found[name] = calibrate(engine, prompts(0, COUNT), options, progress=False)
+            calibration = Calibration(tolerance=TOLERANCE, answer_tokens=4)
+            found[name] = calibration.run(engine, prompts(0, COUNT), progress=False)
     (calm, finding), (wild, _) = found["calm"], found["wild"]
     assert calm.tolerates
     assert calm.least_ratio == 0, "full reuse is within the tolerance"
@@ -146,7 +145,8 @@ def test_rules_are_tried_on_the_hardest_prompts_and_on_some_that_stand_for_the_r
     with engine_of(models["wild"]) as engine:
 
         def answer(prompt: Prompt) -> ReferenceAnswer:
-            return ReferenceAnswer(engine, engine.tokenize(prompt).input_ids, full_recompute(engine, prompt)(), options)
+            methods = Methods(engine, prompt)
+            return ReferenceAnswer(methods, methods.full_recompute(), options)
 
         trials = TrialSet(engine, prompts(0, 4), answer, 2)
         assert trials.counts == (1, 3)
@@ -261,7 +261,8 @@ def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Pa
     settings = replace(SETTINGS, selection_options={"recompute_ratios": (0.5, 0.1)})
     with engine_of(models["calm"], store=str(tmp_path), selection="query") as engine:
         engine.warm(prompt.chunks, progress=False)
-        assert keep_settings(engine, settings) == tmp_path / "profile.json"
+        _, path = keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
+        assert path == tmp_path / "profile.json"
         assert engine.fuse(prompt).report.recompute_ratio == 0.15
     with engine_of(models["calm"], store=str(tmp_path), selection="query") as engine:
         report = engine.fuse(prompt).report
@@ -271,7 +272,7 @@ def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Pa
         (found,) = [one for one in variants(["calibrated"], (), 6, settings) if one.method == "calibrated"]
         assert found.rule == SelectHKVD((1, 2), 0.5, (0.5, 0.1))
     with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="store"):
-        keep_settings(engine, settings)
+        keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
 
 
 def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

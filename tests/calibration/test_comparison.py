@@ -8,10 +8,10 @@ from cacheblend_rag import Prompt
 from cacheblend_rag.calibration.quality import (
     METHODS,
     MethodResult,
+    Methods,
     Nearness,
     another_order,
     answer_log_probs,
-    compare,
     kl_divergence,
 )
 from cacheblend_rag.engine.engine import BlendEngine
@@ -20,7 +20,7 @@ from tests.probes import CHUNKS, PROMPT, engine_of
 
 def compared(engine: BlendEngine, prompt: Prompt, reorder: bool = True) -> dict[str, MethodResult]:
     """The results of one pass of each method, by its name."""
-    results = [one for step in compare(engine, prompt, 5, 0.0, reorder) for one in step]
+    results = [one for step in Methods(engine, prompt).compare(5, 0.0, reorder) for one in step]
     assert tuple(one.name for one in results) == METHODS
     return {one.name: one for one in results}
 

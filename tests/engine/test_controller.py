@@ -158,7 +158,7 @@ def test_the_fit_finds_what_made_the_times() -> None:
 def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path) as engine:
-        found, path = profile_machine(engine, lengths=(16, 32, 64), size=2 * 10**6)
+        found, path = profile_machine(engine.store, engine.turns.segments.model, lengths=(16, 32, 64), size=2 * 10**6)
         assert engine.fuse(PROMPT).report.expected is None, "an engine keeps what it was made with"
         assert path == tmp_path / "profile.json"
         measured = found.prefill[engine.fingerprint]
@@ -169,7 +169,7 @@ def test_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> None:
         assert report.expected is not None
         assert report.expected.prefill > 0
     with engine_of(model) as engine, pytest.raises(ConfigError, match="store"):
-        profile_machine(engine)
+        profile_machine(engine.store, engine.turns.segments.model)
 
 
 # Requests -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.quality import compare
+from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.engine.prompt_cache import KeptPrompt, PromptCache, PromptKind
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models import families
@@ -266,7 +266,7 @@ def test_one_line_at_load_says_why_and_what_is_reused(caplog: pytest.LogCaptureF
 def test_methods_that_need_a_blended_pass_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(tiny.plain_model("lfm2")) as engine:
         with pytest.raises(UnsupportedModelError, match=r"'lfm2' model is answered plainly.* 3 of its 4 layers carry"):
-            list(compare(engine, PROMPT, 4))
+            list(Methods(engine, PROMPT).compare(4))
         with pytest.raises(ConfigError, match=r"prepack_weights=True.*model is not blended"):
             engine.with_config(prepack_weights=True)
     with engine_of(tiny.plain_model("rwkv")) as engine, pytest.raises(PromptError, match="fuses no prompt"):

@@ -41,7 +41,7 @@ def stuffed(texts: Sequence[str], number: int) -> str:
 
 def finding(**options: Any) -> BlendEngine:
     """A tiny engine that finds text that repeats."""
-    return tiny_engine(**options).with_finder(RepeatedTexts())
+    return tiny_engine(**options).of_tenant("", RepeatedTexts())
 
 
 WAYS: dict[str, Callable[[BlendEngine, str], Any]] = {

@@ -216,10 +216,10 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
 
 
 def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
-    from cacheblend_rag.calibration.quality import COMPARED_TOKENS, ROUNDS, compare
+    from cacheblend_rag.calibration.quality import COMPARED_TOKENS, ROUNDS, Methods
 
     with screen.step(f"Answering by every method, {ROUNDS} rounds…"):
-        *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens or COMPARED_TOKENS)
+        *_, results = Methods(rag.engine, answer.prompt).compare(rag.options.max_new_tokens or COMPARED_TOKENS)
     full = results[0].ttft
     screen.show(f"\nThe same prompt by every method (medians of {ROUNDS} interleaved rounds):\n")
     heads = f"  {'method':<16}{'TTFT':>10}{'faster':>9}{'rows':>7}  {'against full recompute':<52}answer"

@@ -45,7 +45,7 @@ def _profile(parsed: argparse.Namespace) -> int:
     model = parsed.model or DEFAULT_MODEL
     store = [str(data_folder(parsed) / "kv"), *filter(None, [parsed.shared_store])]
     with BlendEngine.from_pretrained(model, store=store, device=parsed.device, dtype=parsed.dtype) as engine:
-        found, path = profile_machine(engine, lengths=parsed.lengths, size=size)
+        found, path = profile_machine(engine.store, engine.turns.segments.model, lengths=parsed.lengths, size=size)
         prefill = found.prefill[engine.fingerprint]
     for tokens in parsed.lengths:
         print(f"prefill of {tokens:>6} tokens  {prefill.seconds(tokens):>9.3f} s")
@@ -77,20 +77,22 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
+    from cacheblend_rag.calibration.calibrate import Calibration, report
+    from cacheblend_rag.calibration.profiler import keep_profile
     from cacheblend_rag.calibration.prompts import frame_prompts
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, check_whole
     from cacheblend_rag.engine.engine import BlendEngine
+    from cacheblend_rag.loading import MachineProfile
 
-    options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
+    calibration = Calibration(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
     prompts, corpus, _ = _read_prompts(parsed, parsed.prompts)
     where = {"store": data_folder(parsed) / "kv", "device": parsed.device, "dtype": parsed.dtype}
     model, config = parsed.model or DEFAULT_MODEL, BlendConfig(recompute_ratio=0.15)
     with bars_hidden(), BlendEngine.from_pretrained(model, config=config, **where) as engine:
         prompts = frame_prompts(prompts, engine.tokenizer)
-        settings, found = calibrate(engine, prompts, options, corpus=corpus)
-        path = keep_settings(engine, settings)
+        settings, found = calibration.run(engine, prompts, corpus=corpus)
+        _, path = keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
     print(report(settings, found))
     print(f"kept in {path}")
     return 0

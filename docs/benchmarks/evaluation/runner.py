@@ -24,12 +24,10 @@ from tqdm import tqdm
 
 from cacheblend_rag.calibration.prompts import ChatFrame
 from cacheblend_rag.calibration.quality import (
+    Methods,
     PrefillResult,
     answer_log_probs,
-    blended,
-    full_recompute,
     kl_divergence,
-    prefix_caching,
     shared_cache,
     time_once,
 )
@@ -475,10 +473,10 @@ class _Trial:
 
     def _prefill(self, variant: Variant) -> Callable[[], PrefillResult]:
         if variant.method == "full":
-            return full_recompute(self._engine, self._prompt)
+            return Methods(self._engine, self._prompt).full_recompute
         if variant.method == "prefix":
-            return prefix_caching(self._engine, self._prompt)
-        return blended(self._subject.view(variant), self._prompt)
+            return Methods(self._engine, self._prompt).prefix_caching()
+        return Methods(self._subject.view(variant), self._prompt).blended
 
     def _work(self, done: RowsDone | None) -> dict[str, float]:
         if done is None:

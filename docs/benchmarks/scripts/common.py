@@ -7,8 +7,11 @@ import json
 import math
 import os
 import platform
+import random
+import statistics
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +27,6 @@ from transformers.generation import LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag.app.cli.arguments import add_arguments
-from cacheblend_rag.calibration.timing import QUESTION, SYSTEM, timing_prompt
 from cacheblend_rag.config import BlendConfig, check_choice, check_whole
 from cacheblend_rag.engine import pipeline, turns
 from cacheblend_rag.engine.engine import BlendEngine
@@ -33,6 +35,8 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
 
+SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
+QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 # How bars look by where the KV they read lies; those of methods that read none come first.
 _PLACES: dict[str, dict[str, str]] = {
     "": {"facecolor": "white", "label": "no KV loaded"},
@@ -390,7 +394,27 @@ def bench_tokenizer() -> Any:
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
     """The prompt of a benchmark: a short prefix, chunks, and a question of about 30 tokens."""
-    return timing_prompt(tokenizer, options.chunks, options.chunk_tokens)
+    return Prompt(SYSTEM, chunk_texts(tokenizer, options.chunks, options.chunk_tokens), QUESTION)
+
+
+def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
+    """So many chunks of about the wanted number of tokens."""
+    chooser = random.Random(0)
+    words = (SYSTEM + " " + QUESTION).lower().split()
+    texts = []
+    for _ in range(count):
+        text = [chooser.choice(words) for _ in range(tokens)]
+
+        def size(length: int, text: list[str] = text) -> int:
+            return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
+
+        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), tokens, key=size) - 1)]))
+    return texts
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each way's times."""
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 @contextmanager

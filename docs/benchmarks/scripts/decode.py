@@ -38,7 +38,6 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.timing import medians
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.products import Kernel, Products
@@ -52,6 +51,7 @@ from docs.benchmarks.scripts.common import (
     greedy,
     in_turn,
     machine,
+    medians,
     prompt_parser,
     reported,
     run_bench,

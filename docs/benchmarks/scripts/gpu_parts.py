@@ -32,8 +32,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.quality import PrefillResult, blended, full_recompute, prefix_caching, time_once
-from cacheblend_rag.calibration.timing import timed
+from cacheblend_rag.calibration.profiler import timed
+from cacheblend_rag.calibration.quality import Methods, PrefillResult, time_once
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.store import KVStore, MemoryStore
 from docs.benchmarks.scripts.common import (
@@ -738,18 +738,18 @@ def _groups(made: _Prompted) -> dict[str, dict[str, Way]]:
         for rule, options in rules.items():
             first = name == next(iter(_RATIOS))
             for place in _places(made)[: 1 if made.long and not (first and rule.startswith("query")) else None]:
-                ways[f"{rule}, {place}"] = blended(made.engines[place].with_config(**options), made.prompt)
+                ways[f"{rule}, {place}"] = Methods(made.engines[place].with_config(**options), made.prompt).blended
     main = groups[next(iter(groups))]
     for place in ("raw files", "files, memory above"):
         if place in made.engines:
-            main[f"default, {place}"] = blended(made.engines[place], made.prompt)
+            main[f"default, {place}"] = Methods(made.engines[place], made.prompt).blended
     nothing = made.engine.with_config(salt="nothing is stored under it", write_back="off")
-    main[PREFIX] = _made_first(lambda: prefix_caching(made.engine, made.prompt))
-    main["cold"] = blended(nothing, made.prompt)
+    main[PREFIX] = _made_first(lambda: Methods(made.engine, made.prompt).prefix_caching())
+    main["cold"] = Methods(nothing, made.prompt).blended
     if not made.long:
         main |= _ways_of_users(made)
     groups["full reuse"] = {
-        f"full reuse, {place}": blended(made.engines[place].with_config(selection="none"), made.prompt)
+        f"full reuse, {place}": Methods(made.engines[place].with_config(selection="none"), made.prompt).blended
         for place in _places(made)[: 1 if made.long else None]
     }
     return groups
@@ -774,7 +774,7 @@ def _made_first(make: Callable[[], Way]) -> Way:
 def _full_ways(made: _Prompted) -> dict[str, Way]:
     """Plain transformers' prefill with each attention that is there."""
     engine, prompt = made.engine, made.prompt
-    plain = full_recompute(engine, prompt)
+    plain = Methods(engine, prompt).full_recompute
 
     def within(scope: Callable[[], AbstractContextManager[Any]]) -> PrefillResult:
         with scope():
@@ -1025,8 +1025,8 @@ def memory(findings: Findings, sizes: Sizes, shape: str = "mistral-7b") -> None:
     weights = sum(weight.nbytes for weight in model.parameters())
     with warmed(model, tokenizer, prompt, MemoryStore(_LIMIT)) as (engine, _):
         ways: dict[str, Callable[[], object]] = {
-            FULL: full_recompute(engine, prompt),
-            "blended, default": blended(engine, prompt),
+            FULL: Methods(engine, prompt).full_recompute,
+            "blended, default": Methods(engine, prompt).blended,
             "blended and 8 tokens": lambda: engine.generate(prompt, max_new_tokens=8),
         }
         for name, way in ways.items():

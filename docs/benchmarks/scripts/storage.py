@@ -34,9 +34,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.profiler import drop_cache
-from cacheblend_rag.calibration.quality import PrefillResult, blended, time_rounds
-from cacheblend_rag.calibration.timing import medians, timed
+from cacheblend_rag.calibration.profiler import drop_cache, timed
+from cacheblend_rag.calibration.quality import Methods, PrefillResult, time_rounds
 from cacheblend_rag.config import CODEC_NAMES, BlendConfig, check_choice
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -58,6 +57,7 @@ from docs.benchmarks.scripts.common import (
     bench_model,
     bench_prompt,
     machine,
+    medians,
     prompt_parser,
     read_plainly,
     run_bench,
@@ -398,8 +398,8 @@ class _Bench:
         with self._memory() as engine:
             tokens = len(engine.tokenize(self._prompt).input_ids)
             methods = {
-                "prefill": blended(engine.with_config(selection="all"), self._prompt),
-                "blended": blended(engine, self._prompt),
+                "prefill": Methods(engine.with_config(selection="all"), self._prompt).blended,
+                "blended": Methods(engine, self._prompt).blended,
             }
             seconds = self._medians(methods)
             layers, size = engine.adapter.num_layers, engine.store.volume()
@@ -427,10 +427,10 @@ class _Bench:
         with self._engine(store) as engine, self._memory() as memory:
             fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {
-                "blended": blended(memory, self._prompt),
-                "ahead": blended(fixed, self._prompt),
-                "plain": read_plainly()(blended(fixed, self._prompt)),
-                "auto": blended(engine, self._prompt),
+                "blended": Methods(memory, self._prompt).blended,
+                "ahead": Methods(fixed, self._prompt).blended,
+                "plain": read_plainly()(Methods(fixed, self._prompt).blended),
+                "auto": Methods(engine, self._prompt).blended,
             }
             seconds = self._medians(methods)
             report = engine.fuse(self._prompt).report
@@ -563,7 +563,7 @@ def measure_shared(options: SharedOptions) -> dict[str, Any]:
             record: Any = stores["memory"].open(key)
             for name in _PLACES:
                 stores[name].put(key, record.record)
-        ways = {name: blended(one, prompt) for name, one in engines.items()}
+        ways = {name: Methods(one, prompt).blended for name, one in engines.items()}
         for name in list(stores)[1 + len(_PLACES) :]:  # those that are slow
             ways[f"{name}, read plainly"] = read_plainly()(ways[name])
         timed = time_rounds(ways, options.rounds)

@@ -26,8 +26,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 
 from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.calibration.quality import METHODS as WAYS
-from cacheblend_rag.calibration.quality import PrefillResult, blended, prefill_methods, time_rounds
-from cacheblend_rag.calibration.timing import medians
+from cacheblend_rag.calibration.quality import Methods, PrefillResult, time_rounds
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import known_chunks
@@ -45,6 +44,7 @@ from docs.benchmarks.scripts.common import (
     bench_model,
     bench_prompt,
     draw_ttft,
+    medians,
     run_bench,
     script_parser,
     show_result,
@@ -240,16 +240,16 @@ def _store(place: str, folder: Path, model: Any) -> KVStore | str:
 
 def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
     """Methods by name, in the order in which they take turns."""
-    plain = prefill_methods(bench.engines[options.kv[0]], bench.prompt)
+    plain = Methods(bench.engines[options.kv[0]], bench.prompt).all()
     found = {FULL: _Method(plain[FULL])}
     if "prefix" in options.methods:
         found[PREFIX] = _Method(plain[PREFIX])
     found |= {name: _Method(run) for name, run in bench.others.items()}
     if "cold" in options.methods:
-        found["cold"] = _Method(blended(bench.cold, bench.prompt))
+        found["cold"] = _Method(Methods(bench.cold, bench.prompt).blended)
     for name, rule in _rules(options).items():
         for place, engine in bench.engines.items():
-            found[f"{name}, {place}"] = _Method(blended(engine.with_config(**rule), bench.prompt), place)
+            found[f"{name}, {place}"] = _Method(Methods(engine.with_config(**rule), bench.prompt).blended, place)
     if "invoke" in options.methods:
         for place, engine in bench.engines.items():
             found[f"invoke, {place}"] = _Method(invoked(engine, bench.prompt), place)

@@ -39,12 +39,12 @@ from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gon
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit, shown_name
-from cacheblend_rag.app.server.services.questions import EarlierTurn, compare_all, report_of, rule_name, search
+from cacheblend_rag.app.server.services.questions import EarlierTurn, compared_row, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.services.verifications import LatestAnswers
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
-from cacheblend_rag.calibration.quality import COMPARED_TOKENS
+from cacheblend_rag.calibration.quality import COMPARED_TOKENS, Methods
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
@@ -78,7 +78,7 @@ async def state(here: Here) -> PageState:
             top_k=own.top_k,
             max_new_tokens=service.answer_tokens(None),
             recompute_ratio="auto" if isinstance(ratio, str) else ratio,
-            selection=rule_name(service.engine),
+            selection=rule_name(service.engine.config.selection),
             rules=list(RULES),
             verify=config.verify,
             reasoning=own.reasoning,
@@ -297,10 +297,10 @@ async def compare(here: Here, request: Request, body: CompareBody) -> EventStrea
         here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
-        compared = compare_all(engine, question.prompt, most, service.limits.answer_seconds)
+        compared = Methods(engine, question.prompt).compare(most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
-            for row in known:
-                yield event("row", row)
+            for result in known:
+                yield event("row", compared_row(result))
             if await slot.give_way():  # nobody waits for more than one pass of one method
                 for one in question.found:  # what was deleted meanwhile must not be stored again
                     await asyncio.to_thread(here.passage, one.document_id, one.chunk)

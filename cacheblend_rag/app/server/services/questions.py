@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, StringConstraints
 
 from cacheblend_rag.app.server.services.folders import SearchHit
-from cacheblend_rag.calibration.quality import compare
+from cacheblend_rag.calibration.quality import MethodResult
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
@@ -188,7 +188,7 @@ def report_of(
         "reused": report.reused_tokens,
         "recomputed": list(report.recomputed_tokens),
         "ratio": report.recompute_ratio,
-        "rule": rule_name(engine),
+        "rule": rule_name(engine.config.selection),
         "plain": report.plain,
         "plain_reason": report.plain_reason,
         "finish_reason": report.finish_reason,
@@ -197,23 +197,22 @@ def report_of(
         "turns": turns,
         "resumed": report.resumed_tokens,
         "verification": report.verification.asdict(),
-        "prompt": _tokens(engine, split, answer) if show_prompt else [],
+        "prompt": _tokens(engine.tokenizer, split, answer) if show_prompt else [],
     }
 
 
-def rule_name(engine: BlendEngine) -> str:
-    """The name of an engine's selection rule."""
-    rule = engine.config.selection
+def rule_name(rule: Any) -> str:
+    """The name of a selection rule."""
     return rule if isinstance(rule, str) else type(rule).__name__
 
 
-def _tokens(engine: BlendEngine, split: TokenizedPrompt, answer: Generation) -> list[dict[str, Any]]:
+def _tokens(tokenizer: Any, split: TokenizedPrompt, answer: Generation) -> list[dict[str, Any]]:
     """The prompt token by token: what was recomputed up to the last layer, and how far stored KV was off."""
     computed = set(answer.recomputed[-1].tolist()) if answer.recomputed else set()
     deviations = answer.deviation.tolist() if answer.deviation is not None else []
     chunk_of = {at: number for number, span in enumerate(split.chunks) for at in range(span.start, span.stop)}
     rows = []
-    for at, text in enumerate(_texts(engine.tokenizer, split.input_ids)):
+    for at, text in enumerate(_texts(tokenizer, split.input_ids)):
         chunk = chunk_of.get(at)
         if chunk is not None:
             segment = "chunk"
@@ -247,21 +246,15 @@ def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def compare_all(
-    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float
-) -> Iterator[list[dict[str, Any]]]:
-    """Rows, step by step; see `compare`. Between two steps other requests may use the model."""
-    for results in compare(engine, prompt, max_new_tokens, seconds=seconds):
-        yield [
-            {
-                "method": _SHORT[one.name],
-                "answer": one.text,
-                "ttft_s": one.ttft,
-                "same_as_full": one.nearness.same_answer,
-                "kl": one.nearness.kl,
-                "order_kl": one.nearness.order_kl,
-                "nearness": one.nearness.words,
-                "rounds": one.rounds,
-            }
-            for one in results
-        ]
+def compared_row(result: MethodResult) -> dict[str, Any]:
+    """A method's result as the page shows it."""
+    return {
+        "method": _SHORT[result.name],
+        "answer": result.text,
+        "ttft_s": result.ttft,
+        "same_as_full": result.nearness.same_answer,
+        "kl": result.nearness.kl,
+        "order_kl": result.nearness.order_kl,
+        "nearness": result.nearness.words,
+        "rounds": result.rounds,
+    }

@@ -86,7 +86,7 @@ def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) ->
         engine = rag.also(model) if made else rag.engine
         engine = engine.with_config(max_concurrent=concurrent)
         if settings.find_repeated:
-            engine = engine.with_finder(RepeatedTexts())
+            engine = engine.of_tenant(engine.config.salt, RepeatedTexts())
         rests = None if seconds is None else KeepAlive(engine, seconds, config.default_data_path())
         starter = model == config.DEFAULT_MODEL
         made[name] = ServedModel(name, engine, settings.limits, starter, rests)
