@@ -36,7 +36,7 @@ class Keeping:
     policy: RatioPolicy
     variants: Variants
 
-    def missing_jobs(self, blend: Blend, layers: tuple[LayerKV, ...]) -> dict[str, Job]:
+    def missing_jobs(self, blend: Blend, layers: Sequence[LayerKV]) -> dict[str, Job]:
         """Jobs that store what is missing of a blend: its prefix, from the KV of the prompt, and its chunks."""
         if not self._writes:
             return {}
@@ -113,7 +113,7 @@ def has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
     return not split.chunks or split.chunk_tokens < least
 
 
-def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
+def _first_rows(layers: Sequence[LayerKV], tokens: int) -> SegmentKV:
     """A copy of the first positions of a fused prompt, keys rotated, where the prompt is: a store moves it."""
     keys = tuple(layer.keys[0, :, :tokens].clone() for layer in layers)
     values = tuple(layer.values[0, :, :tokens].clone() for layer in layers)

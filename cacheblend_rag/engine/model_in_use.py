@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.products import Products, products_of
 from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.identity import ModelIdentity
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
 
 _log = logging.getLogger(__name__)
@@ -57,9 +61,20 @@ class ModelInUse:
         UnsupportedModelError
             If it is answered plainly.
         """
-        if not isinstance(self.adapter, ModelAdapter):
+        if self.adapter.plain_reason:
             check_blends(self.adapter)
         return cast(ModelAdapter, self.adapter)
+
+    def fuse(
+        self,
+        plan: FusionPlan,
+        layers: Iterable[LayerKV],
+        rule: SelectionRule,
+        each_layer: Callable[[], object] | None = None,
+    ) -> tuple[Fusion, Any]:
+        """Run the blended pass; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
+        fusion = fuse(self.blended, plan, layers, rule, each_layer)
+        return fusion, self.blended.new_cache(fusion.layers)
 
     @property
     def fingerprint(self) -> str:

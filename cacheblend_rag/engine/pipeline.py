@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from cacheblend_rag.engine.route import Blend, Fused, Prefill, Route
 from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
 from cacheblend_rag.errors import GenerationError
-from cacheblend_rag.fusor import FusionPlan, fuse
+from cacheblend_rag.fusor import FusionPlan
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
@@ -319,7 +319,8 @@ class Pipeline:
             layers = _Arriving(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
             try:
                 with contextlib.closing(layers), self.segments.model.products():
-                    fusion = fuse(adapter, self.plan(blend), layers, blend.rule, pauses and pauses.each_layer)
+                    each_layer = pauses and pauses.each_layer
+                    fusion, cache = self.segments.model.fuse(self.plan(blend), layers, blend.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
@@ -333,7 +334,7 @@ class Pipeline:
         tokens = len(blend.split.input_ids)
         return Fused(
             route=blend,
-            cache=adapter.new_cache(fusion.layers),
+            cache=cache,
             logits=fusion.logits,
             computed=fusion.computed,
             seconds=Seconds(load=layers.waited, fuse=took - layers.waited, read=clock.seconds),
@@ -393,7 +394,7 @@ class Pipeline:
             resumed=resumed,
             work=work,
             ready_at=ready_at,
-            jobs={} if blend is None else self.keeping.missing_jobs(blend, _whole_layers(model, result.cache)),
+            jobs={} if blend is None else self.keeping.missing_jobs(blend, model.blended.whole_layers(result.cache)),
         )
 
     # Keep ----------------------------------------------------------------------------------
@@ -439,10 +440,3 @@ def open_pipeline(
 
 def _range(span: Span) -> range:
     return range(span.start, span.stop)
-
-
-def _whole_layers(model: ModelInUse, cache: Any) -> tuple[LayerKV, ...]:
-    """KV of a prefill; none if a layer has forgotten its first rows."""
-    layers = tuple(model.blended.layers_of(cache.layers))
-    tokens = cache.get_seq_length()
-    return layers if all(layer.keys.shape[2] >= tokens for layer in layers) else ()

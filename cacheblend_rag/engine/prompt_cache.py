@@ -405,7 +405,7 @@ class Beginnings:
         changed = self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
         if changed or len(ids) < max(_LEAST, len(prompt)):
             return
-        if (rows := first_rows(cache, len(ids))) is None:
+        if (rows := self.segments.model.blended.at_rest(cache, len(ids))) is None:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
             return
         exact = len(ids) if exact_tokens is None else exact_tokens

@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 from cacheblend_rag.engine.segments import Kind, Segment, Segments, tenants_keys, texts_keys
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.identity import fingerprint_in
-from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.models.segments import cut_out
-from cacheblend_rag.prompt import Span, TokenizedPrompt
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.prompt import TokenizedPrompt
 from cacheblend_rag.prompt.contexts import OPENS
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, discard
 
@@ -177,10 +175,10 @@ class Variants:
         regime : int
             Of the prompt.
         """
-        if any(_shortened(layer, len(split.input_ids)) for layer in cache.layers):
-            return {}
         adapter, jobs = segments.model.blended, dict[str, Job]()
-        layers, places = adapter.layers_of(cache.layers), places_of(split, segments, regime)
+        layers, places = adapter.whole_layers(cache), places_of(split, segments, regime)
+        if not layers or cache.get_seq_length() < len(split.input_ids):
+            return {}
         self._ask(tenants_keys(Kind.VARIANT, segments.config.salt), (keys for keys, _ in places))
         end, behind = split.prefix.stop, tuple[int, ...]()
         for (keys, place), chunk in zip(places, split.located, strict=True):
@@ -203,7 +201,8 @@ class Variants:
             if (segments.condition == "prefix" and not place.chunks) or key in known:
                 continue
             held = sum(2 * layer.keys[:, :, span.start : span.stop].nbytes for layer in layers)
-            store = partial(self._store_one, key, info, partial(_cut, adapter, layers, span, regime))
+            cut = partial(adapter.cut, layers, slice(span.start, span.stop), regime)
+            store = partial(self._store_one, key, info, cut)
             jobs[key] = Job(store, held, lambda info=info: info)  # type: ignore[misc]
         return jobs
 
@@ -248,16 +247,3 @@ def _place_of(info: RecordInfo) -> Place:
 def _beginning(key: str) -> str:
     """The key without its last part: of a variant that of its chunk, and of that the tenant's."""
     return key.rstrip("-").rpartition("-")[0] + "-"
-
-
-def _shortened(layer: Any, tokens: int) -> bool:
-    """Whether a layer of a cache does not hold so many first tokens: of some the window alone is left."""
-    held: int = layer.keys.shape[2]
-    return held < tokens or held != layer.get_seq_length()
-
-
-def _cut(adapter: ModelAdapter, layers: Sequence[LayerKV], span: Span, regime: int) -> SegmentKV:
-    """A copy of some rows of a prompt's KV, the rotation of keys undone."""
-    at = slice(span.start, span.stop)
-    rows: list[Any] = [LayerKV(layer.keys[:, :, at], layer.values[:, :, at]) for layer in layers]
-    return cut_out(rows, [len(span)], [0], 0, adapter.rotary(len(span), span.start, regime))[0]

@@ -58,7 +58,7 @@ class Fusion:
 
     Parameters
     ----------
-    layers : tuple of LayerKV
+    layers : sequence of LayerKV
         Rotated keys and values of all positions, layer by layer.
     logits : Tensor, [vocab]
         Logits of the last position.
@@ -74,7 +74,7 @@ class Fusion:
         All rows that were worked on, those of checks and of a scoring pass included.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: Sequence[LayerKV]
     logits: torch.Tensor
     computed: tuple[torch.Tensor, ...]
     recomputed_tokens: tuple[int, ...]

@@ -23,6 +23,7 @@ from cacheblend_rag.models.cache import (
     PreallocatedLayer,
     ScatterCache,
     called_at_each_layer,
+    first_rows,
     preallocate,
 )
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
@@ -490,6 +491,22 @@ class ModelAdapter(PlainAdapter):
     def layers_of(self, layers: Iterable[Any]) -> list[LayerKV]:
         """KV in layers of a transformers cache, keys rotated."""
         return [self.form.from_cached(layer.keys, layer.values) for layer in layers]
+
+    def whole_layers(self, cache: Any) -> Sequence[LayerKV]:
+        """KV of all tokens that a cache has read, keys rotated; empty if a layer has forgotten the first of them."""
+        if any(layer.keys.shape[2] != layer.get_seq_length() for layer in cache.layers):
+            return ()
+        return self.layers_of(cache.layers)
+
+    def cut(self, layers: Sequence[LayerKV], rows: slice, regime: int = 0) -> SegmentKV:
+        """A copy of the KV of some positions of a prompt, the rotation of keys undone."""
+        parts: list[Any] = [LayerKV(kv.keys[:, :, rows], kv.values[:, :, rows]) for kv in layers]
+        count = rows.stop - rows.start
+        return cut_out(parts, [count], [0], 0, self.rotary(count, rows.start, regime))[0]
+
+    def at_rest(self, cache: Any, tokens: int) -> Cache | None:
+        """A cache of the first tokens of another, to be kept; None if a layer has forgotten them."""
+        return first_rows(cache, tokens)
 
     def prefill(
         self,
