@@ -209,7 +209,7 @@ def test_modules_form_no_circle() -> None:
 def test_the_rule_catches_what_it_should() -> None:
     for module, imported in [
         ("fusor.blend", "cacheblend_rag.store.base"),
-        ("fusor.mask", "cacheblend_rag.loading"),
+        ("fusor.work", "cacheblend_rag.loading"),
         ("config", "cacheblend_rag.engine.engine"),
         ("store.base", "cacheblend_rag.engine.pipeline"),
         ("store.memory", "diskcache"),

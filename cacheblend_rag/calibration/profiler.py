@@ -18,8 +18,8 @@ from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.store import KVRecord, KVStore, StoredKV
 
 _COPIED = 64 * 10**6
@@ -35,7 +35,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
+def _measure_prefill(adapter: PlainAdapter, lengths: Sequence[int]) -> dict[int, float]:
     """Seconds of a full prefill by number of tokens, the less of two after one that warms up."""
     limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}

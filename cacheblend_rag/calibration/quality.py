@@ -24,8 +24,7 @@ from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import RowsDone
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.plain import check_blends
+from cacheblend_rag.models.plain import PlainAdapter, check_blends
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
@@ -94,13 +93,13 @@ class ReferenceAnswer:
 
 
 def answer_log_probs(
-    adapter: ModelAdapter, cache: Any, logits: torch.Tensor, answer_ids: Sequence[int]
+    adapter: PlainAdapter, cache: Any, logits: torch.Tensor, answer_ids: Sequence[int]
 ) -> torch.Tensor:
     """Log-probabilities of all tokens where each token of an answer stands (teacher forcing).
 
     Parameters
     ----------
-    adapter : ModelAdapter
+    adapter : PlainAdapter
     cache : transformers Cache
         KV of the prompt; it grows by the answer.
     logits : Tensor, [vocab]

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
 from cacheblend_rag.fusor.work import ProjectedRows, RowsDone
-from cacheblend_rag.models.adapter import TOGETHER, ModelAdapter
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import rotate_in_place
+from cacheblend_rag.models.row_layers import TOGETHER, RowLayers
 
 SINK = 4
 """First positions, which each row sees in a scoring pass: what attends to nothing attends to them."""
@@ -105,8 +105,8 @@ def fuse(
     each_layer : callable, optional
         Called before each layer, those of a scoring pass included; others may use the model then.
     """
-    with adapter.blending():
-        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), each_layer)
+    with adapter.blending() as row_layers:
+        state = _Pass(adapter, row_layers, plan, rule.fit(adapter.num_layers), iter(layers), each_layer)
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
         done = state.finish()
@@ -119,13 +119,14 @@ class _Pass:
     def __init__(
         self,
         adapter: ModelAdapter,
+        row_layers: RowLayers,
         plan: FusionPlan,
         rule: SelectionRule,
         layers: Iterator[LayerKV],
         each_layer: Callable[[], object] | None,
     ) -> None:
-        self._adapter, self._plan, self._rule, self._each_layer = adapter, plan, rule, each_layer
-        self._layers, self._rotated = layers, list[LayerKV]()
+        self._adapter, self._row_layers, self._plan, self._rule = adapter, row_layers, plan, rule
+        self._each_layer, self._layers, self._rotated = each_layer, layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
         self.computed: list[torch.Tensor] = []
@@ -175,8 +176,9 @@ class _Pass:
         rows = self._always if hidden is None else (always & ~hidden).nonzero()[:, 0]
         self.scored = (rows,) * (self._rule.score_layers[-1] + 1)
         return question_attention(
-            self._adapter,
-            self._ids,
+            self._row_layers,
+            self._adapter.embed(self._ids[rows]),
+            self._tokens,
             rows,
             watched,
             partial(self._kv, left_out=hidden),
@@ -243,13 +245,15 @@ class _Pass:
             kvs = [self._kv(at) for at in range(layer, stop)]
             if stop == count and not self._adapter.mixes_rows:
                 self._end(layer, kvs[0])
-            self.hidden = self._adapter.run_layers(layer, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
+            self.hidden = self._row_layers.run_layers(
+                layer, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask
+            )
             yield from kvs
             layer = stop
 
     def _stop(self, layer: int) -> int:
         """The end of the layers from this one on that are one call: the next one, where layers run one by one."""
-        if not self._adapter.replays(len(self._rows)):
+        if not self._row_layers.replays(len(self._rows)):
             return layer + 1
         # Layers that no check parts, the last one aside; KV comes in groups of about as many.
         last = self._adapter.num_layers - 1
@@ -260,7 +264,8 @@ class _Pass:
         """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""
         rows, rotaries = self._rows[:-1], self._rotaries.at(self._rows[:-1])
         if len(rows):
-            self._adapter.write_kv(layer, self.hidden[:-1], kv, rows, rotaries)
+            keys, values = self._row_layers.project(layer, self.hidden[:-1], rotaries)
+            kv.write(rows, keys[None], values[None])
         self.hidden = self.hidden[-1:]
         self._narrow(self._rows[-1:])
 
@@ -276,7 +281,7 @@ class _Pass:
         """Let the rule drop rows before this layer."""
         before, positions = self._rows, self._chosen
         candidates = torch.searchsorted(before, positions)
-        deviation = _Deviation(self._adapter, layer, self.hidden[candidates], kv, positions)
+        deviation = _Deviation(self._row_layers, layer, self.hidden[candidates], kv, positions)
         self._keep(positions[self._rule.keep(LayerView(**vars(self._view(positions)), layer=layer, measure=deviation))])
         if deviation.measured is not None:
             self.projected.append(ProjectedRows(layer, len(positions)))
@@ -285,7 +290,7 @@ class _Pass:
 
     def _mask(self, window: int | None) -> RowMask | None:
         if window not in self._masks:
-            self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window, self._trailing)
+            self._masks[window] = self._row_layers.mask(self._rows, self._tokens, window, self._trailing)
         return self._masks[window]
 
 
@@ -293,14 +298,15 @@ class _Deviation:
     """KV deviation of some rows on one layer, measured once it is asked for; see `LayerView`."""
 
     def __init__(
-        self, adapter: ModelAdapter, layer: int, hidden: torch.Tensor, kv: LayerKV, positions: torch.Tensor
+        self, row_layers: RowLayers, layer: int, hidden: torch.Tensor, kv: LayerKV, positions: torch.Tensor
     ) -> None:
-        self._adapter, self._layer, self._hidden, self._kv, self._positions = adapter, layer, hidden, kv, positions
+        self._row_layers, self._layer, self._hidden, self._kv = row_layers, layer, hidden, kv
+        self._positions = positions
         self.measured: torch.Tensor | None = None
 
     def __call__(self) -> torch.Tensor:
         if self.measured is None:
-            new = self._adapter.project_values(self._layer, self._hidden).float()  # [kv_heads, candidates, head_dim]
+            new = self._row_layers.project_values(self._layer, self._hidden).float()  # [kv_heads, candidates, head_dim]
             stored = self._kv.values[0].index_select(1, self._positions).float()
             self.measured = (new - stored).square().sum(dim=(0, 2)).sqrt()
         return self.measured

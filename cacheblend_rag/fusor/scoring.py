@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cacheblend_rag.fusor.mask import kept_mask
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
+from cacheblend_rag.models.row_layers import RowLayers
 
 
 def question_attention(
-    adapter: ModelAdapter,
-    ids: torch.Tensor,
+    row_layers: RowLayers,
+    hidden: torch.Tensor,
+    tokens: int,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -25,18 +25,18 @@ def question_attention(
 ) -> torch.Tensor:
     """Mean attention of the last rows over some layers, ``[tokens]`` float32; parameters as in `attention_rows`."""
     if left_out is None:
-        last, own = range(len(rows) - watched, len(rows)), rotaries.at(rows).to(adapter.dtype)
-        mean = adapter.sum_attention(ids, rows, last, layer_kv, own, score_layers)
+        last, own = range(len(rows) - watched, len(rows)), rotaries.at(rows).to(row_layers.dtype)
+        mean = row_layers.sum_attention(hidden, tokens, rows, last, layer_kv, own, score_layers)
         if mean is not None:
             return mean
     # The plain twin.
-    found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers, left_out)
+    found = attention_rows(row_layers, hidden, rows, watched, layer_kv, rotaries, score_layers, left_out)
     return torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
 
 
 def attention_rows(
-    adapter: ModelAdapter,
-    ids: torch.Tensor,
+    row_layers: RowLayers,
+    hidden: torch.Tensor,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -48,10 +48,9 @@ def attention_rows(
 
     Parameters
     ----------
-    adapter : ModelAdapter
-        Within its `ModelAdapter.blending`.
-    ids : Tensor, [tokens], long
-        Ids of the prompt, on the model's device.
+    row_layers : RowLayers
+    hidden : Tensor, [rows, hidden]
+        Input of layer 0 for the rows.
     rows : Tensor, [rows], long
         Positions that are computed, rising; their KV is overwritten.
     watched : int
@@ -71,32 +70,30 @@ def attention_rows(
     """
     found: dict[int, torch.Tensor] = {}
     cut, positions = len(rows) - watched, rows.tolist()
-    hidden = adapter.embed(ids[rows])
-    at_rows = rotaries.at(rows).to(adapter.dtype)
+    at_rows = rotaries.at(rows).to(row_layers.dtype)
     masks: dict[tuple[int | None, int | None], RowMask | None] = {}
 
-    def run(layer: int, part: slice) -> torch.Tensor:
+    def run(running: RowLayers, layer: int, part: slice) -> torch.Tensor:
         """Some of the rows through a layer."""
-        some, window, kv = rows[part], adapter.windows[layer], layer_kv(layer)
+        some, window, kv = rows[part], running.windows[layer], layer_kv(layer)
         if part.stop is not None:
             # Behind them, KV of rows that come later is undefined, and a mask does not hide what is not finite.
             tokens = positions[part][-1] + 1
             kv = LayerKV(kv.keys[:, :, :tokens], kv.values[:, :, :tokens])
         like = part.start, window  # parts that begin alike run in the same form of attention
         if like not in masks:
-            masks[like] = kept_mask(adapter, some, kv.keys.shape[2], window, left_out=left_out)
-        return adapter.run_layer(layer, hidden[part], kv, some, at_rows.at(part), masks[like])
+            masks[like] = running.mask(some, kv.keys.shape[2], window, left_out=left_out)
+        return running.run_layer(layer, hidden[part], kv, some, at_rows.at(part), masks[like])
 
     for layer in range(layers[-1] + 1):
         if layer not in layers:
-            hidden = run(layer, slice(None))
+            hidden = run(row_layers, layer, slice(None))
             continue
         # Rows of one layer need only each other's KV, so those that are not looked at go first and
         # are spared the plain form of attention, which holds all weights in memory.
-        before = run(layer, slice(0, cut)) if cut else hidden[:0]
+        before = run(row_layers, layer, slice(0, cut)) if cut else hidden[:0]
         seen: list[torch.Tensor] = []
-        with adapter.watching(layer, seen):
-            after = run(layer, slice(cut, None))
+        after = run(row_layers.watched(layer, seen), layer, slice(cut, None))
         hidden = torch.cat((before, after))
         found[layer] = seen[0]
     return found

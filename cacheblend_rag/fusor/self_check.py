@@ -36,31 +36,29 @@ def check_adapter(adapter: ModelAdapter) -> None:
         a model is not shaped like the family it is treated as.
     """
     vocabulary = int(adapter.config.vocab_size)
+    # Quantised layers may round what they read to 8 bits: a difference of rounding grows to that step.
+    limit = _COARSE if is_quantised(adapter.model) else _TOLERANCE.get(adapter.dtype, _COARSE)
     for first in (11, 12):
-        wrong = _wrong(adapter, [(first + 37 * number) % vocabulary for number in range(_TOKENS)])
+        try:
+            errors = errors_of(adapter, [(first + 37 * number) % vocabulary for number in range(_TOKENS)])
+        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+            failed = f"failed with {type(error).__name__} ({error})"
+            raise UnsupportedModelError(_message(adapter.config.model_type, failed)) from error
+        # Written so that NaN counts as wrong.
+        wrong = [f"{what} by {error:.2g}" for what, error in errors.items() if not error <= limit]
         if not wrong:
             return
     raise UnsupportedModelError(_message(adapter.config.model_type, f"differs in {' and '.join(wrong)} of their size"))
-
-
-def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
-    """Each kind of result that differs over some tokens, and by how much."""
-    try:
-        errors = errors_of(adapter, ids)
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
-        failed = f"failed with {type(error).__name__} ({error})"
-        raise UnsupportedModelError(_message(adapter.config.model_type, failed)) from error
-    # Quantised layers may round what they read to 8 bits: a difference of rounding grows to that step.
-    limit = _COARSE if is_quantised(adapter.model) else _TOLERANCE.get(adapter.dtype, _COARSE)
-    # Written so that NaN counts as wrong.
-    return [f"{what} by {error:.2g}" for what, error in errors.items() if not error <= limit]
 
 
 def errors_of(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     """Relative error of each thing the blended pass relies on."""
     # The model's own pass comes first: compressed-tensors unpacks its weights in the first pass of the whole model.
     expected = adapter.prefill(ids).logits
-    stored = _part_stored(adapter, ids)
+    (first,), shape = adapter.segments_kv((), [ids[:_STORED]]), (1, adapter.kv_heads, _TOKENS, adapter.head_dim)
+    stored = [LayerKV(keys.new_zeros(shape), keys.new_zeros(shape)) for keys in first.keys]
+    for layer, keys, values in zip(stored, first.keys, first.values, strict=True):
+        layer.keys[0, :, :_STORED], layer.values[0, :, :_STORED] = keys, values
     inputs: list[torch.Tensor] = []  # of each layer, [rows, hidden]
 
     me = threading.get_ident()
@@ -77,28 +75,18 @@ def errors_of(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
         for hook in hooks:
             hook.remove()
     rotaries = adapter.rotary(_TOKENS)
-    keys, values = [], []
-    for number, (hidden, kv) in enumerate(zip(inputs, fusion.layers, strict=True)):
-        rows = slice(_TOKENS - len(hidden), _TOKENS)  # the last layer is run on the last one only
-        keys.append(_error(adapter.project_keys(number, hidden, rotaries.at(rows)), kv.keys[0, :, rows]))
-        values.append(_error(adapter.project_values(number, hidden), kv.values[0, :, rows]))
+    wrong_keys, wrong_values = [], []
+    with adapter.blending() as layers:
+        for number, (hidden, kv) in enumerate(zip(inputs, fusion.layers, strict=True)):
+            rows = slice(_TOKENS - len(hidden), _TOKENS)  # the last layer is run on the last one only
+            projected, _ = layers.project(number, hidden, rotaries.at(rows))
+            wrong_keys.append(_error(projected, kv.keys[0, :, rows]))
+            wrong_values.append(_error(layers.project_values(number, hidden), kv.values[0, :, rows]))
     return {
         "the logits": _error(fusion.logits, expected),
-        "the keys of a layer": max(keys),
-        "the values of a layer": max(values),
+        "the keys of a layer": max(wrong_keys),
+        "the values of a layer": max(wrong_values),
     }
-
-
-def _part_stored(adapter: ModelAdapter, ids: list[int]) -> list[LayerKV]:
-    """KV of which the first positions are stored, as it comes from a store."""
-    stored = adapter.segment_kv((), ids[:_STORED])
-    layers = []
-    for keys, values in zip(stored.keys, stored.values, strict=True):
-        shape = (1, adapter.kv_heads, _TOKENS, adapter.head_dim)
-        layer = LayerKV(keys.new_zeros(shape), values.new_zeros(shape))
-        layer.keys[0, :, :_STORED], layer.values[0, :, :_STORED] = keys, values
-        layers.append(layer)
-    return layers
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

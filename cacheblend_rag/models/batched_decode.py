@@ -10,13 +10,12 @@ from typing import Any, cast
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
+from cacheblend_rag.models.attention.rows import PerSequenceKV
 from cacheblend_rag.models.cache import joined_layers
 from cacheblend_rag.models.cpu.plain import PlainRows, plain_rows
 from cacheblend_rag.models.memory import free_memory_on
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 from cacheblend_rag.models.plain import PlainAdapter
-from cacheblend_rag.models.rope import Rotaries
 
 
 class BatchedDecode:
@@ -31,13 +30,16 @@ class BatchedDecode:
     ----------
     possible : bool
         Whether several answers of the model can be under way at once.
+    token_bytes : int
+        Bytes of a token's keys and values on all layers, in the model's element type; 0 if answers are decoded one by
+        one for want of a `ModelAdapter`.
     """
 
     def __init__(self, adapter: PlainAdapter) -> None:
         self._adapter = cast(ModelAdapter, adapter)
         self._on_cpu = adapter.device.type == "cpu"
         if not isinstance(adapter, ModelAdapter):
-            self.possible, self._one_by_one, self._token_bytes = not adapter.steps_alone, True, 0
+            self.possible, self._one_by_one, self.token_bytes = not adapter.steps_alone, True, 0
             return
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
@@ -45,7 +47,7 @@ class BatchedDecode:
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
-        self._token_bytes = token_bytes(adapter)
+        self.token_bytes = 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
     @cached_property
     def plain(self) -> PlainRows | None:
@@ -66,7 +68,7 @@ class BatchedDecode:
     def fit(self, tokens: int) -> bool:
         """Whether memory has room for the KV of so many tokens, and as much again for the pass that makes it."""
         free = free_memory_on(self._adapter.device)
-        return free is None or 2 * tokens * self._token_bytes <= free
+        return free is None or 2 * tokens * self.token_bytes <= free
 
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Logits of each step, ``[1, tokens, vocab]``; on a GPU one alone is the model's own pass, if its
@@ -89,16 +91,26 @@ class BatchedDecode:
 
     def _by_kernels(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
         """Logits of each, ``[1, 1, vocab]``, where a GPU runs all layers by one call; None where it cannot."""
-        adapter = self._adapter
-        if adapter.plain_layers is None or any(one["input_ids"].shape != (1, 1) for one in inputs):
+        adapter, kernels = self._adapter, self._adapter.plain_layers
+        if kernels is None or any(one["input_ids"].shape != (1, 1) for one in inputs):
             return None
         name = cache_argument(adapter.model)
         answers = [joined_layers(one[name]) for one in inputs]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers) or len(set(map(id, known))) < len(known):
             return None
-        hidden = adapter.step(torch.cat([one["input_ids"][0] for one in inputs]), known)
-        return None if hidden is None else list(adapter.head(hidden)[:, None, None])
+        if not kernels.as_they_were():
+            return None
+        at = [answer.used for answer in known]
+        positions = torch.tensor(at).to(adapter.device, non_blocking=True)
+        rotaries = adapter.rotary(max(at) + 1).at(positions).to(adapter.dtype)
+        entries = torch.stack([answer.entries for answer in known], dim=1)
+        with torch.no_grad():  # nothing in these layers depends on whether a model is trained
+            hidden = adapter.embed(torch.cat([one["input_ids"][0] for one in inputs]))
+            logits = adapter.head(kernels.step(entries, hidden, positions, rotaries.layer(0)))
+        for answer in known:
+            answer.used += 1
+        return list(logits[:, None, None])
 
     def one_pass(self, inputs: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
         """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""
@@ -110,33 +122,15 @@ class BatchedDecode:
         rotaries = adapter.rotary(int(positions.max()) + 1).at(positions).to(adapter.dtype)
         ids = torch.cat([one["input_ids"][0] for one in inputs])
         plain = self.plain if self.plain is not None and self.plain.as_they_were() else None
-        with adapter.blending() if plain is None else torch.no_grad():
+        with adapter.blending() if plain is None else torch.no_grad() as layers:
             hidden = adapter.embed(ids[:, None])  # [tokens of all, 1, hidden]
             masks = [_causal(span, hidden) for span in spans]
-            kvs = [PerSequenceKV(layers, masks) for layers in zip(*(cache.layers for cache in caches), strict=True)]
-            if plain is None:
-                hidden = self._by_layer(hidden, kvs, positions, rotaries)
-            else:
+            kvs = [PerSequenceKV(held, masks) for held in zip(*(cache.layers for cache in caches), strict=True)]
+            if plain is not None:
                 hidden = plain(hidden, kvs, rotaries.layer(0))
+            elif layers is not None:
+                hidden = layers.step(hidden, kvs, positions, rotaries)
             return torch.split(adapter.head(hidden[:, 0]), counts)
-
-    def _by_layer(
-        self, hidden: torch.Tensor, kvs: Sequence[PerSequenceKV], positions: torch.Tensor, rotaries: Rotaries
-    ) -> torch.Tensor:
-        """Transformers' own layers over the rows."""
-        for number, (layer, kv) in enumerate(zip(self._adapter.running, kvs, strict=True)):
-            rotary = rotaries.layer(number)
-            with with_mask(kv):
-                out = layer(
-                    hidden,
-                    attention_mask=None,
-                    position_ids=positions[:, None],
-                    use_cache=True,
-                    position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
-                    **{self._adapter.layer_cache_argument: kv},
-                )
-            hidden = out[0] if isinstance(out, tuple) else out
-        return hidden
 
 
 def _causal(span: range, like: torch.Tensor) -> torch.Tensor:
@@ -145,8 +139,3 @@ def _causal(span: range, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(1, 0)
     hidden = torch.full((len(span), span.stop), float("-inf"), dtype=like.dtype, device=like.device)
     return hidden.triu_(span.start + 1)
-
-
-def token_bytes(adapter: ModelAdapter) -> int:
-    """Bytes of a token's keys and values on all layers, in the model's element type."""
-    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize

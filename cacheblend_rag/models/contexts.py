@@ -27,7 +27,7 @@ class ContextKV:
 
     def __init__(self, adapter: ModelAdapter, contexts: Sequence[Sequence[int]]) -> None:
         self._adapter, self._contexts = adapter, tuple(contexts)
-        self._known: dict[tuple[int, int], tuple[LayerKV, ...]] = {}
+        self._known: dict[tuple[int, int], list[LayerKV]] = {}
 
     def segments_kv(
         self,
@@ -70,12 +70,12 @@ class ContextKV:
         fitting = [at for at in those if adapter.regime(len(self._contexts[at]) + len(ids)) in (alone, regime)]
         return fitting or [_NOTHING]
 
-    def _behind(self, number: int, regime: int) -> tuple[LayerKV, ...]:
+    def _behind(self, number: int, regime: int) -> Sequence[LayerKV]:
         """KV of a context in a frequency regime."""
         if number == _NOTHING:
             return ()
         if (number, regime) not in self._known:
-            self._known[number, regime] = self._adapter.context_kv(self._contexts[number], regime)
+            self._known[number, regime] = self._adapter.decoder_kv([self._contexts[number]], regime)
         return self._known[number, regime]
 
 

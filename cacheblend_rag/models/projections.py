@@ -39,10 +39,6 @@ class PlainKV:
         for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
             part_of(attention, name)
 
-    def keys(self, attention: Any, normed: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """Keys of rows, rotated, ``[heads, rows, head_dim]``; ``normed`` is what the module projects."""
-        return self._keys(attention, self._project(attention, normed, self._family.keys), rotary)
-
     def values(self, attention: Any, normed: torch.Tensor) -> torch.Tensor:
         """Values of rows, ``[heads, rows, head_dim]``."""
         return self._values(self._project(attention, normed, self._family.values))

@@ -241,8 +241,9 @@ def test_scoring_reads_no_undefined_rows_before_the_question() -> None:
         kv = random_kv(adapter.model, len(ids))
         for layer in kv:
             layer.keys[:, :, rows] = layer.values[:, :, rows] = undefined
-        with adapter.blending():
-            scores.append(question_attention(adapter, ids, rows, 10, kv.__getitem__, rotaries, (1, 2)))
+        with adapter.blending() as layers:
+            hidden = adapter.embed(ids[rows])
+            scores.append(question_attention(layers, hidden, len(ids), rows, 10, kv.__getitem__, rotaries, (1, 2)))
     assert scores[1].isfinite().all()
     torch.testing.assert_close(*scores)
 

@@ -39,7 +39,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 
 def twin(adapter: ModelAdapter, contexts: Any, own: list[int], regime: int = 0) -> SegmentKV:
     """The mean of what one plain pass over context and segment gives, context by context."""
-    found = [adapter.segment_kv(context, own, regime) for context in contexts]
+    found = [adapter.segments_kv(context, [own], regime)[0] for context in contexts]
     keys = tuple(torch.stack([kv.keys[at].float() for kv in found]).mean(dim=0) for at in range(adapter.num_layers))
     values = tuple(torch.stack([kv.values[at].float() for kv in found]).mean(dim=0) for at in range(adapter.num_layers))
     return SegmentKV(keys, values, rotated=False)
@@ -68,7 +68,7 @@ def test_context_that_would_change_the_frequencies_is_left_out() -> None:
     edge = next(tokens for tokens in range(1, 5000) if adapter.regime(tokens) != adapter.regime(1))
     own = ids_of(edge - 3)
     found = ContextKV(adapter, CONTEXTS[:1]).segments_kv([own])[0]
-    assert_same_kv(found, adapter.segment_kv((), own), adapter.model)
+    assert_same_kv(found, adapter.segments_kv((), [own])[0], adapter.model)
 
 
 # Making contexts ----------------------------------------------------------------------------

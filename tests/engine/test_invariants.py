@@ -11,9 +11,9 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.fusor.selection import LayerView, SelectionRule, SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention.rows import row_mask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from tests import tiny

@@ -14,6 +14,7 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import GenerationTimeoutError
+from cacheblend_rag.models.row_layers import RowLayers
 from tests import tiny
 from tests.probes import answers_of, engine_of
 from tests.waiting import until
@@ -140,14 +141,14 @@ def test_closing_early_frees_the_engine(engine: BlendEngine) -> None:
 
 def test_abandoned_prompt_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[int] = []
-    run_layer = engine.adapter.run_layer
+    run_layer = RowLayers.run_layer
 
-    def watched(layer: int, *arguments: Any) -> torch.Tensor:
+    def watched(self: RowLayers, layer: int, *arguments: Any) -> torch.Tensor:
         layers.append(layer)
         stream.cancel()
-        return run_layer(layer, *arguments)
+        return run_layer(self, layer, *arguments)
 
-    monkeypatch.setattr(engine.adapter, "run_layer", watched)
+    monkeypatch.setattr(RowLayers, "run_layer", watched)
     stream = engine.stream(PROMPT, max_new_tokens=5)
     assert list(stream) == []
     until(lambda: not stream_threads())

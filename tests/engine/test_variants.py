@@ -86,7 +86,7 @@ def test_verified_prompt_leaves_its_chunks_behind_what_stood_before_them(mode: s
             key = next(key for key, one in kept(engine.store).items() if one == info)
             record = engine.store.open(key)
             assert record is not None
-            twin = engine.adapter.segment_kv(info.context_ids, info.token_ids)
+            twin = engine.adapter.segments_kv(info.context_ids, [info.token_ids])[0]
             for layer, pair in enumerate(zip(twin.keys, twin.values, strict=True)):
                 for ours, theirs in zip(record.read_layer(layer), pair, strict=True):
                     assert_close(ours, theirs, 1000)

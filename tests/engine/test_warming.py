@@ -47,7 +47,7 @@ def check_together(adapter: ModelAdapter, lengths: Sequence[int] = LENGTHS, cont
     together = adapter.segments_kv(before, segments, regime)
     for ids, kv in zip(segments, together, strict=True):
         assert kv.keys[0].shape == (adapter.kv_heads, len(ids), adapter.head_dim)
-        assert_same_kv(kv, adapter.segment_kv(before, ids, regime), adapter.model)
+        assert_same_kv(kv, adapter.segments_kv(before, [ids], regime)[0], adapter.model)
 
 
 # One pass -----------------------------------------------------------------------------------

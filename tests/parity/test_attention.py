@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import ROW_ATTENTION, additive, attend_rows, in_blocks, row_attention
+from cacheblend_rag.models.attention.rows import (
+    ROW_ATTENTION,
+    additive,
+    attend_rows,
+    in_blocks,
+    row_attention,
+    row_mask,
+)
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.engine.test_invariants import model_named
@@ -80,13 +86,12 @@ def test_row_attention_refuses_arguments_that_fused_kernels_lack(name: str) -> N
 def test_the_model_keeps_its_own_attention() -> None:
     model = tiny.model("llama")
     adapter = ModelAdapter(model)
-    with adapter.blending():
-        assert {layer.self_attn.config._attn_implementation for layer in adapter.running} == {ROW_ATTENTION}
+    with adapter.blending() as layers:
+        assert {layer.self_attn.config._attn_implementation for layer in layers.twins} == {ROW_ATTENTION}
         assert model.config._attn_implementation == "sdpa"
-        with adapter.watching(2, []):
-            assert {layer.self_attn.config._attn_implementation for layer in adapter.running} == {"eager"}
-            assert model.config._attn_implementation == "sdpa"
-    assert adapter.running is adapter.layers
+        watched = layers.watched(2, [])
+        assert {layer.self_attn.config._attn_implementation for layer in watched.twins} == {"eager"}
+        assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])

@@ -192,13 +192,15 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
             hook.remove()
         torch.testing.assert_close(adapter.embed(ids), inputs[0])
         rotaries = adapter.rotary(len(ids))
-        stored = adapter.segment_kv((), ids)
+        (stored,) = adapter.segments_kv((), [ids])
         terms = 3 * model.config.get_text_config().hidden_size  # a norm, the product, a norm of keys
         for number, layer in enumerate(adapter.layers_of(cache.layers)):
             keys, values = layer.keys[0], layer.values[0]
-            assert_close(adapter.project_values(number, inputs[number]), values, terms)
-            found = adapter.project_keys(number, inputs[number], rotaries)
+            with adapter.blending() as layers:
+                assert_close(layers.project_values(number, inputs[number]), values, terms)
+                found, same = layers.project(number, inputs[number], rotaries)
             assert_close(found, keys, terms)
+            assert_close(same, values, terms)
             rotated = rotate(stored.keys[number], rotaries.of_keys(number))
             assert_close(rotated, keys, terms_of(model, len(ids), number + 1))
 
@@ -307,7 +309,7 @@ def test_unlisted_family_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnsupportedModelError, match=r'register_family\("llamalike", like="llama"\)'):
         ModelAdapter(model)
     families.register_family("llamalike", like="llama")
-    assert ModelAdapter(model).segment_kv((), list(range(5, 30))).keys[0].shape == (2, 25, 8)
+    assert ModelAdapter(model).segments_kv((), [list(range(5, 30))])[0].keys[0].shape == (2, 25, 8)
     with pytest.raises(ConfigError, match="like='lama'"):
         families.register_family("llamalike", like="lama")
     for other, missing in {"phi3": "qkv_proj", "smollm3": "layer_types"}.items():

@@ -337,8 +337,8 @@ def test_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     blended = adapter.ModelAdapter(model)
 
     def fused() -> bool:
-        with blended.blending():
-            return blended.takes_positions
+        with blended.blending() as layers:
+            return layers.kernels is not None
 
     assert fused()
     network = model.model.layers[2].mlp
@@ -350,7 +350,6 @@ def test_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     assert not fused()
     network.up_proj = network.up_proj[0]
     assert fused()
-    assert not blended.takes_positions
 
 
 def test_kernels_that_do_not_run_are_left_alone(
@@ -375,6 +374,6 @@ def test_kernels_that_do_not_run_are_left_alone(
 def test_other_forms_of_layers_are_left_to_transformers() -> None:
     for family in ("gemma2, not plain", "glm, rotates a part of each head"):
         blended = adapter.ModelAdapter(_model(family))
-        with blended.blending():
-            assert not blended.takes_positions
+        with blended.blending() as layers:
+            assert layers.kernels is None
     assert gpu.has_kernels(torch.device("cpu")) is False

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.attention import onednn as direct_attention
-from cacheblend_rag.models.attention.rows import additive, attend_rows, in_blocks, row_attention
+from cacheblend_rag.models.attention.rows import additive, attend_rows, in_blocks, row_attention, row_mask
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.engine.test_invariants import MODELS, model_named

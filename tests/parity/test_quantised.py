@@ -122,7 +122,9 @@ def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
     assert adapter.mixes_rows
     assert not BatchedDecode(adapter).takes_several
     ids = [list(range(5, 45)), list(range(50, 80))]
-    for both, alone in zip(adapter.segments_kv((), ids), (adapter.segment_kv((), one) for one in ids), strict=True):
+    for both, alone in zip(
+        adapter.segments_kv((), ids), (adapter.segments_kv((), [one])[0] for one in ids), strict=True
+    ):
         assert all(map(torch.equal, both.keys, alone.keys))
     prefilled = adapter.prefill([5] * 2000, between=lambda seconds: pytest.fail("sliced"))
     assert len(prefilled.logits) == adapter.config.vocab_size

@@ -90,6 +90,43 @@ class RowMask:
     blocks: tuple[Block, ...] = ()
     positions: RowPositions | None = None
 
+    @classmethod
+    def by_position(cls, rows: torch.Tensor, window: int | None) -> RowMask:
+        """The mask where only kernels that know positions are asked; parameters as in `row_mask`."""
+        return cls(rows[:, None], positions=RowPositions(rows, window))
+
+
+def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
+    """Mask by position: each row sees what the plain model would show it.
+
+    Kept rows are scattered, so a triangle aligned to the last row and column, as public
+    implementations use, would show them keys of the future.
+
+    Parameters
+    ----------
+    rows : Tensor, [rows], long
+        Positions of the kept rows, rising.
+    tokens : int
+        Positions in all.
+    window : int or None
+        Sliding window of the layer.
+
+    Returns
+    -------
+    Tensor, [1, 1, rows, tokens], bool, or None
+        True where a row sees a position; None if the rows are the last positions and no window
+        applies, for which kernels have a causal form of their own.
+    """
+    if window is not None and window >= tokens:
+        window = None
+    if window is None and int(rows[0]) == tokens - len(rows):
+        return None
+    columns = torch.arange(tokens, device=rows.device)
+    mask = columns[None] <= rows[:, None]
+    if window is not None:
+        mask &= columns[None] > rows[:, None] - window
+    return mask[None, None]
+
 
 class PerSequenceKV:
     """Hands each answer's new rows to the layer of its own cache, and keeps what they then see.
@@ -289,16 +326,6 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     return RowMask(mask, tuple(blocks))
 
 
-def mask_by_position(rows: torch.Tensor, window: int | None) -> RowMask:
-    """The mask where only kernels that know positions are asked; parameters as in `in_blocks`."""
-    return RowMask(rows[:, None], positions=RowPositions(rows, window))
-
-
-def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
-    """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
-    return replace(mask, positions=RowPositions(rows, window)) if has_kernels(rows.device) else mask
-
-
 def _attend_behind(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
 ) -> torch.Tensor:
@@ -328,10 +355,13 @@ def as_added(
     dtype: torch.dtype,
     fused: bool,
 ) -> RowMask | None:
-    """A mask as attention adds it; parameters as in `ModelAdapter.kernel_mask`.
+    """A mask by `row_mask` as attention adds it.
 
     Parameters
     ----------
+    mask : Tensor or None, [1, 1, rows, tokens], bool
+    rows, tokens, window
+        As in `row_mask`.
     group : int
         Query heads that share a key.
     dtype : torch.dtype
@@ -346,29 +376,9 @@ def as_added(
         mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
     if not fused:
         return RowMask(additive(mask, dtype, torch.finfo(dtype).min))
-    return by_position(in_blocks(additive(mask, dtype, float("-inf")), rows, window, group), rows, window)
-
-
-def as_positions(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
-    """Stands for a mask where layers are `ModelAdapter.takes_positions`.
-
-    Parameters
-    ----------
-    rows, tokens, window
-        As in `ModelAdapter.kernel_mask`.
-    trailing : bool
-        Whether the rows are known to be the last positions: a GPU is not asked where they are.
-
-    Returns
-    -------
-    RowMask or None
-        Tells `attend_rows` and layers by kernels where the rows lie; None if they take PyTorch's causal kernel.
-    """
-    if window is not None and window >= tokens:
-        window = None
-    # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
-    causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
-    return None if causal else mask_by_position(rows, window)
+    found = in_blocks(additive(mask, dtype, float("-inf")), rows, window, group)
+    # A GPU's kernel wants to know the positions in its place.
+    return replace(found, positions=RowPositions(rows, window)) if has_kernels(rows.device) else found
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from cacheblend_rag.models.attention.rows import mask_by_position
+from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.layer import FusedLayer
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
@@ -144,7 +144,7 @@ class LayerGraphs:
             def layers() -> None:
                 out = size.hidden
                 for layer in span:
-                    mask = mask_by_position(size.row_positions, self._windows[layer])
+                    mask = RowMask.by_position(size.row_positions, self._windows[layer])
                     kv = KVPointers(size.pointers[layer], self._kv_heads)
                     own = sums if layer in watched else None
                     out = self._layers[layer](out, kv, size.row_positions, size.rotary, mask, own)

@@ -66,7 +66,7 @@ class FusedLayer(PlainLayer):
         mask: RowMask | None,
         sums: WeightSums | None = None,
     ) -> torch.Tensor:
-        """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
+        """Run the layer on some rows; parameters as in `RowLayers.run_layer`.
 
         Behind KV found by pointers only with a mask that knows positions, or where each row has KV of its own. So it is
         with ``sums``, which take the weights of attention.

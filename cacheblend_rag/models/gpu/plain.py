@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.attention.rows import mask_by_position
+from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.graphs import LayerGraphs
 from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
@@ -86,7 +86,7 @@ class PlainLayers:
         if self.graphs is not None and self.replays(len(rows)):
             return self.graphs.run(first, kvs, hidden, rows, rotary, sums, scored)
         for layer, kv in enumerate(kvs, first):
-            mask = mask_by_position(rows, self._windows[layer])
+            mask = RowMask.by_position(rows, self._windows[layer])
             hidden = self.layers[layer](hidden, kv, rows, rotary, mask, sums if layer in scored else None)
         return hidden
 

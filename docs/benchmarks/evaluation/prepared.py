@@ -124,7 +124,7 @@ class PreparedPrompt:
                 continue
             span, before = range(chunk.span.start, chunk.span.stop), tokenizer.context_ids(chunk.text) + chunk.head
             if compute is None:
-                self._known[span] = adapter.segment_kv(before, self.ids(span), self._regime)
+                self._known[span] = adapter.segments_kv(before, [self.ids(span)], self._regime)[0]
                 exact = self.tokens.input_ids[: span.start] == before
             else:
                 self._known[span] = compute(chunk.text, before, self.ids(span), self._regime)
@@ -134,7 +134,7 @@ class PreparedPrompt:
         if not chunks:
             raise ConfigError("prompt", prompt, "give at least one chunk of more than a word or two")
         if prefix := range(self.tokens.prefix.start, self.tokens.prefix.stop):
-            self._known[prefix] = adapter.segment_kv((), self.ids(prefix), self._regime)
+            self._known[prefix] = adapter.segments_kv((), [self.ids(prefix)], self._regime)[0]
             in_place.append(prefix)
         self.plan = FusionPlan(
             self.tokens.input_ids,

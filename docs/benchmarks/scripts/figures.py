@@ -92,9 +92,11 @@ def question_attention(prepared: PreparedPrompt, layers: Sequence[LayerKV]) -> l
     copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
     rows = torch.arange(prepared.question.start, prepared.question.stop, device=adapter.device)
     numbers = range(adapter.num_layers)
-    with adapter.blending():
+    with adapter.blending() as row_layers:
         rotaries = adapter.rotary(len(ids))
-        found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
+        found = attention_rows(
+            row_layers, adapter.embed(ids[rows]), rows, len(rows), copies.__getitem__, rotaries, numbers
+        )
     return [found[number] for number in numbers]
 
 

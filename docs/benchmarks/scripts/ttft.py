@@ -34,7 +34,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.batched_decode import token_bytes
+from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
@@ -99,7 +99,7 @@ def cost_of(adapter: ModelAdapter, tokens: int, done: PrefillResult) -> Cost:
     """
     if done.report is not None:
         report = done.report
-        return Cost(report.work, report.reused_tokens * token_bytes(adapter))
+        return Cost(report.work, report.reused_tokens * BatchedDecode(adapter).token_bytes)
     computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
     return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
 
