@@ -13,7 +13,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import FusionPlan
 from cacheblend_rag.fusor.blend import SINK
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
-from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
+from cacheblend_rag.fusor.selection.base import keep_at_least
 from cacheblend_rag.fusor.work import expected_share
 from cacheblend_rag.loading import (
     BlendSettings,

@@ -109,7 +109,7 @@ def fuse(
         state = _Pass(adapter, row_layers, plan, rule.fit(adapter.num_layers), iter(layers), each_layer)
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
-        done = state.finish()
+        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
 
 
@@ -186,10 +186,6 @@ class _Pass:
             self._rule.score_layers,
             hidden,
         )
-
-    def finish(self) -> RowsDone:
-        """All that was worked on."""
-        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1)
 
     @property
     def deviation(self) -> torch.Tensor | None:

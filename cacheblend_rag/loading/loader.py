@@ -34,8 +34,8 @@ _GROUPS = (1, 1, 2, 4, 8)
 _GROUPS_AHEAD = 3
 # Groups that threads read from files at most before they are copied: a scoring pass wants most layers at once.
 _READ_AHEAD = 6
-# Threads that read files for a GPU, at most: memory hardly gives more to further ones.
-_MOST_READERS = 6
+# Threads that read files for a GPU: memory hardly gives more to further ones.
+_READERS = min(6, os.cpu_count() or 1)
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers
 # (docs/benchmarks/ttft.md).
@@ -230,7 +230,13 @@ class LayerReader:
         with self._copier.open():
             keys = torch.empty(shape, dtype=self.dtype, device=self.device)
             values = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._read_ahead(layer)
+            # Records on other machines all come while the first is waited for.
+            for place in self.placements:
+                if not (place.shared and place.shared.holds(place.key, layer)):
+                    try:
+                        place.record.read_ahead(layer)
+                    except StoreError as error:
+                        raise _lost_error(place, error) from error
             for place in self.placements:
                 stop = place.start + place.record.info.tokens
                 span = slice(place.start, stop)
@@ -238,21 +244,8 @@ class LayerReader:
                     self._copier.put(place, layer, keys[0, :, span], values[0, :, span])
                 except (StoreError, OSError) as error:
                     raise _lost_error(place, error) from error
-        self.took(time.perf_counter() - started)
+        self.clock.add(time.perf_counter() - started)
         return LayerKV(keys, values)
-
-    def _read_ahead(self, layer: int) -> None:
-        """Let every record on another machine come while the first is waited for."""
-        for place in self.placements:
-            if not (place.shared and place.shared.holds(place.key, layer)):
-                try:
-                    place.record.read_ahead(layer)
-                except StoreError as error:
-                    raise _lost_error(place, error) from error
-
-    def took(self, seconds: float) -> None:
-        """Count time spent reading."""
-        self.clock.add(seconds)
 
     @cached_property
     def _copier(self) -> _Copier:
@@ -267,14 +260,11 @@ def _lost_error(place: Placement, error: Exception) -> RecordLost:
 
 def _gpu_decodes(reader: LayerReader) -> bool:
     """Whether a GPU takes all records of a prompt as they were written."""
-    return has_kernels(reader.device) and all(_fits(place.record, reader) for place in reader.placements)
-
-
-def _fits(record: StoredKV, reader: LayerReader) -> bool:
-    codec, info = record.codec, record.info
-    aligned = info.head_dim % 8 == 0  # then all parts of a layer begin where a GPU can read them
-    alike = DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers
-    return codec is not None and alike and aligned
+    if not has_kernels(reader.device) or any(place.record.codec is None for place in reader.placements):
+        return False
+    infos = [place.record.info for place in reader.placements]
+    aligned = all(info.head_dim % 8 == 0 for info in infos)  # then all parts of a layer begin where a GPU can read them
+    return aligned and all(DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers for info in infos)
 
 
 class _Streams:
@@ -327,7 +317,7 @@ def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
     groups, reading = _groups(reader.layers), deque[_Group]()
     copied, ready = deque[tuple[torch.Tensor, torch.cuda.Event]](), deque[LayerKV]()
     begun = False  # the pass begins once its first layer is under way
-    with ThreadPoolExecutor(_readers(), thread_name_prefix="kv-loader") as pool:
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="kv-loader") as pool:
         try:
             while True:
                 while len(reading) < _READ_AHEAD and (layers := next(groups, None)):
@@ -356,15 +346,11 @@ def _read(reader: LayerReader, layers: slice, pool: ThreadPoolExecutor) -> _Grou
     def read(record: StoredKV) -> torch.Tensor:
         started = time.perf_counter()
         data = record.read_written(layers, pinned=reader.device.type == "cuda")
-        reader.took((time.perf_counter() - started) / _readers())  # for others read meanwhile
+        reader.clock.add((time.perf_counter() - started) / _READERS)  # for others read meanwhile
         return data
 
     records = ((number, place.record) for number, place in enumerate(reader.placements))
     return _Group(layers, {number: pool.submit(read, record) for number, record in records if record.tier != "memory"})
-
-
-def _readers() -> int:
-    return min(_MOST_READERS, os.cpu_count() or 1)
 
 
 def _groups(layers: int) -> Iterator[slice]:
@@ -400,7 +386,7 @@ def _copy(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.
             sources.append(Source(*where, rotates=not info.rotated, int8=int8))
         place(sources, target, reader.rotation)
         done = streams.mark_queued()
-    reader.took(time.perf_counter() - started)
+    reader.clock.add(time.perf_counter() - started)
     return target, done
 
 

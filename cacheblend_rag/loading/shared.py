@@ -52,13 +52,22 @@ class SharedKV:
 
     def copy_layer(self, key: str, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer into place, from memory or from the record; see `StoredKV.read_into`."""
-        kept = self._take_kept(key, layer)
-        if kept is None:
-            record.read_into(layer, keys, values)
-            self._keep(key, layer, keys, values)
-        else:
+        place, text = (key, layer), self._records[key][0]
+        with self._lock:
+            kept = self._layers.get(place)
+            if kept is not None and self._needed[text] <= 1:  # the last prompt that needs it takes it away
+                self._drop(place)
+        if kept is not None:
             keys.copy_(kept[0])
             values.copy_(kept[1])
+            return
+        record.read_into(layer, keys, values)
+        size = keys.nbytes + values.nbytes
+        with self._lock:
+            wanted = self._needed[text] > 1 and place not in self._layers
+            if wanted and self.size + size <= self._limit:
+                self._layers[place] = keys.clone(), values.clone()  # [kv_heads, tokens, head_dim] each
+                self.size += size
 
     @contextmanager
     def read_by(self, texts: Collection[str]) -> Iterator[None]:
@@ -77,23 +86,6 @@ class SharedKV:
             self._needed.clear()
             self._layers.clear()
             self.size = 0
-
-    def _take_kept(self, key: str, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A layer that was read before; the last prompt that needs it takes it away."""
-        with self._lock:
-            found = self._layers.get((key, layer))
-            if found is not None and self._needed[self._records[key][0]] <= 1:
-                self._drop((key, layer))
-            return found
-
-    def _keep(self, key: str, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep a copy of a layer, if another prompt needs it and there is room."""
-        size = keys.nbytes + values.nbytes
-        with self._lock:
-            wanted = self._needed[self._records[key][0]] > 1 and (key, layer) not in self._layers
-            if wanted and self.size + size <= self._limit:
-                self._layers[key, layer] = keys.clone(), values.clone()  # [kv_heads, tokens, head_dim] each
-                self.size += size
 
     def _drop(self, place: tuple[str, int]) -> None:
         self.size -= sum(tensor.nbytes for tensor in self._layers.pop(place))

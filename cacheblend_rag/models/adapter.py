@@ -39,7 +39,7 @@ from cacheblend_rag.models.projections import LatentKV, PlainKV
 from cacheblend_rag.models.quantised import mixes_rows
 from cacheblend_rag.models.rope import Positions, Rotaries, unrotate
 from cacheblend_rag.models.row_layers import RowLayers
-from cacheblend_rag.models.shape import ModelShape, layer_shape, slices_behind
+from cacheblend_rag.models.shape import ModelShape, layer_shape
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
@@ -244,8 +244,9 @@ class ModelAdapter(PlainAdapter):
             KV that such a pass gives to the first ids, but for the last one at least; it grows by the others.
         """
         cache = preallocate(DynamicCache(config=self.config)) if begun is None else begun
-        shape = None if between is None or self.mixes_rows else self.shape
-        for rows in slices_behind(cache.get_seq_length(), len(ids), shape, _SLICE):
+        whole, first = between is None or self.mixes_rows, cache.get_seq_length()
+        slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
+        for rows in [range(max(first, rows.start), rows.stop) for rows in slices if rows.stop > first]:
             began = time.perf_counter()
             self.positions.settle(self.device)
             with called_at_each_layer(cache, each_layer):

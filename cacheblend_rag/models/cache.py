@@ -54,11 +54,6 @@ class _Buffers:
     values: torch.Tensor
     used: int
 
-    @classmethod
-    def holding(cls, keys: torch.Tensor, values: torch.Tensor, rows: int) -> _Buffers:
-        """Room for some rows and then some, with what there is copied into it."""
-        return cls(_enlarge(keys, rows), _enlarge(values, rows), keys.shape[2])
-
     def follows(self, keys: torch.Tensor, rows: int) -> bool:
         """Whether these keys are all that lies here, with space for so many rows."""
         # Layers copied one from another share their room; the first to go on takes the space.
@@ -187,7 +182,8 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
             return keys, values
         rows = self.keys.shape[2] + key_states.shape[2]
         if self._room is None or not self._room.follows(self.keys, rows):
-            self._room = _Buffers.holding(self.keys, self.values, rows)
+            # Room for these rows and then some, with what there is copied into it.
+            self._room = _Buffers(_enlarge(self.keys, rows), _enlarge(self.values, rows), self.keys.shape[2])
         self.keys, self.values = self._room.add(key_states, value_states)
         return self.keys, self.values
 

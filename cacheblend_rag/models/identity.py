@@ -80,7 +80,7 @@ class ModelIdentity:
         self._model = model
         layers = adapted_layers(model)
         self._own = own or fingerprint(model)
-        self._own_state, self._paths = _merged_state(layers), _paths(layers)
+        self._own_state, self._paths = _merged_state(layers), {layer.path for layer in layers}
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self.value = self._identify(layers)
         """Identity when it was last looked at."""
@@ -92,7 +92,7 @@ class ModelIdentity:
         each. All of them are read only in a state that was not met before.
         """
         layers = adapted_layers(self._model)
-        merged, paths = _merged_state(layers), _paths(layers)
+        merged, paths = _merged_state(layers), {layer.path for layer in layers}
         changed = merged != self._own_state or not self._paths <= paths
         if changed:
             self._own = fingerprint(self._model)
@@ -107,23 +107,16 @@ class ModelIdentity:
             return self._own
         state = _state(active)
         if state not in self._known:
-            self._known[state] = self._hash(active)
+            digest = hashlib.sha256(self._own.encode())
+            for layer in active:
+                digest.update(repr(layer.facts).encode())
+                for name, tensor in layer.tensors:
+                    digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                    digest.update(content_of(tensor))
+            self._known[state] = digest.hexdigest()
             if len(self._known) > _STATES:
                 self._known.popitem(last=False)
         return self._known[state]
-
-    def _hash(self, active: Sequence[AdaptedLayer]) -> str:
-        digest = hashlib.sha256(self._own.encode())
-        for layer in active:
-            digest.update(repr(layer.facts).encode())
-            for name, tensor in layer.tensors:
-                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(content_of(tensor))
-        return digest.hexdigest()
-
-
-def _paths(layers: Sequence[AdaptedLayer]) -> frozenset[str]:
-    return frozenset(layer.path for layer in layers)
 
 
 def _merged_state(layers: Sequence[AdaptedLayer]) -> bytes:
@@ -135,17 +128,15 @@ def _merged_state(layers: Sequence[AdaptedLayer]) -> bytes:
 def _state(layers: Sequence[AdaptedLayer]) -> bytes:
     """How adapters stand, and what their tensors are as far as every request can afford to ask."""
     tensors = [tensor.detach() for layer in layers for _, tensor in layer.tensors]
-    seen = [(id(tensor), _version(tensor), tensor.data_ptr()) for layer in layers for _, tensor in layer.tensors]
+    given = [tensor for layer in layers for _, tensor in layer.tensors]
+    versions = [-1 if tensor.is_inference() else tensor._version for tensor in given]
+    seen = [(id(tensor), version, tensor.data_ptr()) for tensor, version in zip(given, versions, strict=True)]
     digest = hashlib.sha256(repr(([(layer.facts, layer.merged) for layer in layers], seen)).encode())
     # Writing through ``.data`` moves no version, and memory that was given back may come again.
     parts = [tensor.flatten()[:: max(1, tensor.numel() // _SAMPLES)].float() for tensor in tensors]
     if parts:
         digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.digest()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def fingerprint_in(model_fingerprint: str, regime: int) -> str:

@@ -123,7 +123,9 @@ def type_to_load(config: Any, device: torch.device) -> str:
         return "auto"
     if getattr(config, "quantization_config", None) is not None:
         return "auto"
-    needed, total = 4 * _parameters(config), total_memory()
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    needed, total = 4 * sum(parameter.numel() for parameter in model.parameters()), total_memory()
     if total is not None and needed > _SHARE * total:
         name = str(stored).removeprefix("torch.")
         raise ConfigError(
@@ -146,12 +148,6 @@ def in_hardware(dtype: torch.dtype) -> bool | None:
         return bool(getattr(torch.ops.mkldnn, _IN_HARDWARE[dtype])())
     except (AttributeError, RuntimeError):
         return None
-
-
-def _parameters(config: Any) -> int:
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def auto_class(config: Any) -> Any:
@@ -300,13 +296,6 @@ def _with_adapter(under: LoadedModel, adapter: str) -> LoadedModel:
     return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity)
 
 
-def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
-    given = model_kwargs.get("config", name)
-    if not isinstance(given, str | os.PathLike):
-        return given
-    return AutoConfig.from_pretrained(given, **_where(model_kwargs))
-
-
 def _where(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: model_kwargs[key] for key in _WHERE if key in model_kwargs}
 
@@ -332,7 +321,9 @@ def _load(
 ) -> tuple[Any, Any, str | None]:
     """Model, tokenizer and identity of what lies in a folder or is known by an id."""
     try:
-        config = _config_of(name, model_kwargs)
+        config = model_kwargs.get("config", name)
+        if isinstance(config, str | os.PathLike):
+            config = AutoConfig.from_pretrained(config, **_where(model_kwargs))
         check_runs(config)  # before weights are fetched
         method = _quantised_by(config, model_kwargs)
         if dtype == "auto" and not model_kwargs:

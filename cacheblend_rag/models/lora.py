@@ -126,9 +126,11 @@ def _read(path: str, layer: Any) -> AdaptedLayer:
         if not found:
             continue
         tensors += (pair for name, part in found for pair in _tensors(name, part))
-        settings = [(name, getattr(layer, name, None)) for name in layer.other_param_names]
+        given = [(name, getattr(layer, name, None)) for name in layer.other_param_names]
+        # Of a dict of modules nothing is taken: dropout, which is one, has no part in answering.
+        own = [(name, value.get(adapter) if isinstance(value, dict) else None) for name, value in given]
         variant = type(getattr(layer, "lora_variant", {}).get(adapter)).__name__
-        facts.append((path, number, variant, *(_setting(name, value, adapter) for name, value in settings)))
+        facts.append((path, number, variant, *((name, repr(value)) for name, value in own)))
     return AdaptedLayer(path, tuple(facts), tuple(tensors), merged)
 
 
@@ -138,9 +140,3 @@ def _tensors(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for own, tensor in part.state_dict(keep_vars=True).items():
         yield f"{name}.{own}", tensor
-
-
-def _setting(name: str, value: Any, adapter: str) -> tuple[str, str]:
-    """A setting that is no module; dropout, which is one, has no part in answering."""
-    given = value.get(adapter) if isinstance(value, dict) else None
-    return name, repr(given)

@@ -69,7 +69,10 @@ def give_back_unused(device: torch.device) -> None:
 def _limits(own: Path, groups: Path) -> list[tuple[int, int]]:
     """The limit of each control group that sets one, and what is left of it."""
     found = []
-    for _, controllers, path in _fields(own):
+    for row in (line.split(":", 2) for line in _text(own).splitlines()):
+        if len(row) < 3:
+            continue
+        _, controllers, path = row
         form = _V2 if not controllers else _V1 if "memory" in controllers.split(",") else None
         if form is None:
             continue
@@ -81,10 +84,6 @@ def _limits(own: Path, groups: Path) -> list[tuple[int, int]]:
             if most is not None and used is not None:
                 found.append((most, most - used + _numbers(folder / "memory.stat").get(inactive, 0)))
     return found
-
-
-def _fields(path: Path) -> list[list[str]]:
-    return [row for row in (line.split(":", 2) for line in _text(path).splitlines()) if len(row) == 3]
 
 
 def _numbers(path: Path) -> dict[str, int]:

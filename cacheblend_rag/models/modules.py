@@ -186,15 +186,12 @@ class ForwardOverrides(Generic[_Forward]):
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    self._remove()
+                    for forward in self._forwards:
+                        forward.remove()
 
     def _put(self) -> None:
         for forward in self._forwards:
             forward.put()
-
-    def _remove(self) -> None:
-        for forward in self._forwards:
-            forward.remove()
 
 
 class OneForEach(Generic[_Shared]):
@@ -248,7 +245,9 @@ def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -
         inner = part_of(layer, attention)
         config = part_of(inner, "config")
         if id(config) not in configs:
-            configs[id(config)] = _attending(config, implementation)
+            own_config = configs[id(config)] = _same(config)
+            own_config.__dict__["sub_configs"] = {}  # the setter would write to those too, and they are the model's
+            own_config._attn_implementation = implementation
         own, twin = _same(inner), _same(layer)
         own.__dict__["config"] = configs[id(config)]
         twin.__dict__["_modules"] = {**layer._modules, attention: own}
@@ -275,13 +274,6 @@ def keeping_nothing(model: Any) -> Any:
     own.__dict__["rope_deltas"] = None
     twin.__dict__["_modules"] = {**model._modules, model.base_model_prefix: own}
     return twin
-
-
-def _attending(config: Any, implementation: str) -> Any:
-    own = _same(config)
-    own.__dict__["sub_configs"] = {}  # the setter would write to those too, and they are the model's
-    own._attn_implementation = implementation
-    return own
 
 
 def _same(thing: _Thing) -> _Thing:

@@ -88,11 +88,10 @@ class PlainLayer:
             return False
         if _global_forward_hooks or _global_forward_pre_hooks:
             return False
-        return not any(_is_touched(part, forward) for part, forward in self._parts)
-
-
-def _is_touched(part: nn.Module, forward: Any) -> bool:
-    if type(part).forward is not forward or part._forward_hooks or part._forward_pre_hooks or part._compiled_call_impl:
+        for part, forward in self._parts:
+            watched = part._forward_hooks or part._forward_pre_hooks or part._compiled_call_impl
+            # Overrides of ours compute what the module computes.
+            replaced = not isinstance(part.__dict__.get("forward"), ForwardOverride | None)
+            if watched or replaced or type(part).forward is not forward:
+                return False
         return True
-    # Overrides of ours compute what the module computes.
-    return not isinstance(part.__dict__.get("forward"), ForwardOverride | None)

@@ -42,18 +42,14 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if type(tensor).__name__ == "Params4bit" and getattr(tensor, "quant_state", None) is not None:
                 parts = _of_four_bits(tensor)
             elif type(tensor).__name__ == "Int8Params":
-                parts = _of_eight_bits(tensor, module)
+                # The first pass moves the scales from the weight to the layer.
+                scales = getattr(tensor, "SCB", None)
+                if scales is None:
+                    scales = getattr(getattr(module, "state", None), "SCB", None)
+                parts = {"": tensor} if scales is None else {"": tensor.data, ".SCB": scales}
             else:
                 parts = {"": tensor}
             yield from ((f"{before}{name}{part}", one) for part, one in parts.items())
-
-
-def _of_eight_bits(weight: Any, module: Any) -> dict[str, torch.Tensor]:
-    """Codes and scales; the first pass moves the scales from the weight to the layer."""
-    scales = getattr(weight, "SCB", None)
-    if scales is None:
-        scales = getattr(getattr(module, "state", None), "SCB", None)
-    return {"": weight} if scales is None else {"": weight.data, ".SCB": scales}
 
 
 def _of_four_bits(weight: Any) -> dict[str, torch.Tensor]:

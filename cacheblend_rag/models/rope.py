@@ -147,7 +147,8 @@ def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
     """Rotate pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
-    if has_kernels(keys.device) and _fits_kernel(keys, cos, sin):
+    whole = keys.dim() == 4 and len(keys) == 1 and keys.stride(-1) == 1 and not keys.requires_grad
+    if has_kernels(keys.device) and whole and cos.dim() == 2 and cos.stride() == sin.stride():
         from cacheblend_rag.models.gpu.rowwise import rotate
 
         rotate(keys, cos, sin, interleaved)
@@ -166,11 +167,6 @@ def pairs_of(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.T
     if interleaved:
         return keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
     return keys[..., :pairs], keys[..., pairs : 2 * pairs]
-
-
-def _fits_kernel(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    whole = keys.dim() == 4 and len(keys) == 1 and keys.stride(-1) == 1 and not keys.requires_grad
-    return whole and cos.dim() == 2 and cos.stride() == sin.stride()
 
 
 def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -211,7 +207,10 @@ class Positions:
 
     def __init__(self, config: Any, module: Any, layout: Layout, rotates: Sequence[bool]) -> None:
         self._module, self._layout, self._rotates = module, layout, tuple(rotates)
-        kinds = _rope_kinds(config)
+        # RoPE parameters by table name; models with several bases list them by layer type.
+        parameters = config.rope_parameters
+        several = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+        kinds: Mapping[str, Mapping[str, Any]] = several or {_ONE_TABLE: parameters}
         single = _ONE_TABLE in kinds
         self._names = tuple(_ONE_TABLE if single else config.layer_types[n] for n in range(len(rotates)))
         self._types = {name: kinds.get(name, {}).get("rope_type", "default") for name in dict.fromkeys(self._names)}
@@ -313,11 +312,3 @@ class Positions:
         made = self._module(like, positions[None], *which)
         cos, sin = (made.real, made.imag) if self._layout.cosines == "complex" else made
         return Rotary(cos[0], sin[0], self._layout)
-
-
-def _rope_kinds(config: Any) -> Mapping[str, Mapping[str, Any]]:
-    """RoPE parameters by table name; models with several bases list them by layer type."""
-    parameters = config.rope_parameters
-    if any(isinstance(value, dict) for value in parameters.values()):
-        return {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    return {_ONE_TABLE: parameters}

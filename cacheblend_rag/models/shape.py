@@ -72,12 +72,6 @@ class ModelShape:
         yield range(start, tokens)
 
 
-def slices_behind(first: int, tokens: int, shape: ModelShape | None, size: int) -> list[range]:
-    """Positions of a prompt behind the first ones: see `ModelShape.slices`; one slice without a shape."""
-    slices = [range(tokens)] if shape is None else shape.slices(tokens, size)
-    return [range(max(first, rows.start), rows.stop) for rows in slices if rows.stop > first]
-
-
 def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, window: int | None) -> LayerShape:
     """Read off a decoder layer what it costs.
 
@@ -141,14 +135,11 @@ def context_window(config: Any) -> int | None:
         return None
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
-    return max(int(given), *(_stretched(kind, given) for kind in kinds), 0)
-
-
-def _stretched(kind: dict[str, Any], given: int) -> int:
-    """Window that RoPE parameters stretch to; 0 for types whose window is as given."""
-    factor = kind.get("factor") or 1.0
-    if kind.get("rope_type") == "dynamic":
-        return int(given * factor)
-    if kind.get("rope_type") == "yarn":
-        return int(kind.get("original_max_position_embeddings", 0) * factor)
-    return 0
+    windows = [int(given)]
+    for kind in kinds:
+        factor = kind.get("factor") or 1.0
+        if kind.get("rope_type") == "dynamic":
+            windows.append(int(given * factor))
+        elif kind.get("rope_type") == "yarn":
+            windows.append(int(kind.get("original_max_position_embeddings", 0) * factor))
+    return max(windows)

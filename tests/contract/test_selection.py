@@ -26,8 +26,8 @@ from cacheblend_rag.fusor.selection import (
     StartView,
     make_rule,
 )
+from cacheblend_rag.fusor.selection.base import keep_at_least
 from cacheblend_rag.fusor.selection.gradual import falling
-from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.fusor.work import ProjectedRows, RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument

@@ -39,15 +39,11 @@ class SelectQuery(FixedRule):
         check_fit("score_layers", self.score_layers, layers)
         if not self.recompute_ratio:
             return replace(self, score_layers=())
-        return replace(self, score_layers=tuple(self.score_layers) or _third_quarter(layers))
+        third_quarter = range(layers // 2, max(layers // 2 + 1, 3 * layers // 4))
+        return replace(self, score_layers=tuple(self.score_layers or third_quarter))
 
     def begin(self, view: StartView) -> torch.Tensor:
         """See `SelectionRule.begin`."""
         if view.attention is None:
             return view.positions.new_empty(0)
         return top(view.attention, budget(self.recompute_ratio, view.reused_tokens))
-
-
-def _third_quarter(layers: int) -> tuple[int, ...]:
-    """Layers from the middle to three quarters of the depth; at least one."""
-    return tuple(range(layers // 2, max(layers // 2 + 1, 3 * layers // 4)))

@@ -74,21 +74,17 @@ def rows_worth_it() -> int:
     text = os.environ.get(ONEDNN_VARIABLE, "auto")
     if text not in ("auto", "on", "off"):
         raise ConfigError(ONEDNN_VARIABLE, text, "use 'auto', 'on' or 'off'")
-    rows = {"on": ANY_ROWS, "off": 0}.get(text, _rows_of_processor())
+    rows = {"on": ANY_ROWS}.get(text, 0)
+    # Where MKL would multiply on a processor of AMD's, oneDNN is the faster one for so many rows.
+    if text == "auto" and torch.backends.mkl.is_available() and is_amd():  # type: ignore[no-untyped-call]
+        able = torch.backends.cpu.get_cpu_capability()
+        rows = {"AVX512": ANY_ROWS, "AVX2": _ROWS_WITH_AVX2}.get(able, 0)
     if rows and not agrees():
         if text == "on":
             remedy = "use 'auto' or 'off': oneDNN does not give PyTorch's float32 products here"
             raise ConfigError(ONEDNN_VARIABLE, text, remedy)
         return 0
     return rows
-
-
-def _rows_of_processor() -> int:
-    """Most rows for which oneDNN is the faster one, where MKL would multiply on a processor of AMD's."""
-    by_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    if not (by_mkl and is_amd()):
-        return 0
-    return {"AVX512": ANY_ROWS, "AVX2": _ROWS_WITH_AVX2}.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -137,7 +137,12 @@ class LayerGraphs:
         span = range(first, first + len(kvs))
         watched = tuple(layer for layer in span if layer in scored)
         with self._lock:
-            size = self._fill("rows", round_up_rows(len(hidden)), hidden, row_positions, rotary)
+            step = 16
+            while len(hidden) > 12 * step:
+                step *= 2
+            # A number that several like it share: at most a sixth above that of the rows, or 16 more.
+            count = -(-len(hidden) // step) * step
+            size = self._fill("rows", count, hidden, row_positions, rotary)
             entries = torch.tensor([KVPointers.written(kv) for kv in kvs])
             size.pointers[span.start : span.stop].copy_(entries, non_blocking=True)  # else the host would wait
 
@@ -215,11 +220,3 @@ class LayerGraphs:
             if len(given) < count:
                 kept[len(given) :] = given[-1:]
         return size
-
-
-def round_up_rows(rows: int) -> int:
-    """A number of rows that several like it share, at most a sixth above it or 16 more."""
-    step = 16
-    while rows > 12 * step:
-        step *= 2
-    return -(-rows // step) * step
