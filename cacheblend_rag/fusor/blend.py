@@ -207,8 +207,11 @@ class _Pass:
         if self._each_layer is not None:
             self._each_layer()
         while len(self._rotated) <= layer:
-            kv = next(self._layers)
-            self._rotate(len(self._rotated), kv)
+            kv, rotary = next(self._layers), self._rotaries.of_keys(len(self._rotated))
+            span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
+            # In place; computed rows among them are overwritten later.
+            if span.start < span.stop and rotary is not None and not kv.rotated:
+                rotate_in_place(kv.keys[:, :, span], rotary.at(span))
             if left_out is not None:  # a mask does not hide what is not finite
                 kv.keys[:, :, left_out] = 0
                 kv.values[:, :, left_out] = 0
@@ -264,14 +267,6 @@ class _Pass:
             kv.write(rows, keys[None], values[None])
         self.hidden = self.hidden[-1:]
         self._narrow(self._rows[-1:])
-
-    def _rotate(self, layer: int, kv: LayerKV) -> None:
-        """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
-        rotary = self._rotaries.of_keys(layer)
-        span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
-        if span.start >= span.stop or rotary is None or kv.rotated:
-            return
-        rotate_in_place(kv.keys[:, :, span], rotary.at(span))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""

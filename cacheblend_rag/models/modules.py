@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -77,12 +78,12 @@ def evaluating(model: Any) -> Iterator[None]:
                 _kept.pop(model, None)
 
 
+@dataclass
 class _EvalState:
     """State of a model that is put aside while it is in use."""
 
-    def __init__(self) -> None:
-        self.users = 0
-        self.training: list[Any] = []
+    users: int = 0
+    training: list[Any] = field(default_factory=list)
 
 
 _kept: weakref.WeakKeyDictionary[Any, _EvalState] = weakref.WeakKeyDictionary()

@@ -86,10 +86,6 @@ class PlainAdapter:
         """Identity of the model, with its adapters; ``own`` is that of its own weights, where it is known."""
         return ModelIdentity(self.model, own)
 
-    def fingerprint(self) -> str:
-        """Identity of the model now: config, weights, element type and adapters."""
-        return self.identity().value
-
     def regime(self, tokens: int) -> int | None:
         """Frequency regime of stored KV for a prompt of this many tokens; None, as no chunk's KV is of use."""
         return None

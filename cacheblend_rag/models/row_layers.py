@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheblend_rag.models.attention.rows import (
+    ROW_ATTENTION,
     PerSequenceKV,
     RowMask,
-    as_added,
+    RowPositions,
+    additive,
+    in_blocks,
+    row_attention,
     row_mask,
-    use_row_attention,
     with_mask,
 )
 from cacheblend_rag.models.cache import ScatterCache
 from cacheblend_rag.models.families import Family
+from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.modules import cache_argument, part_of, twins_of
 from cacheblend_rag.models.projections import PlainKV
@@ -62,7 +66,11 @@ class RowLayers:
     @cached_property
     def twins(self) -> Sequence[Any]:
         """Twins of the model's layers, which attend from some rows to all positions; see `twins_of`."""
-        return twins_of(self.layers, self.family.attention, use_row_attention() if self.fused else "eager")
+        if self.fused:
+            from transformers import AttentionInterface  # with it comes torch._dynamo, which no import of ours needs
+
+            AttentionInterface.register(ROW_ATTENTION, row_attention)
+        return twins_of(self.layers, self.family.attention, ROW_ATTENTION if self.fused else "eager")
 
     def mask(
         self,
@@ -101,7 +109,16 @@ class RowLayers:
         if left_out is not None:
             seen = torch.arange(tokens)[None] <= rows[:, None] if mask is None else mask[0, 0]
             mask = (seen & ~left_out[:tokens])[None, None]
-        return as_added(mask, rows, tokens, window, self.form.sharing, self.dtype, self.fused)
+        if mask is None:
+            # Attention of the last rows over all positions costs less without a mask, unless they are few.
+            if self.fused and (rows.device.type == "cuda" or 2 * len(rows) >= tokens):
+                return None
+            mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
+        if not self.fused:
+            return RowMask(additive(mask, self.dtype, torch.finfo(self.dtype).min))
+        found = in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, self.form.sharing)
+        # A GPU's kernel wants to know the positions in its place.
+        return replace(found, positions=RowPositions(rows, window)) if has_kernels(rows.device) else found
 
     def run_layer(
         self,

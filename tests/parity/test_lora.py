@@ -253,7 +253,7 @@ def test_adapters_of_other_kinds_are_refused() -> None:
         engine_of(get_peft_model(tiny.model(), config))
     wrapped = get_peft_model(tiny.model(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
     with pytest.raises(UnsupportedModelError, match="of type IA3"):
-        ModelAdapter(wrapped.get_base_model()).fingerprint()
+        ModelAdapter(wrapped.get_base_model()).identity()
 
 
 # Loading ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from cacheblend_rag.models.attention.onednn import (
     few_lengths,
     rows_of_block,
 )
-from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 
 ROW_ATTENTION = "cacheblend_rag_rows"
@@ -190,14 +189,6 @@ def with_mask(what: RowMask | PerSequenceKV | None) -> Iterator[None]:
 _NOT_FUSED = ("softcap", "s_aux", "position_bias")
 
 
-def use_row_attention() -> str:
-    """Make `row_attention` known to transformers; its name."""
-    from transformers import AttentionInterface  # with it comes torch._dynamo, which no import of ours needs
-
-    AttentionInterface.register(ROW_ATTENTION, row_attention)
-    return ROW_ATTENTION
-
-
 def row_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -344,41 +335,6 @@ def _attend_behind(
     padded = pad(query, (0, 0, before, 0)) if before else query
     out = scaled_dot_product_attention(padded, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out[:, :, before:]
-
-
-def as_added(
-    mask: torch.Tensor | None,
-    rows: torch.Tensor,
-    tokens: int,
-    window: int | None,
-    group: int,
-    dtype: torch.dtype,
-    fused: bool,
-) -> RowMask | None:
-    """A mask by `row_mask` as attention adds it.
-
-    Parameters
-    ----------
-    mask : Tensor or None, [1, 1, rows, tokens], bool
-    rows, tokens, window
-        As in `row_mask`.
-    group : int
-        Query heads that share a key.
-    dtype : torch.dtype
-        Of the model.
-    fused : bool
-        Whether `row_attention` takes it, rather than the plain form of attention.
-    """
-    if mask is None:
-        # Attention of the last rows over all positions costs less without a mask, unless they are few.
-        if fused and (rows.device.type == "cuda" or 2 * len(rows) >= tokens):
-            return None
-        mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
-    if not fused:
-        return RowMask(additive(mask, dtype, torch.finfo(dtype).min))
-    found = in_blocks(additive(mask, dtype, float("-inf")), rows, window, group)
-    # A GPU's kernel wants to know the positions in its place.
-    return replace(found, positions=RowPositions(rows, window)) if has_kernels(rows.device) else found
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:
