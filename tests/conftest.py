@@ -52,7 +52,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
     # Tests that start programs come first. So one worker has them all, and torch is imported once for their forks.
-    items.sort(key=lambda item: not hasattr(item.module, "run_program") and not hasattr(item.module, "start_program"))
+    starts = ("run_program", "start_program", "run")
+    items.sort(key=lambda item: not any(hasattr(item.module, name) for name in starts))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -175,6 +175,7 @@ def check(codes: Mapping[str, str], expected: Mapping[str, str], folder: Path) -
         assert re.search(expected[name], text), f"{name} printed {text!r}"
 
 
+@pytest.mark.slow
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:

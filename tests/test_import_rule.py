@@ -341,6 +341,7 @@ def test_the_package_holds_no_weights_and_knows_nothing_of_its_tests() -> None:
         assert not outside & {"tests", "docs", "examples"}, path
 
 
+@pytest.mark.slow
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
     """One program imports more and more of the package."""
     heavy = ["torch", "transformers", "faiss", "sentence_transformers", "diskcache"]

@@ -38,6 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_on_the_site(site: Path) -> None:
     for kind in ("tutorial", "how-to", "reference", "explanation", "benchmarks", "decisions"):
         pages = {path.stem for path in (ROOT / "docs" / kind).glob("*.md")} - {"README"}
@@ -46,6 +47,7 @@ def test_every_page_is_on_the_site(site: Path) -> None:
     assert {path.stem for path in ROOT.glob("examples/*.py")} <= {path.stem for path in (site / "project").iterdir()}
 
 
+@pytest.mark.slow
 def test_the_reference_is_made_of_docstrings(site: Path) -> None:
     options = (site / "reference" / "options.html").read_text(encoding="utf-8")
     assert "How prompts are split, which tokens are recomputed" in options
@@ -55,6 +57,7 @@ def test_the_reference_is_made_of_docstrings(site: Path) -> None:
     assert 'id="cacheblend_rag.report.BlendReport"' in (site / "reference" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not FETCHED.search(page.read_text(encoding="utf-8")), page

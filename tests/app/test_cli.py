@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -14,10 +13,8 @@ from transformers import MistralConfig
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.app.cli.arguments import SILENT, only_from
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
-from cacheblend_rag.retrieval.documents import read_folder
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.app.server.common import write_documents
@@ -214,19 +211,6 @@ def test_server_names_a_stronger_starter_where_it_finds_the_memory(
         assert (f"--model {STRONGER} (1.1 GB to fetch)" in said) is named, (more, memory)
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from cacheblend_rag.app.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'langchain_core', 'diskcache'}\n"
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "ask" in done.stdout
-
-
 def test_the_package_runs_as_its_command_does(tmp_path: Path) -> None:
     done = run_program(["-m", "cacheblend_rag", "--version"], tmp_path)
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
@@ -328,14 +312,6 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert "codec='int5'" in capsys.readouterr().err
 
 
-def test_estimate_equals_the_bytes_on_disk(
-    data: Path, model: Path, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["cache", "estimate", "--model", str(model), "--docs", str(docs), "--codec", "int8"]) == 0
-    estimated = capsys.readouterr().out.splitlines()[-1].split()[1]
-    assert f"{sum(path.stat().st_size for path in files(data / 'kv')) / 1e6:.1f}" == estimated
-
-
 def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["profile", "--model", str(model), "--data-dir", str(tmp_path), "--device", "cpu"]
     assert main([*arguments, "--lengths", "16", "32", "48", "--file-size", "2MB"]) == 0
@@ -346,10 +322,3 @@ def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: p
     assert set(json.loads((tmp_path / "kv" / "profile.json").read_text())) == {"prefill", "devices"}
     assert main([*arguments, "--lengths", "0"]) == 2
     assert main([*arguments, "--file-size", "much"]) == 2
-
-
-def test_command_names_a_file_with_damaged_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "bad.txt").write_bytes("The café of Norling opened in 1911 by Måns. ".encode() + b"Bad \xff byte here.")
-    with only_from(logging.CRITICAL, *SILENT):
-        read_folder(tmp_path)
-    assert "bad.txt is UTF-8 but for damage in 1 places" in caplog.text

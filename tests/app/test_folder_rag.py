@@ -6,16 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.app.folder_rag import FolderRAG, FolderRAGOptions
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL
-from cacheblend_rag.errors import ConfigError
-from tests import tiny
 from tests.app.server.common import write_documents
-from tests.thinking import KINDS, Writer, thinking_tokenizer
 from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from tests.toy.bundle import read_questions
 
@@ -55,23 +50,3 @@ def test_folder_rag_answers_questions_that_full_reuse_gets_wrong(tmp_path: Path)
             for method, text in texts.items():
                 right[method] += any(value in text for value in one.answers)
     assert right["blended"] > right["reuse"]
-
-
-def test_models_that_think_answer_at_once_unless_they_are_asked_to_think(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420).save_pretrained(folder)
-    thinking_tokenizer("qwen3").save_pretrained(folder)
-    for given, thinks in (({}, False), ({"reasoning": "off"}, False), ({"reasoning": "low"}, True)):
-        config = BlendConfig(min_tokens=0)
-        own = {"model": folder, "max_new_tokens": 30, "reasoning_tokens": 40, "config": config}
-        with FolderRAG(replace(toy(tmp_path / "data"), **own, **given)) as rag:
-            rag.update()
-            writer = Writer(rag.engine.tokenizer, KINDS["qwen3"].thought.format(t="Hm, leaves.", a="It fell."))
-            rag.llm.logits_processor = [writer]
-            answer = rag.ask("Which town has a harbour?")
-            assert writer.prompts[0].endswith("[assistant] " if thinks else "</think>\n\n")
-            assert (answer.text, answer.thought) == ("It fell.", "Hm, leaves.")
-    with pytest.raises(ConfigError, match="use a model that thinks"):
-        FolderRAG(replace(toy(tmp_path / "other"), reasoning=True))
-    with pytest.raises(ConfigError, match=r"reasoning_tokens=9 .*use a model that thinks"):
-        FolderRAG(replace(toy(tmp_path / "other"), reasoning_tokens=9))

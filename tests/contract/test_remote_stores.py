@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.calibration.profiler import measure_remote
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreUnreachableError
-from cacheblend_rag.langchain import CacheBlendLLM
-from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.factory import open_remote
@@ -26,7 +23,6 @@ from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.servers import make_bucket, s3_environment, s3_server, valkey_server
-from tests import tiny
 from tests.contract.store_contract import StoreContract, make, same
 from tests.probes import CHUNKS, PROMPT, engine_of
 from tests.waiting import Clock
@@ -120,20 +116,6 @@ def test_bad_store_address_is_refused_without_its_secret() -> None:
         with pytest.raises(ConfigError, match="store=") as raised:
             open_store(store, BlendConfig())
         assert "secret" not in str(raised.value)
-
-
-def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
-    shared = f"file://{tmp_path}/shared"
-    folder = tmp_path / "model"
-    tiny.model().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    for name, made in (("first", CacheBlendLLM), ("second", LlamaIndexLLM)):
-        llm = made.from_model_id(folder, store=[tmp_path / name, shared], min_tokens=0, condition="sink")
-        with llm.engine as engine:
-            assert engine.warm(CHUNKS).present == (3 if name == "second" else 0)
-            copied = pickle.loads(pickle.dumps(engine))
-            assert [tier.traits.tier for tier in copied.store.traits.tiers] == ["disk", "s3"]
-            copied.close()
 
 
 def test_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,20 +49,6 @@ def tiers(tmp_path: Path) -> Iterator[tuple[MemoryStore, DiskStore, TieredStore]
     store.close()
 
 
-def test_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
-    memory, disk, store = tiers
-    store.put("1", record_of(1))
-    assert memory.contains("1")
-    assert disk.contains("1")
-    assert store.contains("1")
-    read(store.open("1"), 1)
-    assert (memory.stats().hits, disk.stats().hits) == (1, 0)
-    assert store.volume() == disk.volume()
-    assert store.traits.size_limit == disk.traits.size_limit
-    assert store.record_bytes(record_of(1).info) == disk.record_bytes(record_of(1).info)
-    assert store.traits.persistent
-
-
 def test_record_read_from_a_lower_tier_rises(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
     memory, disk, store = tiers
     disk.put("1", record_of(1))

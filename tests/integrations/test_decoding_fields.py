@@ -179,22 +179,6 @@ def test_options_do_what_those_of_transformers_do(engine: BlendEngine) -> None:
     assert ways(CacheBlendLLM, both, additional_kwargs={"min_new_tokens": 8})[0][0] == expected, "both hold"
 
 
-def test_penalties_and_bias_change_answers_as_the_server_does(engine: BlendEngine) -> None:
-    oak = engine.tokenizer.encode(" oak", add_special_tokens=False)[0]
-    plain, free = CacheBlendLLM.from_engine(engine, max_new_tokens=8), {engine.tokenizer.eos_token_id: -100}
-    forced = {**free, str(oak): 100}  # ids may be texts, as in JSON
-    assert {text.replace(" oak", "") for text, _ in ways(CacheBlendLLM, plain, logit_bias=forced)} <= {"", "oak"}
-    named_so = CacheBlendLLM.from_engine(engine, max_new_tokens=8, logit_bias=forced)
-    assert ways(CacheBlendLLM, named_so)[0] == ways(CacheBlendLLM, plain, logit_bias=forced)[0]
-    for penalty in ("presence_penalty", "frequency_penalty"):
-        often, spread = (
-            [named(told) for _, told in ways(CacheBlendLLM, plain, logit_bias=free, logprobs=True, **given)]
-            for given in ({penalty: -2.0, "max_tokens": 24}, {penalty: 2.0, "max_tokens": 24})
-        )
-        assert [len(set(one)) for one in often] < [len(set(one)) for one in spread]
-        assert len({str(one) for one in spread}) == 1
-
-
 def test_json_mode_makes_each_answer_an_object_but_calls(engine: BlendEngine) -> None:
     fields: dict[str, Any] = {"json_mode": True, "max_new_tokens": 150, "temperature": 1.5}
     model = LlamaIndexLLM.from_engine(engine, **fields)

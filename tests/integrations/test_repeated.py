@@ -113,24 +113,6 @@ def test_ids_are_those_of_the_plain_model_and_ratio_one_is_its_full_prefill() ->
     assert fused.report.hits == 2
 
 
-def test_tenants_share_nothing(reports: list[BlendReport]) -> None:
-    engine = finding()
-    mine, theirs = engine.with_config(salt="mine"), engine.with_config(salt="theirs")
-    for number, texts in enumerate(PROMPTS):
-        mine.generate(stuffed(texts, number), max_new_tokens=2)
-    kept = found_keys(engine)
-    theirs.generate(stuffed(PROMPTS[2], 7), max_new_tokens=2)
-    assert reports[-1].found == ()
-    theirs.generate(stuffed(PROMPTS[1], 8), max_new_tokens=2)
-    assert reports[-1].found == (False, False), "it was computed for them alone"
-    assert len(found_keys(engine)) == 2 * len(kept)
-    theirs.forget([A])
-    assert kept <= found_keys(engine)
-    assert len(found_keys(engine)) < 2 * len(kept)
-    mine.generate(stuffed([C, D, A, B], 9), max_new_tokens=2)
-    assert any(reports[-1].found)
-
-
 def test_erasing_a_text_erases_what_holds_it_and_what_is_part_of_it(reports: list[BlendReport]) -> None:
     for text in (A, A[len(A) // 4 : -len(A) // 4], f"{D}\n\n{A}\n\n{E}"):
         engine = finding()
@@ -208,19 +190,3 @@ def test_questions_asked_in_many_chats_are_nowhere_on_the_disk(tmp_path: Path) -
     for width in (2, 4, 8):
         assert not any(bytes_of(one, width) in on_disk for one in wanted)
     store.close()
-
-
-def test_known_texts_take_precedence_and_documents_keep_their_places(reports: list[BlendReport]) -> None:
-    engine = finding()
-    model = CacheBlendLLM(engine=engine, max_new_tokens=2)
-    for number, texts in enumerate(PROMPTS[:2]):
-        model.invoke(stuffed(texts, number))
-    model.warm([B])
-    seen = engine.chunks.pipeline.with_found(model.match_chunks(stuffed(PROMPTS[2], 2)))
-    assert seen.chunks[0] == B
-    assert len(seen.chunks) == 2
-    assert seen.found == (1,)
-    assert seen.written("").text == stuffed(PROMPTS[2], 2)
-    model.invoke(stuffed(PROMPTS[2], 2))
-    assert reports[-1].hits == 2
-    assert reports[-1].found == (True,)

@@ -20,7 +20,6 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from tests import tiny
 from tests.integrations.langchain.models import TEMPLATE, Script, tiny_engine, tiny_parts
 from tests.probes import CHUNKS, engine_of
-from tests.thinking import KINDS, Writer, thinking_engine
 
 pytestmark = pytest.mark.usefixtures("no_variants")
 
@@ -65,22 +64,6 @@ async def test_langchain_streams_calls_as_they_are_written(said: str, content: s
     early = [one for one in chunks[:-1] if one.tool_call_chunks]
     assert len(early) >= 3 * calls
     assert len({one["id"] for one in merged.tool_calls}) == calls
-
-
-def test_calls_behind_a_thought_are_streamed_in_every_form() -> None:
-    for kind in ("qwen3", "gpt-oss"):
-        call, thought = CALL, KINDS[kind].thought
-        if kind == "gpt-oss":
-            thought = "<|channel|>analysis<|message|>{t}<|end|>{a}"
-            call = '<|start|>assistant<|channel|>commentary to=functions.find <|message|>{"what": "leaf"}<|call|>'
-        with thinking_engine(kind) as engine:
-            writer = Writer(engine.tokenizer, thought.format(t=f"So. {CALL}", a=call))
-            model = ChatCacheBlend.from_engine(engine, max_new_tokens=200, reasoning=True, logits_processor=[writer])
-            chunks = list(model.bind_tools([TOOL]).stream("What fell?"))
-            assert kind != "gpt-oss" or model.profile["tool_call_streaming"] is True
-        merged = reduce(add, chunks)
-        assert [(one["name"], one["args"]) for one in merged.tool_calls] == [("find", {"what": "leaf"})], kind
-        assert len([one for one in chunks[:-1] if one.tool_call_chunks]) > 2, kind
 
 
 @pytest.mark.parametrize(

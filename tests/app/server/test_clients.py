@@ -17,7 +17,7 @@ import torch
 
 from cacheblend_rag.app.server.settings import Limits
 from tests import tiny
-from tests.app.server.common import Running, client_of, process_logits, read_events, running, settings_for, upload
+from tests.app.server.common import Running, client_of, process_logits, running, settings_for, upload
 from tests.waiting import until
 
 ASK = "/api/ask"
@@ -133,14 +133,3 @@ def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> No
         deleting.join(30)
         assert gone[0].status_code == 204
     until(lambda: server.service.queue.served == 0)
-
-
-def test_answer_ends_at_its_time_limit(model: Path, docs: Path, tmp_path: Path, slow: Slow) -> None:
-    limits = Limits(answer_seconds=0.5, answer_tokens=400)
-    with running(settings_for(model, docs, tmp_path, limits=limits)) as brief, client_of(brief) as client:
-        events = read_events(client.post(ASK, json=QUESTION).text)
-        assert [name for name, _ in events[-2:]] == ["error", "done"]
-        assert events[-2][1]["code"] == "timeout"
-        whole = client.post(ASK, json={**QUESTION, "stream": False})
-        assert whole.status_code == 504
-        until(lambda: brief.service.queue.served == 0)

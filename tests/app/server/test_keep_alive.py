@@ -14,9 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag import BlendConfig, BlendEngine, config
-from cacheblend_rag.app.cli.configuration import GivenValue, server_settings
 from cacheblend_rag.app.server.services.keep_alive import KeepAlive
-from cacheblend_rag.config import read_keep_alive
 from cacheblend_rag.engine.scheduler import Scheduler, held_if_idle
 from cacheblend_rag.errors import ConfigError
 from tests import tiny
@@ -115,16 +113,3 @@ def test_scheduler_is_held_only_if_nobody_has_wanted_the_model_for_so_long() -> 
         assert held
     with scheduler:
         assert scheduler.alone
-
-
-def test_time_is_given_to_serve_by_flag_variable_and_file(docs: Path) -> None:
-    given = {"docs": GivenValue(str(docs), "--docs"), "keep_alive": GivenValue("30m", "--keep-alive")}
-    assert server_settings(given).rag.keep_alive == 1800.0
-    with pytest.raises(ConfigError, match=r"^--keep-alive='soon' .*\"5m\""):
-        server_settings(given | {"keep_alive": GivenValue("soon", "--keep-alive")})
-    times = [(None, None), (-1, None), ("-1m", None), (float("inf"), None), (0, 0.0), ("300", 300.0), ("1h30m", 5400.0)]
-    for value, seconds in times:
-        assert read_keep_alive("keep_alive", value) == seconds, value
-    for value in ("", "m5", "1h30", "5 s", "5M", "1d", "1e3", "nan", True, float("nan"), [5]):
-        with pytest.raises(ConfigError, match=r"^keep_alive=.*\"5m\""):
-            read_keep_alive("keep_alive", value)

@@ -13,7 +13,6 @@ import pytest
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.errors import ConfigError
 from tests.app.server.common import Running, client_of, passage, read_events, running, settings_for, settle, upload
 
 QUESTION = "Which leaf fell into the river?"
@@ -110,12 +109,3 @@ def test_each_model_has_kv_of_its_own_and_deleting_erases_all(
         upload(client, {"again.txt": passage(710)})
         settle(server.service)
         assert [hits(server, client, name, 710) for name in ("flat", "deep")] == [1, 1], "it is stored anew"
-
-
-def test_models_are_called_by_their_ids_or_the_last_part_of_their_paths(model: Path, deep: Path, docs: Path) -> None:
-    settings = settings_for(model, docs, docs)
-    named = dataclasses.replace(settings, also_models=[str(deep), "small=smollm2", "Qwen/Qwen3-1.7B"])
-    assert list(named.models) == [model.name, deep.name, "small", "Qwen/Qwen3-1.7B"]
-    assert named.models["small"] == "smollm2"
-    with pytest.raises(ConfigError, match=model.name):
-        dataclasses.replace(settings, also_models=[str(model)])

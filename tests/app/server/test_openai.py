@@ -260,26 +260,6 @@ def test_text_that_only_looks_like_a_call_stays_text(
         assert (content, choices[-1].finish_reason) == (said.rpartition("</think>")[2], "stop"), kind
 
 
-def test_one_tool_call_where_several_are_not_wanted(
-    chat: openai.OpenAI, chatty: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = '<tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>\n' * 2
-    script = Script(chatty.service.engine.tokenizer, lambda prompt: said)
-    process_logits(monkeypatch, script)
-    asked: dict[str, Any] = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}]}
-    asked |= {"tools": [TOOL], "max_tokens": 190}
-    both = chat.chat.completions.create(**asked)
-    assert len(both.choices[0].message.tool_calls) == 2
-    for stream in (False, True):
-        made = chat.chat.completions.create(**asked, parallel_tool_calls=False, stream=stream)
-        calls = (
-            [put_together([call for one in made for call in one.choices[0].delta.tool_calls or []])]
-            if stream
-            else made.choices[0].message.tool_calls
-        )
-        assert [call.function.arguments for call in calls] == ['{"leaf": "red"}']
-
-
 def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     name, messages = name_of(client), [{"role": "user", "content": "Which?"}]
     with pytest.raises(openai.BadRequestError, match="tools"):

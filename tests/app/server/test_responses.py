@@ -19,7 +19,6 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import (
-    NO_CALLS,
     Running,
     drop_last_prompts,
     passage,
@@ -216,19 +215,6 @@ def test_turns_with_calls_go_on_from_what_came_back(
     assert second.usage.input_tokens == same.usage.prompt_tokens, "a message and its call are one turn"
     turns += [*second.output, {"role": "user", "content": "And then?"}]
     assert client.responses.create(input=turns, **options).output_text == "It is red."
-
-
-def test_text_that_only_looks_like_a_call_stays_text(
-    asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind, said in NO_CALLS.items():
-        says(monkeypatch, chatty, said)
-        events = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190})
-        parts = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
-        thought, _, answer = said.rpartition("</think>")
-        assert "".join(parts) == answer, kind
-        types = [one["type"] for one in events[-1]["response"]["output"]]
-        assert types == ["reasoning"] * bool(thought) + ["message"], kind
 
 
 def test_forced_call_follows_its_schema(client: openai.OpenAI, asked: dict[str, Any]) -> None:

@@ -81,17 +81,6 @@ def test_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI) -> No
         assert call.function.name == "measure"
 
 
-def test_strict_tool_with_an_impossible_schema_is_refused(client: openai.OpenAI) -> None:
-    function = {"name": "look_up", "parameters": {"type": "object", "not": {}}, "strict": True}
-    request = asked(client, tools=[{"type": "function", "function": function}])
-    del request["response_format"]
-    for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="not") as caught:
-            client.chat.completions.create(**request, tool_choice=choice)
-        assert caught.value.param == "tools"
-    assert client.chat.completions.create(**request, tool_choice="none").choices
-
-
 def test_impossible_schema_is_refused(client: openai.OpenAI) -> None:
     schemas: list[tuple[Any, str]] = [
         ({"$ref": "http://127.0.0.1:9/x.json"}, "retriev"),

@@ -59,25 +59,6 @@ def test_documents_and_answers_of_earlier_turns_hit_again(chat: ChatCacheBlend) 
     assert chat.invoke(turns).response_metadata["hits"] == 5
 
 
-def test_nothing_of_a_question_is_stored(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
-    known_chunks.add(one.page_content for one in DOCUMENTS)
-    stored: list[str] = []
-    put = chat.engine.store.put
-
-    def watched(key: str, record: Any) -> None:
-        stored.append(chat.engine.tokenizer.decode(list(record.info.token_ids)))
-        put(key, record)
-
-    monkeypatch.setattr(chat.engine.store, "put", watched)
-    turns = [SystemMessage("Be short."), HumanMessage(f"What fell in the end?\n\n{STUFFED}")]
-    chat.invoke(turns)
-    prompt = chat.segments(turns)
-    assert prompt.prefix.endswith("[system] Be short.\n[user] ")
-    assert prompt.preamble == "What fell in the end?\n\n"
-    assert len(stored) == 4
-    assert not any("What fell" in text for text in stored)
-
-
 def test_documents_that_a_tool_attached_are_noticed(chat: ChatCacheBlend) -> None:
     call = tool_call(name="find", args={"what": "leaf"}, id="1")
     turns = [
@@ -97,9 +78,6 @@ def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypat
     answer = chat.invoke(asked, chat_template_kwargs={"mood": "glad"})
     assert "glad: What fell?" in chat.engine.tokenizer.decode(answer.response_metadata["input_ids"])
     assert model._identifying_params != chat._identifying_params
-
-
-# Turns of other models, as each of them writes its thoughts.
 
 
 def test_blocks_of_other_models_are_refused(chat: ChatCacheBlend) -> None:
@@ -123,18 +101,6 @@ async def test_exactly_one_streamed_chunk_carries_usage(chat: ChatCacheBlend) ->
 
 
 # Tools --------------------------------------------------------------------------------------
-
-
-def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:
-    def find(what: str) -> str:
-        """Find something."""
-        return what
-
-    answer = chat.bind_tools([find]).invoke("What fell?")
-    text = chat.engine.tokenizer.decode(answer.response_metadata["input_ids"])
-    assert '"name": "find"' in text
-    without = chat.bind_tools([find], tool_choice="none").invoke("What fell?")
-    assert '"name": "find"' not in chat.engine.tokenizer.decode(without.response_metadata["input_ids"])
 
 
 class Found(BaseModel):

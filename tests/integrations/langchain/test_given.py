@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import operator
 from collections.abc import Callable
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import pytest
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -15,9 +13,6 @@ from langchain_classic.chains.summarize import load_summarize_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore
-from langgraph.graph import END, START, StateGraph
-from langgraph.types import Send
-from pydantic import BaseModel
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests import tiny
@@ -95,54 +90,6 @@ async def test_documents_given_to_a_chain_hit_from_the_second_request_on(name: s
             (info,) = await asked(chain, mode, given(searched(seed=90)))
             assert (info["hits"], info["misses"]) == ((3, 0) if outcome == "hit" else (0, 3))
             assert outcomes([info]) == {(outcome, "")}
-
-
-class Typed(TypedDict):
-    """What a node is sent."""
-
-    document: Document
-
-
-@dataclasses.dataclass
-class Plain:
-    """The same as a dataclass."""
-
-    document: Document
-
-
-class Checked(BaseModel):
-    """The same as a pydantic model."""
-
-    document: Document
-
-
-class State(TypedDict):
-    """Of the graph."""
-
-    found: list[str]
-    answers: Annotated[list[str], operator.add]
-
-
-@pytest.mark.parametrize(("kind", "mode"), [(Typed, "invoke"), (Plain, "astream"), (Checked, "ainvoke")])
-async def test_documents_sent_to_a_node_hit(mode: str, kind: Any) -> None:
-    with tiny_engine() as engine:
-        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-
-        def send(state: State) -> list[Send]:
-            return [Send("answer", kind(document=one)) for one in searched(seed=92)]
-
-        def answer(sent: Any) -> dict[str, Any]:
-            document = sent["document"] if kind is Typed else sent.document
-            return {"answers": [llm.invoke(f"Use this.\n\n{document.page_content}\n\n{QUESTION}")]}
-
-        graph = StateGraph(State)
-        graph.add_node("answer", answer, input_schema=kind)
-        graph.add_conditional_edges(START, send, ["answer"])
-        graph.add_edge("answer", END)
-        app = graph.compile()
-        for counts in ((0, 1), (1, 0)):
-            infos = await asked(app, mode, {"found": [], "answers": []})
-            assert [(one["hits"], one["misses"]) for one in infos] == [counts] * 3
 
 
 # The hint --------------------------------------------------------------------------------------------

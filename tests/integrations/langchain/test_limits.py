@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.prompts import ChatPromptTemplate
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ContextLengthError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests import tiny
-from tests.integrations.langchain.models import TEMPLATE, Ended, passages
+from tests.integrations.langchain.models import TEMPLATE
 
 WINDOW = 400
 KINDS: list[Any] = [CacheBlendLLM, ChatCacheBlend]
@@ -50,23 +48,3 @@ async def test_the_error_comes_unchanged_in_every_mode(kind: Any, engine: BlendE
         model.batch(INPUTS)
     with pytest.raises(ContextLengthError):
         await model.abatch(INPUTS)
-
-
-def test_chain_is_cut_as_the_user_says_and_the_trace_tells() -> None:
-    known_chunks.clear()
-    documents = passages(8, words=30)
-    prompt = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
-    with engine_of(overflow="drop_chunks") as engine:
-        model, ended = ChatCacheBlend(engine=engine, max_new_tokens=4), Ended()
-        model.warm(documents)
-        chain = create_stuff_documents_chain(model, prompt)
-        chain.invoke({"context": documents, "input": "who fell?"}, {"callbacks": [ended]})
-        (info,) = ended.infos
-        assert info["left_out"] == list(range(info["hits"], 8)) != []
-        assert model.last_report is not None
-        assert engine.tokenizer.decode(model.last_report.input_ids).count("who fell?") == 1
-
-
-def test_too_long_document_is_named(engine: BlendEngine) -> None:
-    with pytest.raises(ContextLengthError, match="the chunk that begins 'word word"):
-        ChatCacheBlend(engine=engine).warm([LONG])

@@ -129,29 +129,12 @@ async def test_cancelled_call_stops_generating(
     assert slow.made < 500
 
 
-def test_abandoned_stream_stops_generating(
-    engine: Any,
-) -> None:
-    slow = Slow()
-    pieces = CacheBlendLLM.from_engine(engine, max_new_tokens=2000, logits_processor=[slow]).stream("What fell?")
-    next(pieces)
-    pieces.close()
-    assert CacheBlendLLM.from_engine(engine, max_new_tokens=2).invoke("And now?")
-    assert slow.made < 500
-
-
 @pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, mode: str) -> None:
     model = kind.from_engine(engine, max_new_tokens=9, logits_processor=[Broken()])
     with pytest.raises(ZeroDivisionError, match="user's failed"):
         await say(model, mode, "What fell?")
     assert kind.from_engine(engine, max_new_tokens=2).invoke("And now?")
-
-
-# Batches ------------------------------------------------------------------------------------
-
-
-# Identity -----------------------------------------------------------------------------------
 
 
 # Pipelines ----------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, track
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.report import DocumentUse
 from tests import tiny
 from tests.integrations.langchain.models import Ended, FixedRetriever, Plain, PlainChat, PlainLLM, tiny_engine
-from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
+from tests.integrations.langchain.test_matrix import QUESTION
 from tests.probes import Hooked
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
@@ -136,24 +135,6 @@ def test_document_left_out_by_a_later_step_is_not_missing(caplog: pytest.LogCapt
         assert outcomes(ended.infos[0]) == [("hit", "") if n else ("miss", "") for n in range(2)] + [("left out", "")]
         assert model.stats().documents_left_out == 2
     assert caplog.text == ""
-
-
-async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked() -> None:
-    store = track(InMemoryVectorStore.from_texts(TEXTS, EMBEDDING))
-
-    def prompt(question: str) -> str:
-        return json.dumps([one.page_content for one in store.similarity_search(question, k=3)]) + question
-
-    async def aprompt(question: str) -> str:
-        found = await store.asimilarity_search(question, k=3)
-        return json.dumps([one.page_content for one in found]) + question
-
-    with tiny_engine() as engine:
-        ended = Ended()
-        chain = RunnableLambda(prompt, aprompt) | CacheBlendLLM.from_engine(engine, max_new_tokens=1)
-        chain.invoke(QUESTION, {"callbacks": [ended]})
-        await chain.ainvoke(f"{QUESTION} And why?", {"callbacks": [ended]})
-    assert [outcomes(one) for one in ended.infos] == [[(kind, "json-escaped")] * 3 for kind in ("miss", "hit")]
 
 
 @pytest.mark.parametrize("name", ["a list in JSON", "cut at the end", "NFKC in HTML"])

@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
-from llama_index.core.query_engine import SubQuestionQueryEngine
-from llama_index.core.question_gen import LLMQuestionGenerator
-from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
 from llama_index.core.schema import TextNode
-from llama_index.core.tools import QueryEngineTool
 
-from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag import Prompt
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
 from cacheblend_rag.llama_index.context import see
 from cacheblend_rag.llama_index.tracking import find_parts, node_texts
 from tests import tiny
-from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
-from tests.integrations.llama_index.test_matrix import FORCED, force
-from tests.probes import Hooked
 
 SEPARATOR = " # # "
 
@@ -68,15 +60,6 @@ def test_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: list
     )
     prompt = seen(llm, mapped, context_str="\n\n".join(others), query_str=quoted)
     assert prompt.chunks == ()  # the context was rewritten, and the question still is none
-
-
-def test_question_before_the_context_is_not_stored(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
-    (text,) = texts_of(nodes[:1])
-    prompt = seen(llm, DEFAULT_REFINE_PROMPT, context_msg=text, query_str=QUESTION, existing_answer="Ben was.")
-    assert prompt.chunks == (text,)
-    assert prompt.prefix == "The original query is as follows: "
-    assert prompt.preamble.startswith(QUESTION)
-    assert "Ben was." in prompt.preamble
 
 
 def test_tracking_can_be_switched_off(llm: CacheBlendLLM) -> None:
@@ -173,35 +156,3 @@ def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[Tex
 
 
 # Nothing of a question is stored --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chat", [False, True])
-async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
-    store = Hooked()
-    model, tokenizer = tiny_parts()
-    config = BlendConfig(min_tokens=0, write_back="inline")
-    engine = BlendEngine(model, tokenizer, config=config, store=store)
-    llm = CacheBlendLLM.from_engine(
-        engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force, free=4)]
-    )
-    index = make_index(make_nodes(seed=20))
-    engines = [index.as_query_engine(llm=llm, similarity_top_k=4, response_mode=mode) for mode in ("compact", "refine")]
-    tool = QueryEngineTool.from_defaults(engines[0], name="docs", description="All documents.")
-    sub_question = SubQuestionQueryEngine.from_defaults(
-        [tool],
-        llm=llm,
-        question_gen=LLMQuestionGenerator.from_defaults(llm=llm),
-        response_synthesizer=get_response_synthesizer(llm=llm),
-        verbose=False,
-    )
-    for one in (*engines, sub_question):
-        one.query(QUESTION)
-    chatting = index.as_chat_engine(
-        chat_mode="context", llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000)
-    )
-    for _ in range(3):
-        chatting.chat(QUESTION)
-    stored = [tokenizer.decode(ids) for ids in store.stored_ids()]
-    assert sum("Passage 20." in text for text in stored) == 4
-    for said in (QUESTION, "Where was Anna born?", "Sub question", FORCED["question list"]):
-        assert not any(said in text for text in stored)

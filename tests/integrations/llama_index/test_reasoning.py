@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
-from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
+from llama_index.core.base.llms.types import TextBlock, ThinkingBlock
 from llama_index.core.tools import FunctionTool
 
 from cacheblend_rag.llama_index import CacheBlendLLM
@@ -43,26 +43,6 @@ async def test_thoughts_are_blocks_of_their_own_in_every_form(kind: str) -> None
             deltas = [one.additional_kwargs.get("thinking_delta", "") for one in got]
             assert "".join(deltas) == THOUGHT
             assert len(list(filter(None, deltas))) > 5
-
-
-def test_switch_is_off_unless_a_call_or_the_model_turns_it_on() -> None:
-    llm = model_of("qwen3", ANSWER, reasoning=False)
-    (writer,) = llm.logits_processor
-    for call, thinks in (({}, False), ({"reasoning": "high"}, True)):
-        llm.chat(HELLO, **call)
-        assert writer.prompts[-1].endswith("[assistant] " if thinks else "</think>\n\n")
-
-
-async def test_thoughts_are_not_sent_back_with_later_turns() -> None:
-    llm = model_of("qwen3", KINDS["qwen3"].thought.format(t=THOUGHT, a=ANSWER))
-    earlier = llm.chat(HELLO).message
-    (writer,) = llm.logits_processor
-    llm.chat([*HELLO, earlier, ChatMessage(role="user", content="And then?")])
-    assert THOUGHT not in writer.prompts[-1]
-    assert ANSWER in writer.prompts[-1]
-    llm.engine.tokenizer.chat_template += "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
-    llm.chat([*HELLO, earlier, ChatMessage(role="user", content="And then?")])
-    assert writer.prompts[-1].endswith(THOUGHT)
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,22 +80,6 @@ async def test_rewritten_nodes_hit_from_the_second_query_on(
     assert [(one.outcome, one.change) for one in report.documents] == [("hit", change)] * 3
     assert (llm.stats().documents_hit, llm.stats().documents_missed) == (3, 3)
     assert caplog.text == ""
-
-
-async def test_missing_node_is_reported(index: VectorStoreIndex, caplog: pytest.LogCaptureFixture) -> None:
-    def write(context: str) -> str:
-        return each(lambda text: text.upper() if text.startswith("Passage 1") else text)(context)
-
-    llm = make_llm()
-    engine = engine_of(index, llm, write, streaming=True)
-    for outcome in ("miss", "hit"):
-        response = engine.query(QUESTION)
-        list(response.response_gen)
-        found = {one["document"][:9]: one["outcome"] for one in response.metadata["cacheblend"]["documents"]}
-        assert found == {"Passage 0": outcome, "Passage 1": "not found", "Passage 2": outcome}
-    assert llm.stats().documents_not_found == 2
-    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
-    assert "1 of 3 retrieved documents were not found" in record.getMessage()
 
 
 async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex) -> None:

@@ -80,17 +80,6 @@ def test_documents_given_and_returned_are_copies() -> None:
 # Adding and removing
 
 
-def test_same_id_replaces_and_the_last_of_two_wins() -> None:
-    store = points("1 1", "2 2", ids=["a", "b"])
-    assert store.add_texts(["5 5", "7 7", "8 8"], ids=["a", "c", "c"]) == ["a", "c", "c"]
-    assert [(one.id, one.page_content) for one in store.similarity_search("0 0", 9)] == [
-        ("b", "2 2"),
-        ("a", "5 5"),
-        ("c", "8 8"),
-    ]
-    assert len(store) == 3
-
-
 def test_threads_may_add_remove_and_search_at_once() -> None:
     store = points("0 0", ids=["fixed"])
     errors: list[BaseException] = []
