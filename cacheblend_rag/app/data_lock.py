@@ -44,10 +44,15 @@ class DataLock:
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
+            try:
+                said = json.loads(self._owner.read_text(encoding="utf-8"))
+                who = f"process {int(said['process'])} ({said['command']!s:.80})"
+            except (OSError, ValueError, KeyError, TypeError):
+                who = "another process"
             raise FolderInUseError(
                 "data_dir",
                 str(folder),
-                f"it is in use by {self._who()}; stop that, or give this one a data folder of its own",
+                f"it is in use by {who}; stop that, or give this one a data folder of its own",
             ) from None
         except (OSError, NotImplementedError) as error:
             self._lock = None
@@ -60,13 +65,6 @@ class DataLock:
         said = {"process": os.getpid(), "command": " ".join([program, *sys.argv[1:2]])}
         with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
             self._owner.write_text(json.dumps(said), encoding="utf-8")
-
-    def _who(self) -> str:
-        try:
-            said = json.loads(self._owner.read_text(encoding="utf-8"))
-            return f"process {int(said['process'])} ({said['command']!s:.80})"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "another process"
 
     def release(self) -> None:
         """Give it up; doing so twice is harmless."""

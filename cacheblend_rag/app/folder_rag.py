@@ -174,10 +174,6 @@ class FolderRAG:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""
         return self.index.update(progress=progress)
 
-    def warming_bytes(self) -> int:
-        """Bytes of KV that all chunks take."""
-        return self.engine.chunks.estimate_bytes(chunk.page_content for chunk in self.index.chunks())
-
     def warm(self, *, progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of all chunks that are not stored yet."""
         return self.llm.warm(self.index.chunks(), progress=progress)

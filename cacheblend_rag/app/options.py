@@ -167,11 +167,6 @@ class FolderRAGOptions:
         from cacheblend_rag.retrieval.documents import list_files
 
         list_files(self.docs, may_be_empty=may_be_empty)
-        self._check_data_folder()
-        check_model("model", self.model)
-        _check_model("embedder", self.embedder, "embedder")
-
-    def _check_data_folder(self) -> None:
         folder = self.data_path
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,6 +176,8 @@ class FolderRAGOptions:
             if not (folder / "indexes").is_dir():
                 why = error.strerror or str(error)
                 raise ConfigError("data_dir", str(folder), f"{why}; name a folder that can be written") from error
+        check_model("model", self.model)
+        _check_model("embedder", self.embedder, "embedder")
 
     @property
     def data_path(self) -> Path:

@@ -157,13 +157,12 @@ class BlendFields(LLMBase):
         # Not "stop": that name is the call's.
         return {**own, "stop_texts": stop_texts(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
-    def _tracing_params(
-        self, params: LangSmithParams, stop: list[str] | None, overrides: dict[str, Any]
-    ) -> LangSmithParams:
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         """LangSmith's names for this model and a call's settings, those given with the call first."""
-        temperature = overrides.get("temperature", self.temperature)
-        most = one_length(overrides).get("max_new_tokens", self.max_new_tokens)
-        params.update({"ls_provider": PROVIDER, "ls_model_name": overrides.get("model", self.model_name)})
+        params: LangSmithParams = super()._get_ls_params(stop=stop, **kwargs)  # type: ignore[misc]
+        temperature = kwargs.get("temperature", self.temperature)
+        most = one_length(kwargs).get("max_new_tokens", self.max_new_tokens)
+        params.update({"ls_provider": PROVIDER, "ls_model_name": kwargs.get("model", self.model_name)})
         if temperature is not None:
             params["ls_temperature"] = temperature
         if most is not None:

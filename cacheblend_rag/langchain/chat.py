@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser
@@ -88,9 +88,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         engine, early = self.engine, self.engine.config.verify != "always"
         window, most = engine.context_window, self.max_new_tokens
         return profile_of(self.model_name, engine.tokenizer, window, most, streams_calls=early)
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -279,18 +276,15 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             overrides.get("chat_template_kwargs", self.chat_template_kwargs),
         )
         written, separator = conversation.write(self.engine.tokenizer), self.engine.config.text_separator
-        documents = self._find_retrieved(messages)
-        prompt = conversation.split(written.text, self._registry, separator, documents, self.reuse_answers)
-        note_found(messages, prompt)
-        return self._model_call([prompt], self._generation, stop, overrides, _CALL, written)
-
-    def _find_retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
-        """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
+        # Documents that tools have attached, and those of the run.
         attached = dict.fromkeys(artifact_texts(messages))
         self._registry.add(attached)
         of_run = [one for one in documents_of_run(messages) if one.texts[0] not in attached]
         self._learn(of_run)
-        return [*(RetrievedDocument((text,)) for text in attached), *of_run]
+        documents = [*(RetrievedDocument((text,)) for text in attached), *of_run]
+        prompt = conversation.split(written.text, self._registry, separator, documents, self.reuse_answers)
+        note_found(messages, prompt)
+        return self._model_call([prompt], self._generation, stop, overrides, _CALL, written)
 
     def _generation(self, said: Said) -> ChatGeneration:
         """A message of a whole answer, or a chunk of what is new; the last chunk says how the answer was made."""

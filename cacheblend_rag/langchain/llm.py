@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
@@ -46,9 +45,6 @@ class CacheBlendLLM(BlendFields, BaseLLM):
     @property
     def _llm_type(self) -> str:
         return "cacheblend"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

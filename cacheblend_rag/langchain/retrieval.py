@@ -118,17 +118,17 @@ def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
 def _noting(search: Callable[..., Any], known: ChunkRegistry) -> Callable[..., Any]:
     """The same search, its documents noted."""
 
-    def noted(found: Any) -> Any:
-        note_search(documents_in(found), known)
-        return found
-
     async def noted_later(found: Awaitable[Any]) -> Any:
-        return noted(await found)
+        note_search(documents_in(documents := await found), known)
+        return documents
 
     @wraps(search)
     def searching(*args: Any, **kwargs: Any) -> Any:
         found = search(*args, **kwargs)
-        return noted_later(found) if inspect.isawaitable(found) else noted(found)
+        if inspect.isawaitable(found):
+            return noted_later(found)
+        note_search(documents_in(found), known)
+        return found
 
     return searching
 

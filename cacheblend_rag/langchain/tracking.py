@@ -260,14 +260,8 @@ class _Tracker(BaseCallbackHandler):
     def on_tool_end(self, output: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self._found(documents_in(output), run_id, parent_run_id)
 
-    def on_tool_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id)
-
-    def on_retriever_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
-        self.runs.begin(run_id, parent_run_id)
-
-    def on_retriever_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id)
+    on_retriever_start = on_tool_start
+    on_tool_error = on_retriever_error = on_chain_error
 
     def on_retriever_end(
         self, documents: Sequence[Document], *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any

@@ -57,12 +57,6 @@ class CacheBlendEvent(BaseEvent):
         """Name of the event's class."""
         return "CacheBlendEvent"
 
-    @classmethod
-    def from_answer(cls, info: dict[str, Any], span_id: str | None) -> CacheBlendEvent:
-        """An event of what is said of an answer, in the span in which the model was called."""
-        own = {name: info[name] for name in cls.model_fields if name in info}
-        return cls(**own, info=info, span_id=span_id)
-
 
 def logprobs_of(answer: Generation | None) -> list[list[LogProb]] | None:
     """For each token of a whole answer the likeliest in its place, the token itself first; None if not asked for.

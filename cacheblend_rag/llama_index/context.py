@@ -95,9 +95,6 @@ class _Place:
     text: str
     origins: Sequence[int]  # one more than there are characters
 
-    def locate(self, match: Match) -> Match:
-        return Match(self.origins[match.start], self.origins[match.stop])
-
 
 def see(
     text: str,
@@ -144,7 +141,10 @@ def see(
     for place in places:
         found |= _chunks(text, place, known, documents, split_again)
     if not places:
-        found = _outside(text, hint.questions, known, documents)
+        # Known chunks, and nodes in another form, anywhere but in a question.
+        asked = [Match(*one.span()) for part in hint.questions if part for one in re.finditer(re.escape(part), text)]
+        outside = [m for m in known.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in asked)]
+        found = {**dict.fromkeys(outside), **find_changed(text, [*outside, *asked], documents, known.forms)}
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
@@ -203,21 +203,13 @@ def _chunks(
     parts = dict(find_parts(place.text, split_again, gaps))
     chunks: dict[Match, WrittenForm | None] = {}
     for match in (*taken, *parts):
-        moved, own = place.locate(match), place.text[match.start : match.stop]
+        moved = Match(place.origins[match.start], place.origins[match.stop])
+        own = place.text[match.start : match.stop]
         written = text[moved.start : moved.stop]
         origin = changed[match].document if match in changed else parts.get(match, own)
         known.forms.note(origin, written)
         chunks[moved] = None if origin == written else WrittenForm(origin, change_of(origin, written))
     return chunks
-
-
-def _outside(
-    text: str, questions: Sequence[str], known: ChunkRegistry, documents: Iterable[RetrievedDocument]
-) -> dict[Match, WrittenForm | None]:
-    """Known chunks, and nodes in another form, anywhere but in a question."""
-    matches = [Match(*found.span()) for one in questions if one for found in re.finditer(re.escape(one), text)]
-    found = [m for m in known.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in matches)]
-    return {**dict.fromkeys(found), **find_changed(text, [*found, *matches], documents, known.forms)}
 
 
 def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:

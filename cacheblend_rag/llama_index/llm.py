@@ -357,7 +357,8 @@ class CacheBlendLLM(LLMBase, ObjectAnswers):
             report = answer.report
             info = self._info(report)
             note(report)
-            _dispatcher.event(CacheBlendEvent.from_answer(info, span))
+            own = {name: info[name] for name in CacheBlendEvent.model_fields if name in info}
+            _dispatcher.event(CacheBlendEvent(**own, info=info, span_id=span))
             return {**info, "usage": usage_of(report)}
 
         return info

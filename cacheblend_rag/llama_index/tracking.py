@@ -86,7 +86,9 @@ def find_parts(
                 continue
             match = _extend(text, at, start, stop, *found)
             at = start = match.stop
-            match = _strip(text, match)
+            part = text[match.start : match.stop]
+            begin = match.start + len(part) - len(part.lstrip())
+            match = Match(begin, begin + len(part.strip()))
             if match.stop - match.start >= _SHORTEST:
                 yield match, found[0]
 
@@ -99,12 +101,6 @@ def _extend(text: str, at: int, start: int, stop: int, known: str, place: int) -
     while end < stop and other < len(known) and text[end] == known[other]:
         end, other = end + 1, other + 1
     return Match(begin, end)
-
-
-def _strip(text: str, match: Match) -> Match:
-    part = text[match.start : match.stop]
-    begin = match.start + len(part) - len(part.lstrip())
-    return Match(begin, begin + len(part.strip()))
 
 
 def node_texts(node: BaseNode) -> list[str]:
@@ -351,17 +347,12 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
     def span_exit(self, id_: str, *args: Any, **kwargs: Any) -> None:
         self._inside.pop(id_, None)
 
-    def span_drop(self, id_: str, *args: Any, **kwargs: Any) -> None:
-        self._inside.pop(id_, None)
+    span_drop = span_exit
 
     def new_span(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    prepare_to_exit_span = prepare_to_drop_span = new_span
 
 
 def _cut_of_retrieved(nodes: Sequence[BaseNode]) -> bool:

@@ -365,7 +365,12 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
 
 def _rows_as_text(rows: list[list[str]]) -> str:
     head, *others = [row for row in rows if any(row)] or [[]]
-    paragraphs = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
+    paragraphs = [
+        "; ".join(
+            f"{column}: {value}" if column else value for column, value in zip_longest(head, row, fillvalue="") if value
+        )
+        for row in others
+    ]
     return "\n\n".join(paragraphs or ["; ".join(filter(None, head))])
 
 
@@ -377,11 +382,6 @@ def _widths(text: str, delimiter: str) -> tuple[int, int]:
     """Columns of the first row, and of the first few together; delimiters within quotes are none."""
     widths = [len(row) for row in islice(filter(None, _rows(text, delimiter)), _FIRST_ROWS)] or [0]
     return widths[0], sum(widths)
-
-
-def _cell(column_and_value: tuple[str, str]) -> str:
-    column, value = column_and_value
-    return f"{column}: {value}" if column and value else value
 
 
 # Programs and their settings, read as text.

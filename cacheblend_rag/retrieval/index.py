@@ -226,7 +226,12 @@ class FolderIndex:
         leaving = [one for one in old if one.metadata["source"] not in unchanged]
         staying = [one for one in old if one.metadata["source"] in unchanged]
         if not staying and not scan.chunks and not self.may_be_empty:
-            raise DocumentError(_nothing_read(self.folder, scan.skipped))
+            if not scan.skipped:
+                raise DocumentError(f"the files in {self.folder} hold no text; add documents with text")
+            path, reason = next(iter(scan.skipped.items()))
+            why = reason if path in reason else f"{path}: {reason}"
+            count = len(scan.skipped)
+            raise DocumentError(f"no file in {self.folder} could be read, {count} skipped; the first: {why}")
         vectors = self._embed(scan.chunks, hidden)
         self.store.replace([str(one.id) for one in leaving], scan.chunks, vectors)
         self._unsaved |= bool(stale) or scan.hashes != before
@@ -376,14 +381,6 @@ def file_state(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino
-
-
-def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:
-    if not skipped:
-        return f"the files in {folder} hold no text; add documents with text"
-    path, reason = next(iter(skipped.items()))
-    why = reason if path in reason else f"{path}: {reason}"
-    return f"no file in {folder} could be read, {len(skipped)} skipped; the first: {why}"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,10 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
     lines = [to_line(key, document) for key, document in saved.documents.items()]
     parts = {"index": saved.vectors, "chunks": "".join(lines).encode()}
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    before = _named_files(place)
+    try:
+        before = {entry["name"] for entry in read_manifest(place)["files"].values()}
+    except DocumentError:  # nothing, or nothing readable, is replaced
+        before = set()
     generation = uuid.uuid4().hex
     files = {}
     for part, data in parts.items():
@@ -190,13 +193,6 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _named_files(place: Path) -> set[str]:
-    try:
-        return {entry["name"] for entry in read_manifest(place)["files"].values()}
-    except DocumentError:  # nothing, or nothing readable, is replaced
-        return set()
 
 
 def _clean(place: Path, before: set[str], *, keep: set[str]) -> None:

@@ -77,18 +77,14 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
         If langchain-text-splitters is not installed.
     """
     settings = settings or SplitSettings()
-    splitter = _splitter(settings)
-    return [chunk for source in sources for chunk in _split_file(source, settings, splitter)]
-
-
-def _splitter(settings: SplitSettings) -> RecursiveCharacterTextSplitter:
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
     except ImportError as error:
         raise MissingExtraError("langchain-text-splitters", "langchain") from error
-    return RecursiveCharacterTextSplitter(
+    splitter = RecursiveCharacterTextSplitter(
         chunk_size=settings.chunk_size, chunk_overlap=settings.chunk_overlap, add_start_index=True
     )
+    return [chunk for source in sources for chunk in _split_file(source, settings, splitter)]
 
 
 def _split_file(

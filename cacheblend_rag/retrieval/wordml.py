@@ -65,7 +65,9 @@ def _rewritten(tree: Any) -> Iterator[str]:
         elif local in _MATHS:
             _replace(element, [_run(tree, _formula(element))])
         elif local == "ruby":
-            base, reading = (_inner(element, name) for name in ("rubyBase", "rt"))
+            base, reading = (
+                "".join("".join(one.itertext()) for one in _within(element, name)) for name in ("rubyBase", "rt")
+            )
             _replace(element, [_run(tree, f"{base}({reading})" if reading else base)])
         elif local == "AlternateContent":
             if not any(_within(one, "t") for one in element if _local(one) == "Fallback"):
@@ -115,10 +117,6 @@ def _tag(tree: Any, name: str) -> str:
 
 def _within(element: Any, name: str) -> list[Any]:
     return list(element.iterdescendants("{*}" + name))
-
-
-def _inner(element: Any, name: str) -> str:
-    return "".join("".join(one.itertext()) for one in _within(element, name))
 
 
 def _local(element: Any) -> str:

@@ -87,7 +87,7 @@ class RawCodec(Codec):
     name = "raw"
 
     def _size(self, info: RecordInfo, axis: int) -> int:
-        return _elements(info) * DTYPES[info.dtype].itemsize
+        return math.prod(_shape(info)) * DTYPES[info.dtype].itemsize
 
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
         return [_bytes(tensor)]
@@ -106,22 +106,18 @@ class ScaledCodec(Codec):
     name = "int8"
     _largest = 127.0
 
-    def _scale(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        least = tensor.float().abs().amax(dim=axis, keepdim=True) / self._largest
-        _require_finite(least, self.name)
-        mantissa, exponent = torch.frexp(least)  # least = mantissa * 2**exponent, mantissa from 0.5 to below 1
-        power = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
-        return torch.where(least == 0, 1.0, power)
-
-    def _codes(self, tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (tensor.float() / scale).round_().clamp_(-self._largest, self._largest)
-
     def _size(self, info: RecordInfo, axis: int) -> int:
-        return 4 * math.prod(_reduce(info, axis)) + _elements(info)
+        return 4 * math.prod(_reduce(info, axis)) + math.prod(_shape(info))
 
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
-        scale = self._scale(tensor, axis)
-        return [_bytes(scale), _bytes(self._codes(tensor, scale).to(torch.int8))]
+        least = tensor.float().abs().amax(dim=axis, keepdim=True) / self._largest
+        if not bool(least.isfinite().all()):
+            raise StoreError(f"the KV holds values that the codec {self.name!r} cannot scale")
+        mantissa, exponent = torch.frexp(least)  # least = mantissa * 2**exponent, mantissa from 0.5 to below 1
+        power = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+        scale = torch.where(least == 0, 1.0, power)
+        codes = (tensor.float() / scale).round_().clamp_(-self._largest, self._largest)
+        return [_bytes(scale), _bytes(codes.to(torch.int8))]
 
     def _unpack(self, data: Buffer, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         target = torch.empty(_shape(info), dtype=DTYPES[info.dtype])
@@ -210,19 +206,10 @@ def _shape(info: RecordInfo) -> tuple[int, int, int]:
     return info.kv_heads, info.tokens, info.head_dim
 
 
-def _elements(info: RecordInfo) -> int:
-    return math.prod(_shape(info))
-
-
 def _reduce(info: RecordInfo, axis: int) -> tuple[int, ...]:
     shape = list(_shape(info))
     shape[axis] = 1
     return tuple(shape)
-
-
-def _require_finite(scales: torch.Tensor, codec: str) -> None:
-    if not bool(scales.isfinite().all()):
-        raise StoreError(f"the KV holds values that the codec {codec!r} cannot scale")
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -16,9 +16,10 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import diskcache
@@ -51,7 +52,7 @@ class DiskEntry:
     key : str
     bytes : int
         Size of its file.
-    stored_at, used_at : float
+    used_at : float
         Seconds since 1970.
     filename : str
         Its file, within the folder.
@@ -59,7 +60,6 @@ class DiskEntry:
 
     key: str
     bytes: int
-    stored_at: float
     used_at: float
     filename: str
 
@@ -161,11 +161,11 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]
 
     def entries(self, beginning: str) -> list[DiskEntry]:
         """All records whose key begins so, most recently used first."""
-        fields = "key, size, store_time, access_time, filename"
+        fields = "key, size, access_time, filename"
         where = "raw = 1 AND key >= ? AND key < ?"  # a range of keys, which the index of the data base has in order
         order = f"SELECT {fields} FROM Cache WHERE {where} ORDER BY access_time DESC"
         rows = self._sql(order, (beginning, beginning + chr(0x10FFFF))).fetchall()
-        return [DiskEntry(*row) for row in rows if isinstance(row[0], str) and isinstance(row[4], str)]
+        return [DiskEntry(*row) for row in rows if isinstance(row[0], str) and isinstance(row[3], str)]
 
     def totals(self) -> tuple[int, int]:
         """Number of records, and their bytes."""
@@ -351,7 +351,12 @@ class DiskStore(KVStore):
     def _open_index(self, size_limit: int, *, again: bool = False) -> None:
         """Open the folder to be written. Where its disk is full, records give way: nothing else is lost with them."""
         try:
-            self._make_folder()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+            os.close(os.open(self.folder / diskcache.core.DBNAME, os.O_RDWR | os.O_CREAT, 0o600))
+            for path in self.folder.glob("cache.db*"):
+                with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
+                    path.chmod(0o600)
             self._cache = _Cache(self.folder, size_limit)
             self._sweep_now_and_then()
         except Exception as error:
@@ -359,14 +364,6 @@ class DiskStore(KVStore):
                 raise
             _log.warning("the disk of the KV store in %r is full: %d bytes of KV gave way", str(self.folder), freed)
             self._open_index(size_limit, again=True)
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        os.close(os.open(self.folder / diskcache.core.DBNAME, os.O_RDWR | os.O_CREAT, 0o600))
-        for path in self.folder.glob("cache.db*"):
-            with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
-                path.chmod(0o600)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
@@ -397,18 +394,16 @@ class DiskStore(KVStore):
         if (size := sum(map(len, pieces))) > self.traits.size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self.traits.size_limit}")
         try:
-            self._cache.set(key, _InPieces(pieces), read=True)
-            self._evict()
+            left = iter(pieces)
+            # diskcache reads it like an open file: a piece at a time, nothing at the end.
+            self._cache.set(key, SimpleNamespace(read=lambda size: next(left, b"")), read=True)
+            while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest()):
+                number, oldest, filename = row
+                self._show(oldest, filename)
+                if self._cache.drop(number, filename):
+                    self._count(evictions=1)
         except _FAILURES as error:
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
-
-    def _evict(self) -> None:
-        """Drop least recently used records, one by one, until the rest fits."""
-        while self._cache.volume() > self.traits.size_limit and (row := self._cache.oldest()):
-            number, key, filename = row
-            self._show(key, filename)
-            if self._cache.drop(number, filename):
-                self._count(evictions=1)
 
     def _show(self, key: Any, filename: Any) -> None:
         """Announce a record that is about to go."""
@@ -588,17 +583,6 @@ class DiskStore(KVStore):
             yield
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
             raise StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}") from error
-
-
-class _InPieces:
-    """Pieces of memory that diskcache reads like an open file."""
-
-    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
-        self._left = iter(pieces)
-
-    def read(self, size: int) -> bytes | memoryview:
-        """The next piece, whatever its size; nothing at the end."""
-        return next(self._left, b"")
 
 
 def _create(path: Path) -> int:

@@ -99,43 +99,36 @@ class MemoryStore(KVStore):
             self._drop(key)
             self._records[key] = record
             self._volume += size
-        while (oldest := self._too_much()) is not None:
-            self.announce(oldest[0], MemoryRecord(oldest[1]))
+        while True:
             with self._lock:
-                if self._records.get(oldest[0]) is oldest[1]:  # nobody has erased or replaced it meanwhile
-                    self._evictions += self._drop(oldest[0])
-
-    def _too_much(self) -> tuple[str, KVRecord] | None:
-        """The record that is to go next, if one is."""
-        with self._lock:
-            if self._volume <= self.traits.size_limit:
-                return None
-            return next(iter(self._records.items()))
+                if self._volume <= self.traits.size_limit:
+                    return
+                oldest, evicted = next(iter(self._records.items()))
+            self.announce(oldest, MemoryRecord(evicted))
+            with self._lock:
+                if self._records.get(oldest) is evicted:  # nobody has erased or replaced it meanwhile
+                    self._evictions += self._drop(oldest)
 
     def _move(self, record: KVRecord) -> KVRecord:
         kv = record.kv
         if isinstance(kv, EncodedKV):
             if self._pinned and self.traits.device.type == "cpu":
-                return KVRecord(record.info, self._joined(kv))
+                try:
+                    return KVRecord(record.info, kv.join(pinned=True))
+                except RuntimeError as error:  # the system bounds how much may be pinned
+                    _log.warning(_NOT_PINNED, error)
+                    return KVRecord(record.info, kv.join(pinned=False))
             kv = kv.decode()
         if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.traits.device.type == "cuda"):
             try:
                 return KVRecord(record.info, JoinedKV.copy_from(kv, self.traits.device))
-            except RuntimeError as error:  # the system bounds how much may be pinned
+            except RuntimeError as error:
                 if self.traits.device.type == "cuda":
                     raise
                 _log.warning(_NOT_PINNED, error)
         keys = tuple(tensor.detach().to(self.traits.device) for tensor in kv.keys)
         values = tuple(tensor.detach().to(self.traits.device) for tensor in kv.values)
         return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))
-
-    @staticmethod
-    def _joined(kv: EncodedKV) -> EncodedKV:
-        try:
-            return kv.join(pinned=True)
-        except RuntimeError as error:
-            _log.warning(_NOT_PINNED, error)
-            return kv.join(pinned=False)
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""

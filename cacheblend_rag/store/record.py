@@ -105,19 +105,13 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     A sealed file can be read under its key only. Pieces may be the memory of the record itself: a large one is copied
     only where it is written.
     """
-    head, table, layers = _encode(record, form or RecordFormat(), key)
+    head, table, layers = encode(record, form or RecordFormat(), key)
     pieces: list[_Piece] = [head]
     end = len(head)
     for place, layer in zip(table, layers, strict=True):
         pieces += [bytes(place.offset - end), *layer]
         end = place.offset + place.size
     return [piece for piece in (*pieces, bytes(_pad(end) - end)) if len(piece)]
-
-
-def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes, Sequence[Sequence[_Piece]]]:
-    """A record for a store that keeps layers one by one: magic and header, and each layer in pieces."""
-    head, _, layers = _encode(record, form, key)
-    return head, layers
 
 
 def as_written(record: KVRecord, form: RecordFormat | None) -> KVRecord:
@@ -133,7 +127,7 @@ def as_written(record: KVRecord, form: RecordFormat | None) -> KVRecord:
     return KVRecord(record.info, kv)
 
 
-def _encode(
+def encode(
     record: KVRecord, form: RecordFormat, key: str
 ) -> tuple[bytes, list[LayerPlace], Sequence[Sequence[_Piece]]]:
     """Magic and header, where each layer lies behind them, and each layer in pieces."""
@@ -213,9 +207,8 @@ class EncodedRecord(StoredKV):
         first = _pad(START_BYTES + len(header))
         if self._seal:
             header = self._seal.open(header, _place(self._key, "header"))
-        parsed = _parse_header(header)
-        _check_layout(parsed, first, size, SEAL_BYTES if self._seal else 0)
-        self.info, self._codec, self._layers = parsed.info, parsed.codec, parsed.layers
+        self.info, self._codec, self._layers = _parse_header(header)
+        _check_layout(self.info, self._codec, self._layers, first, size, SEAL_BYTES if self._seal else 0)
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StoredKV.read_layer`."""
@@ -249,17 +242,6 @@ class EncodedRecord(StoredKV):
             return []
         return [memoryview(head.view(torch.uint8).numpy()).cast("B") for head in heads]
 
-    def verify(self) -> None:
-        """Read every layer.
-
-        Raises
-        ------
-        RecordError
-            If one cannot be read, fails its checksum or cannot be decoded.
-        """
-        for layer in range(self.info.layers):
-            self.read_layer(layer)
-
     def _layer_bytes(self, layer: int, data: Any) -> Any:
         """A layer as its codec wrote it, fetched into a buffer of its size."""
         place = self._layers[layer]
@@ -292,21 +274,18 @@ class FileRecord(EncodedRecord):
         super().__init__(key, seal)
         self._handle = handle
         try:
-            self._read_header()
+            size = os.fstat(handle.fileno()).st_size
+            start = bytearray(START_BYTES)
+            self._read(0, start)
+            length = self._header_size(start)
+            if START_BYTES + length > size:
+                raise RecordError(f"the header should take {length} bytes but the file has only {size}")
+            header = bytearray(length)
+            self._read(START_BYTES, header)
+            self._take_header(start, header, size)
         except BaseException:
             handle.close()
             raise
-
-    def _read_header(self) -> None:
-        size = os.fstat(self._handle.fileno()).st_size
-        start = bytearray(START_BYTES)
-        self._read(0, start)
-        length = self._header_size(start)
-        if START_BYTES + length > size:
-            raise RecordError(f"the header should take {length} bytes but the file has only {size}")
-        header = bytearray(length)
-        self._read(START_BYTES, header)
-        self._take_header(start, header, size)
 
     @property
     def codec(self) -> str | None:
@@ -354,13 +333,6 @@ def _checksum(parts: Iterable[_Piece]) -> int:
     return checksum.intdigest()
 
 
-@dataclass(frozen=True)
-class _Header:
-    info: RecordInfo
-    codec: Codec
-    layers: tuple[LayerPlace, ...]
-
-
 def _header(info: RecordInfo, codec: str, layers: list[LayerPlace]) -> bytes:
     table = [(layer.offset, layer.size, layer.checksum) for layer in layers]
     fields = vars(info) | {"codec": codec, "table": table}
@@ -373,7 +345,7 @@ def _header_bytes(info: RecordInfo) -> int:
     return len(_header(info, longest, [LayerPlace(0, *_WIDEST)] * info.layers))
 
 
-def _parse_header(header: bytes | bytearray) -> _Header:
+def _parse_header(header: bytes | bytearray) -> tuple[RecordInfo, Codec, tuple[LayerPlace, ...]]:
     try:
         fields: dict[str, Any] = json.loads(bytes(header))
         info = RecordInfo(
@@ -400,14 +372,16 @@ def _parse_header(header: bytes | bytearray) -> _Header:
         raise RecordError(f"the header names an unknown codec {codec!r}")
     if len(layers) != info.layers:
         raise RecordError(f"the header has {len(layers)} layers in its table for {info.layers} layers")
-    return _Header(info, CODECS[codec], layers)
+    return info, CODECS[codec], layers
 
 
-def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> None:
+def _check_layout(
+    info: RecordInfo, codec: Codec, layers: Sequence[LayerPlace], first: int, size: int | None, extra: int
+) -> None:
     """Layers must lie one behind another, each as long as its shape says, and end where the file ends."""
-    whole = header.codec.layer_bytes(header.info)
+    whole = codec.layer_bytes(info)
     offset = first
-    for number, layer in enumerate(header.layers):
+    for number, layer in enumerate(layers):
         if layer.offset != offset or layer.size != whole + extra:
             raise RecordError(f"the header describes an impossible place or size of layer {number}")
         offset = _pad(offset + layer.size)

@@ -61,8 +61,12 @@ class _Circuit:
         StoreUnreachableError
             At once, if the circuit is open.
         """
-        self._enter()
-        started = self._clock()
+        with self._lock:
+            started = self._clock()
+            if started < self._until:
+                raise StoreUnreachableError(f"{self._name} is away and is tried again in {self._until - started:.0f} s")
+            if self._until:  # this call tries it; the others go on without
+                self._until = started + _PAUSE_SECONDS
         try:
             yield
         except StoreUnreachableError as error:
@@ -73,14 +77,6 @@ class _Circuit:
             raise
         else:
             self._answered()
-
-    def _enter(self) -> None:
-        with self._lock:
-            now = self._clock()
-            if now < self._until:
-                raise StoreUnreachableError(f"{self._name} is away and is tried again in {self._until - now:.0f} s")
-            if self._until:  # this call tries it; the others go on without
-                self._until = now + _PAUSE_SECONDS
 
     def _failed(self, error: StoreUnreachableError, seconds: float) -> None:
         with self._lock:

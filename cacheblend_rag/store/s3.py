@@ -71,7 +71,12 @@ class S3Store(RemoteStore):
     ) -> None:
         check_address(url, S3_SCHEMES, _CREDENTIALS)
         super().__init__(url, "s3", timeout, form, clock)
-        self._obstore = _obstore()
+        try:
+            import obstore
+            import obstore.exceptions
+        except ImportError as error:
+            raise MissingExtraError("obstore", "s3") from error
+        self._obstore: Any = obstore
         self._reader = self._writer = self._client(url, timeout)
         if urlsplit(url).scheme not in _LOCAL:
             self._writer = self._client(url, max(timeout, _UPLOAD_SECONDS))
@@ -166,8 +171,8 @@ class S3Store(RemoteStore):
 
     def _keys(self, beginning: str) -> Iterator[str]:
         for path, _ in self._objects(_name(beginning)[:2] if len(_name(beginning)) >= 2 else None):
-            key = _key(path)
-            if key is not None and key.startswith(beginning):
+            key = unquote(path.rpartition("/")[2].removesuffix(".kv").replace("=", "%"))
+            if _path(key) == path and key.startswith(beginning):  # else it is none of ours
                 yield key
 
     def _objects(self, folder: str | None) -> Iterator[tuple[str, int]]:
@@ -234,7 +239,11 @@ class S3Record(EncodedRecord):
         places = self._requests[number]
         self._ask(number)
         if number in self._coming:
-            data, begins = self._result(self._coming[number]), places[0].offset
+            try:
+                # The request has its own deadline; it may have waited for others before.
+                data, begins = self._coming[number].result(2 * self._store.timeout), places[0].offset
+            except FutureTimeoutError:
+                raise StoreUnreachableError(f"{self._store.name} is too slow") from None
             self._ask(number + 1)
             if place is places[-1]:
                 del self._coming[number]
@@ -245,13 +254,6 @@ class S3Record(EncodedRecord):
             raise RecordError(f"it ends within layer {place.number}")
         for buffer, stop in zip(buffers, accumulate(map(len, buffers)), strict=True):
             memoryview(buffer)[:] = data[stop - len(buffer) : stop]
-
-    def _result(self, coming: Future[memoryview]) -> memoryview:
-        try:
-            # The request has its own deadline; it may have waited for others before.
-            return coming.result(2 * self._store.timeout)
-        except FutureTimeoutError:
-            raise StoreUnreachableError(f"{self._store.name} is too slow") from None
 
     def close(self) -> None:
         """Wait for nothing more."""
@@ -281,22 +283,7 @@ def _path(key: str) -> str:
     return f"{name[:2]}/{name}.kv"
 
 
-def _key(path: str) -> str | None:
-    """The key of an object; None if it is none of ours."""
-    key = unquote(path.rpartition("/")[2].removesuffix(".kv").replace("=", "%"))
-    return key if _path(key) == path else None
-
-
 def _said(error: BaseException) -> str:
     """Message of a client's error, without addresses that may hold a signature and without its inner workings."""
     first = str(error).partition("\n")[0].partition(": <?xml")[0]
     return re.sub(r"(//)[^/@\s]+@|\?\S+", r"\1…", first)
-
-
-def _obstore() -> Any:
-    try:
-        import obstore
-        import obstore.exceptions
-    except ImportError as error:
-        raise MissingExtraError("obstore", "s3") from error
-    return obstore

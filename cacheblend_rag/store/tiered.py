@@ -286,7 +286,7 @@ class TieredStore(KVStore):
             lower = self._own[level + 1 :]
             if not free or not self._tiers[level].contains(key) or any(tier.contains(key) for tier in lower):
                 return
-            whole = _whole(record)
+            whole = _record(record.info, [record.read_layer(layer) for layer in range(record.info.layers)])
             for tier in lower:
                 try:
                     tier.put(key, whole)
@@ -358,10 +358,6 @@ class _Rising(StoredKV):
 
 def _limit(tiers: Sequence[KVStore]) -> int:
     return sum(tier.traits.size_limit for tier in tiers)
-
-
-def _whole(record: StoredKV) -> KVRecord:
-    return _record(record.info, [record.read_layer(layer) for layer in range(record.info.layers)])
 
 
 def _record(info: RecordInfo, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> KVRecord:

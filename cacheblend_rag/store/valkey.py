@@ -17,7 +17,7 @@ from typing import Any
 from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError, StoreError, StoreUnreachableError
 from cacheblend_rag.store.base import UNLIMITED, KVRecord
-from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, RecordFormat, encode_layers
+from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, RecordFormat, encode
 from cacheblend_rag.store.remote import RemoteStore, check_address
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
@@ -72,7 +72,11 @@ class ValkeyStore(RemoteStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_address(url, VALKEY_SCHEMES, f"{_USERNAME_VARIABLE} and {_PASSWORD_VARIABLE}")
-        self._valkey = _valkey()
+        try:
+            import valkey
+        except ImportError as error:
+            raise MissingExtraError("valkey", "valkey") from error
+        self._valkey: Any = valkey
         super().__init__(url, "valkey", timeout, form, clock)
         try:
             self._client = self._valkey.Valkey.from_url(
@@ -82,6 +86,7 @@ class ValkeyStore(RemoteStore):
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
             )
+            self.connections = self._client.connection_pool
         except ValueError as error:
             raise ConfigError("store", url, f"{error}; use valkey://host:6379/0") from None
         with suppress(StoreError):  # one that is away now may answer later; nobody knows its limit then
@@ -102,14 +107,6 @@ class ValkeyStore(RemoteStore):
         except failures.ValkeyError as error:  # such as: out of memory, and nothing may be evicted
             raise StoreError(f"{self.name} refuses it: {error}") from None
 
-    def connection(self) -> Any:
-        """A connection of one's own; give it back with `give_back`."""
-        return self._client.connection_pool.get_connection("GET")
-
-    def give_back(self, connection: Any) -> None:
-        """Let others use a connection on which nothing is under way."""
-        self._client.connection_pool.release(connection)
-
     def _opened(self, key: str) -> ValkeyRecord | None:
         with self.asking():
             head = self._client.get(_header_key(key))
@@ -124,7 +121,7 @@ class ValkeyStore(RemoteStore):
     def _write(self, key: str, record: KVRecord, replace: bool) -> bool:
         if not replace and self._has(key):
             return False
-        head, layers = encode_layers(record, self.form, key)
+        head, _, layers = encode(record, self.form, key)
         with self.asking():
             # Layers first: who finds the header finds all. One key a call, so that others get through between them.
             for number, pieces in enumerate(layers):
@@ -245,7 +242,7 @@ class ValkeyRecord(EncodedRecord):
         if self._asked and self._asked[0] != layer:
             self._give_back(broken=True)
         if self._connection is None:
-            self._connection = self._store.connection()
+            self._connection = self._store.connections.get_connection("GET")
         following = self._asked[-1] + 1 if self._asked else layer
         coming = sum(self._layers[number].size for number in self._asked)
         for place in self._layers[following:]:
@@ -264,7 +261,7 @@ class ValkeyRecord(EncodedRecord):
         else:
             connection._sock.settimeout(connection.socket_timeout)
         self._asked.clear()
-        self._store.give_back(connection)
+        self._store.connections.release(connection)
 
     def close(self) -> None:
         """Give its connection back."""
@@ -310,11 +307,3 @@ def _header_key(key: str) -> str:
 
 def _layer_key(key: str, layer: int) -> str:
     return f"{_header_key(key)}:{layer}"
-
-
-def _valkey() -> Any:
-    try:
-        import valkey
-    except ImportError as error:
-        raise MissingExtraError("valkey", "valkey") from error
-    return valkey

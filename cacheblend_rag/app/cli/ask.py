@@ -128,7 +128,7 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
     """Compute and store the KV of all chunks that are not stored, and say what that takes."""
     from cacheblend_rag.store.base import UNLIMITED
 
-    size = rag.warming_bytes()
+    size = rag.engine.chunks.estimate_bytes(chunk.page_content for chunk in rag.index.chunks())
     limit = rag.engine.store.traits.size_limit
     screen.note(f"their KV takes {size / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.0f} MB" if limit < UNLIMITED else ""))
     warmed = rag.warm()
@@ -167,7 +167,9 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
     resumed = f" behind {info['resumed_tokens']} kept tokens" if info["resumed_tokens"] else ""
     how = f"plain prefill{resumed}" if unread else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
-    screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")
+    ttft = info["ttft"]
+    shown = f"{ttft:.1f} s" if ttft >= 10 else f"{ttft * 1e3:,.0f} ms"
+    screen.show(f"Time to first token {shown} ({how}; {info['prompt_tokens']} prompt tokens)")
 
 
 def _show_verification(screen: Screen, found: Verification) -> None:
@@ -182,10 +184,6 @@ def _show_verification(screen: Screen, found: Verification) -> None:
     }
     screen.show((said[found.status], "dim"))
     screen.show("")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.0f} ms"
 
 
 def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:

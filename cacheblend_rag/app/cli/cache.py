@@ -51,13 +51,17 @@ def _store(parsed: argparse.Namespace) -> Iterator[DiskStore]:
 
 
 def _stats(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.models.identity import known_names
+
     with _store(parsed) as store:
         seen = store.stats()
         print(f"{seen.records} records, {_megabytes(seen.bytes)}; {_megabytes(seen.volume)} taken with the index")
         print(f"{seen.hits} hits, {seen.misses} misses, {seen.evictions} evictions")
         counts, sizes = Counter[str](), Counter[str]()
         for entry, info in _infos(store):
-            name = _model_name(info)
+            name = "cannot be read"
+            if info is not None:
+                name = known_names().get(info.fingerprint) or f"model {info.fingerprint[:12]}"
             counts[name] += 1
             sizes[name] += entry.bytes
         for name, count in counts.most_common():
@@ -119,14 +123,6 @@ def _infos(store: DiskStore) -> Iterator[tuple[DiskEntry, RecordInfo | None]]:
             continue
         record.close()
         yield entry, record.info
-
-
-def _model_name(info: RecordInfo | None) -> str:
-    if info is None:
-        return "cannot be read"
-    from cacheblend_rag.models.identity import known_names
-
-    return known_names().get(info.fingerprint) or f"model {info.fingerprint[:12]}"
 
 
 def _megabytes(size: int) -> str:

@@ -131,7 +131,10 @@ def fleet(given: Mapping[str, GivenValue], replicas: int, **build: Any) -> Itera
     # An error that keeps a replica from starting here keeps it from starting again.
     build = {"max_constructor_retry_count": replicas, **build}
     application = _build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
-    port = settings.port or _free_port(settings.host)
+    port = settings.port
+    if not port:
+        with socket.create_server((settings.host, 0)) as listening:
+            port = int(listening.getsockname()[1])
     # Sockets lie in it, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
         ray.init(
@@ -148,7 +151,11 @@ def fleet(given: Mapping[str, GivenValue], replicas: int, **build: Any) -> Itera
             try:
                 serve.run(application, name=_NAME, logging_config=quiet)
             except RuntimeError as error:
-                raise CacheBlendError(f"the replicas do not start: {_reason()}") from error
+                deployments = serve.status().applications[_NAME].deployments.values()
+                messages = "\n".join(one.message for one in deployments)
+                errors = re.findall(r"^[\w.]*Error: (.+)$", messages, re.MULTILINE)
+                reason = errors[-1] if errors else messages.strip()
+                raise CacheBlendError(f"the replicas do not start: {reason}") from error
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             yield f"http://{host}:{port}"
         finally:
@@ -168,15 +175,3 @@ def serve_fleet(given: Mapping[str, GivenValue], replicas: int) -> int:
         except KeyboardInterrupt:
             pass
     return 0
-
-
-def _reason() -> str:
-    """The last error of replicas that do not start."""
-    messages = "\n".join(one.message for one in serve.status().applications[_NAME].deployments.values())
-    errors = re.findall(r"^[\w.]*Error: (.+)$", messages, re.MULTILINE)
-    return errors[-1] if errors else messages.strip()
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listening:
-        return int(listening.getsockname()[1])

@@ -93,7 +93,11 @@ class Ingress:
 
         A question that follows others goes where its conversation began: there its prompt may be kept.
         """
-        query = {"question": _opening(body), "top_k": body.get("top_k") or self._passages}
+        # The question that the conversation began with.
+        history = body.get("history")
+        first = history[0] if isinstance(history, list) and history else body
+        question = str(first.get("question", "") if isinstance(first, dict) else "")
+        query = {"question": question, "top_k": body.get("top_k") or self._passages}
         query |= {"documents": body["documents"]} if body.get("documents") else {}
         search = call.with_json("/api/search", json.dumps(query).encode())
         answer = self._sent(search, {})
@@ -143,10 +147,3 @@ async def _forwarded(
         yield "".join(last_events(call.path, _LOST)).encode()
     finally:
         answer.cancel()  # type: ignore[no-untyped-call]  # the client may have gone
-
-
-def _opening(body: dict[str, Any]) -> str:
-    """The question that a conversation began with."""
-    history = body.get("history")
-    first = history[0] if isinstance(history, list) and history else body
-    return str(first.get("question", "") if isinstance(first, dict) else "")

@@ -39,7 +39,7 @@ class SummarizedStore(WrappedStore):
         self._lock = threading.Lock()
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._fingerprint = self._separator = ""
-        inner.on_evict = self._evicted
+        inner.on_evict = lambda key, record: self._forget(key)
 
     def read(self, decode: Callable[[Sequence[int]], str], fingerprint: str, separator: str) -> None:
         """Read what the folder holds of a model; from then on what changes is noted.
@@ -90,9 +90,6 @@ class SummarizedStore(WrappedStore):
     def _forget(self, key: str) -> None:
         with self._lock:
             self._pieces.pop(key, None)
-
-    def _evicted(self, key: str, record: StoredKV) -> None:
-        self._forget(key)
 
     def handed_out(self, key: str, record: StoredKV) -> StoredKV:
         """See `WrappedStore.handed_out`; what is read from elsewhere is kept here, too."""

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from html import escape
 from pathlib import Path
@@ -202,15 +202,18 @@ def _same_network(one: str, other: str) -> bool:
     return ipaddress.ip_address(other.partition("%")[0]) in own
 
 
-def _protocol_for(limits: Limits) -> type[H11Protocol]:
-    """The protocol with some limits, for `uvicorn.Config`."""
-    return type("CarefulProtocol", (_CarefulProtocol,), {"limits": limits})
-
-
 def _docs_page(document: dict[str, Any]) -> str:
     """HTML of an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
-    rows = "\n".join(_operations(document))
+    rows = "\n".join(
+        _details(
+            f"<b>{escape(method)}</b> <code>{escape(path)}</code> "
+            + escape(operation.get("description", operation.get("summary", ""))),
+            {name: operation[name] for name in ("parameters", "requestBody", "responses") if name in operation},
+        )
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
     schemas = "\n".join(
         _details(f'<code id="{escape(name)}">{escape(name)}</code>', schema)
         for name, schema in document.get("components", {}).get("schemas", {}).items()
@@ -221,15 +224,6 @@ def _docs_page(document: dict[str, Any]) -> str:
         f'<h1>{title}</h1><p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
         f"<h2>Requests</h2>{rows}<h2>Bodies</h2>{schemas}</body></html>"
     )
-
-
-def _operations(document: dict[str, Any]) -> Iterator[str]:
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            about = escape(operation.get("description", operation.get("summary", "")))
-            head = f"<b>{escape(method)}</b> <code>{escape(path)}</code> {about}"
-            shown = {name: operation[name] for name in ("parameters", "requestBody", "responses") if name in operation}
-            yield _details(head, shown)
 
 
 def _details(head: str, content: Any) -> str:
@@ -360,7 +354,7 @@ def server_config(app: FastAPI, settings: ServerSettings, *, grace: int = _GRACE
         app,
         host=settings.host,
         port=settings.port,
-        http=_protocol_for(settings.limits),
+        http=type("CarefulProtocol", (_CarefulProtocol,), {"limits": settings.limits}),
         log_config=None,
         access_log=False,
         server_header=False,

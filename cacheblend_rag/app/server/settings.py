@@ -44,11 +44,6 @@ _NAME_WORDS = "1 to 200 letters, digits and the signs . _ - : /"
 _SHORTEST_KEY = 16
 
 
-def _is_fit(key: str) -> bool:
-    """Whether a key is hard to guess, and a request can carry it."""
-    return len(key) >= _SHORTEST_KEY and key.isascii() and key.isprintable() and key == key.strip()
-
-
 def keys_from_environment() -> dict[str, str]:
     """API keys by tenant, from ``CACHEBLEND_RAG_API_KEYS``: ``name=key,name=key``.
 
@@ -220,11 +215,23 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._check_also_models()
+        names = {self._first_name}
+        for one in self.also_models:
+            name, _ = _named(one)
+            if "=" in one:
+                _look_at_name("also_models", one, name)
+            if name in names:
+                remedy = f"two models would be called {name!r}: give this one a name of its own, as NAME=PATH_OR_ID"
+                raise ConfigError("also_models", one, remedy)
+            names.add(name)
         if self.rag.top_k > MOST_PASSAGES:
             raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
         keys = list(self.api_keys.values())
-        if len(set(keys)) < len(keys) or not all(map(_is_fit, keys)):
+        # Each is hard to guess, and a request can carry it.
+        fit = all(
+            len(key) >= _SHORTEST_KEY and key.isascii() and key.isprintable() and key == key.strip() for key in keys
+        )
+        if len(set(keys)) < len(keys) or not fit:
             remedy = f"give each tenant a key of its own, of {_SHORTEST_KEY} printable ASCII characters or more"
             raise ConfigError(KEYS_VARIABLE, "…", remedy)
         kept = self.rag.data_path / KEYS_FILE
@@ -238,17 +245,6 @@ class ServerSettings:
                 "others could reach the server there: make a key with `cacheblend-rag keys add NAME`, set "
                 f"{KEYS_VARIABLE} to name=key (such as the output of `openssl rand -hex 24`), or use 127.0.0.1",
             )
-
-    def _check_also_models(self) -> None:
-        names = {self._first_name}
-        for one in self.also_models:
-            name, _ = _named(one)
-            if "=" in one:
-                _look_at_name("also_models", one, name)
-            if name in names:
-                remedy = f"two models would be called {name!r}: give this one a name of its own, as NAME=PATH_OR_ID"
-                raise ConfigError("also_models", one, remedy)
-            names.add(name)
 
     def check_paths(self) -> None:
         """`FolderRAGOptions.check_paths`, and whether the further models are where they are said to be.

@@ -51,7 +51,13 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
         here.charge([tokens])
         vectors = await slot.in_thread(service.embeddings.embed_documents, texts)
     data = [
-        {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}
+        {
+            "object": "embedding",
+            "index": number,
+            "embedding": vector
+            if body.encoding_format == "float"
+            else base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode(),
+        }
         for number, vector in enumerate(vectors)
     ]
     served.get().embedded(tokens)
@@ -96,9 +102,3 @@ def _names(here: Session) -> list[str]:
 
 def _model(here: Session, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": here.service.started, "owned_by": "local"}
-
-
-def _encoded(vector: list[float], form: str) -> list[float] | str:
-    if form == "float":
-        return vector
-    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

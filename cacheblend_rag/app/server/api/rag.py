@@ -69,7 +69,16 @@ async def state(here: Here) -> PageState:
     own, ratio = service.settings.rag, config.recompute_ratio
     counts = await here.in_thread(lambda: [one.counts() for one in here.folders])
     return PageState(
-        models=[_model_info(one) for one in service.models.values()],
+        models=[
+            ModelInfo(
+                name=one.name,
+                layers=one.engine.adapter.num_layers,
+                starter=one.starter,
+                instructions=one.question_prompt.instructions,
+                thinks=one.thinks,
+            )
+            for one in service.models.values()
+        ],
         embedder=service.embedder_name,
         folder=FolderInfo(name=service.folder_name, writable=here.own is not None, bundled=service.bundled),
         documents=sum(documents for documents, _ in counts),
@@ -108,11 +117,6 @@ def suggestions_for(documents: Path) -> list[Suggestion]:
             note = "The answer needs more than one document." if len(one["files"]) > 1 else None
             found.append(Suggestion(question=one["question"], note=note))
     return found
-
-
-def _model_info(one: ServedModel) -> ModelInfo:
-    layers, instructions = one.engine.adapter.num_layers, one.question_prompt.instructions
-    return ModelInfo(name=one.name, layers=layers, starter=one.starter, instructions=instructions, thinks=one.thinks)
 
 
 # Documents ----------------------------------------------------------------------------------
@@ -222,7 +226,10 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
     engine = _engine(here, model, body).named(model.name, "chat")
     most, required = service.answer_tokens(body.max_tokens), service.required_tokens(body.max_tokens)
     here.check_quota(most)
-    level, thought_most = _thinking(here, model, body)
+    own = service.settings.rag
+    level = (own.reasoning and model.thinks and own.reasoning) if body.reasoning is None else body.reasoning
+    check_reasoning(model.engine.tokenizer, level)
+    thought_most = model.thought_tokens(level, own.reasoning_tokens)
     cold = body.temperature is None or body.temperature < COLDEST  # below that decoding is greedy, as in `/v1`
     arguments = DecodeArguments(
         max_new_tokens=required,
@@ -327,20 +334,6 @@ class _Question:
     prompt: Prompt
     tokens: int
     turns: int
-
-
-def _thinking(here: Session, model: ServedModel, body: AskBody) -> tuple[Reasoning, int | None]:
-    """Whether the model shall think, and the most tokens of its thought.
-
-    Raises
-    ------
-    ConfigError
-        If it is asked to and cannot.
-    """
-    own = here.service.settings.rag
-    level = (own.reasoning and model.thinks and own.reasoning) if body.reasoning is None else body.reasoning
-    check_reasoning(model.engine.tokenizer, level)
-    return level, model.thought_tokens(level, own.reasoning_tokens)
 
 
 async def _retrieved(

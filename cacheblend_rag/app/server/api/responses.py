@@ -263,7 +263,7 @@ class _Part:
 
     def __init__(self) -> None:
         self.text, self.index, self.status = "", 0, "in_progress"
-        self._id = _new_id(self.mark)
+        self._id = f"{self.mark}_{secrets.token_hex(12)}"
 
     def begins(self) -> Iterator[dict[str, Any]]:
         """Events of the beginning, with the empty item."""
@@ -388,10 +388,6 @@ def _usage(report: BlendReport) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": report.thought_tokens},
         "total_tokens": report.prompt_tokens + report.generated_tokens,
     }
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"
 
 
 @contextmanager

@@ -18,13 +18,6 @@ from cacheblend_rag.prompt.thoughts import template_variables
 _GIVEN = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
 
-def template_arguments(tokenizer: Any) -> frozenset[str]:
-    """Arguments of the tokenizer's own chat template that a request may set, such as ``enable_thinking``."""
-    read = template_variables(str(tokenizer.chat_template or ""))
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    return frozenset(read - _GIVEN - set(taken) - set(tokenizer.special_tokens_map))
-
-
 def check_arguments(tokenizer: Any, given: Mapping[str, Any]) -> None:
     """Refuse what the template does not read. A template of the request's own would run its own program.
 
@@ -35,7 +28,9 @@ def check_arguments(tokenizer: Any, given: Mapping[str, Any]) -> None:
     """
     if not given:
         return
-    known = template_arguments(tokenizer)
+    read = template_variables(str(tokenizer.chat_template or ""))
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    known = read - _GIVEN - set(taken) - set(tokenizer.special_tokens_map)
     for name in given:
         if name not in known:
             remedy = f"use {', '.join(sorted(known))}" if known else "it takes none: leave it out"

@@ -294,14 +294,11 @@ class AdmissionQueue:
             return self._free == self._slots
         if request.alone == "tenant":
             return not served
-        return len(served) < self._most() and not any(one.alone for one in served)
-
-    def _most(self) -> int:
-        """Slots that one tenant may have now."""
-        if self._known() < 2:
-            return self._slots
-        wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())
-        return max(1, min(self._slots // 2, math.ceil(self._slots / wanting)))
+        most = self._slots  # that one tenant may have now
+        if self._known() >= 2:
+            wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())
+            most = max(1, min(self._slots // 2, math.ceil(self._slots / wanting)))
+        return len(served) < most and not any(one.alone for one in served)
 
     def _drains_for(self, request: _Request) -> bool:
         """Whether others wait until all slots are free; not for long, since an answer may take minutes."""

@@ -245,7 +245,12 @@ class Folder:
             If the index cannot be saved, or files not be read at present.
         """
         with self._lock:
-            self._erase_once_more()
+            # What answers stored that were under way when their texts went, unless a file has them again.
+            while self._erased and self._erased[0][0] < self._clock():
+                texts = self._erased[0][1]
+                here = set(self.texts())
+                self._forget([text for text in texts if text not in here])
+                self._erased.popleft()
             ends = self._clock() + _SECONDS
             return self._update(enough=lambda chunks: chunks >= _PASSAGES or self._clock() > ends)
 
@@ -278,14 +283,6 @@ class Folder:
     def _erase(self, texts: Sequence[str]) -> None:
         self._erased.append((self._clock() + self._lasting, list(texts)))
         self._forget(texts)
-
-    def _erase_once_more(self) -> None:
-        """Erase what answers stored that were under way when their texts went, unless a file has them again."""
-        while self._erased and self._erased[0][0] < self._clock():
-            texts = self._erased[0][1]
-            here = set(self.texts())
-            self._forget([text for text in texts if text not in here])
-            self._erased.popleft()
 
     def warm_some(self, engine: BlendEngine) -> bool:
         """Store the KV of some passages; whether any were left."""

@@ -35,8 +35,13 @@ function turnView(turn) {
     }
     showMarkdown(words, text);
     if (turn.status === "done" && shown.text !== text) {
-      shown.text = text;
-      finish(words, turn, shown);
+      Object.assign(shown, { text, marked: false });
+      cite(words, turn.question, turn.sources, (at) => openPassage(turn, turn.sources[at]));
+      if (turn.first !== undefined) {
+        const other = el("div");
+        showMarkdown(other, (shown.first ? turn.answer : turn.first).trimStart());
+        shown.marked = markChanges(words, other, shown.first ? "del" : "ins");
+      }
     }
     words.hidden = !text;
     fold.hidden = !turn.thought;
@@ -48,7 +53,11 @@ function turnView(turn) {
     showVerification(verification, turn, shown, turnOver);
     whenChanged(sources, turn.sources.length, () => sourcesView(turn));
     whenChanged(foot, [turn.status, Boolean(turn.report)].join(), () => footView(turn));
-    showVerdict(verdict, turn);
+    // The comparison in a sentence, where the answer is read.
+    const { blend, full, reuse } = Object.fromEntries(turn.rows.map((row) => [row.method, row]));
+    verdict.hidden = turn.comparing || !(blend && full && reuse);
+    const answers = (row) => (row.same_as_full ? "answers as full recompute does" : "answers unlike full recompute");
+    if (!verdict.hidden) setText(verdict, `Blending ${answers(blend)}, ${faster(blend.ttft_s, full.ttft_s)}. Full KV reuse ${answers(reuse)}.`);
     root.classList.toggle("shown", turn.id === state.selected);
   };
   update();
@@ -64,16 +73,6 @@ function whenChanged(node, facts, view) {
   if (node.dataset.facts === String(facts)) return;
   node.dataset.facts = facts;
   node.replaceChildren(...[view()].flat().filter(Boolean));
-}
-
-/** Add to the words of an answer that has ended: citations, and marks where it was corrected. */
-function finish(words, turn, shown) {
-  cite(words, turn.question, turn.sources, (at) => openPassage(turn, turn.sources[at]));
-  shown.marked = false;
-  if (turn.first === undefined) return;
-  const other = el("div");
-  showMarkdown(other, (shown.first ? turn.answer : turn.first).trimStart());
-  shown.marked = markChanges(words, other, shown.first ? "del" : "ins");
 }
 
 /** What is to be said of an answer that has ended, if anything. */
@@ -130,15 +129,6 @@ function footView(turn) {
   return [...parts, ...notes.filter(Boolean).map((text) => el("span", { class: "follows", text }))];
 }
 
-/** The comparison in a sentence, where the answer is read. */
-function showVerdict(node, turn) {
-  const { blend, full, reuse } = Object.fromEntries(turn.rows.map((row) => [row.method, row]));
-  node.hidden = turn.comparing || !(blend && full && reuse);
-  if (node.hidden) return;
-  const answers = (row) => (row.same_as_full ? "answers as full recompute does" : "answers unlike full recompute");
-  setText(node, `Blending ${answers(blend)}, ${faster(blend.ttft_s, full.ttft_s)}. Full KV reuse ${answers(reuse)}.`);
-}
-
 /** The text in pieces, with words of the answer marked; not the short ones, which say nothing. */
 function marked(text, answer) {
   const words = new Set(answer.toLowerCase().match(/[\p{L}\p{N}]{4,}/gu));
@@ -191,6 +181,7 @@ async function openPassage({ answer }, source) {
   }
 }
 
+/** What stands there before anything was asked. */
 function emptyState() {
   const { folder, documents } = state.server ?? {};
   if (!folder) return hint("Opening the documents…", { class: "hint busy loading", role: "status" });
@@ -223,13 +214,6 @@ function showSuggestions() {
   box.replaceChildren(el("h3", { text: first ? "Try one of these" : "Try next" }), el("ul", {}, items));
 }
 
-/** New words scroll into sight only for a reader who is at the end already. */
-function followDown(turn) {
-  const thread = $("thread");
-  const gap = thread.scrollHeight - thread.scrollTop - thread.clientHeight;
-  if (views.get(turn.id)?.root === $("turns").lastElementChild && gap > 0 && gap < 160) thread.scrollTop = thread.scrollHeight;
-}
-
 export function startConversation() {
   on("chat", renderAll);
   on("server", () => (turns().length ? showSuggestions() : renderAll()));
@@ -237,7 +221,10 @@ export function startConversation() {
   on("selected", () => views.forEach(({ update }) => update()));
   on("turn", (turn) => {
     views.get(turn.id)?.update();
-    followDown(turn);
+    // New words scroll into sight only for a reader who is at the end already.
+    const thread = $("thread");
+    const gap = thread.scrollHeight - thread.scrollTop - thread.clientHeight;
+    if (views.get(turn.id)?.root === $("turns").lastElementChild && gap > 0 && gap < 160) thread.scrollTop = thread.scrollHeight;
   });
   renderAll();
 }

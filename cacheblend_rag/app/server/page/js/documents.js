@@ -47,16 +47,15 @@ function failed(error) {
   if (!(error instanceof ApiError)) throw error;
 }
 
-function tick({ id, name }, wanted) {
-  const others = (state.documents ?? []).filter((one) => one.id !== id);
-  const now = wanted ? [...others, { id, name }] : others;
-  choose({ documents: now.length ? now : null });
-}
-
 function documentView({ id, name, bytes: size, passages, state: how, reason, own }) {
   const ready = how === "ready";
   const text = COMING[how] ?? (ready ? `${count(passages, "passage")} · ${bytes(size)}` : (reason ?? "It could not be read."));
-  const box = el("input", { type: "checkbox", data: { id }, disabled: !ready, on: { change: () => tick({ id, name }, box.checked) } });
+  const tick = () => {
+    const others = (state.documents ?? []).filter((one) => one.id !== id);
+    const now = box.checked ? [...others, { id, name }] : others;
+    choose({ documents: now.length ? now : null });
+  };
+  const box = el("input", { type: "checkbox", data: { id }, disabled: !ready, on: { change: tick } });
   const remove = button("Delete", () => confirmInPlace(remove, "Delete it, and its stored KV?", async (back) => {
     try {
       await call("DELETE", `api/documents/${encodeURIComponent(id)}`);

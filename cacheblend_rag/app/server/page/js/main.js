@@ -13,16 +13,6 @@ import { follow } from "./verification.js";
 
 const LINES = 7; // of a question before it scrolls
 
-/** As the system has it until it is chosen here. */
-function startTheme() {
-  const root = document.documentElement;
-  $("theme").addEventListener("click", () => {
-    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = isDark ? "light" : "dark";
-    localStorage.setItem(THEME, root.dataset.theme);
-  });
-}
-
 /** Where the server wants an API key: ask for it, and begin anew with it, so that nothing of another's is left in the page. */
 function startKey() {
   const dialog = $("key");
@@ -76,16 +66,6 @@ function startComposer() {
   refresh();
 }
 
-function showModels() {
-  const { models, embedder } = state.server;
-  const { name, layers } = model();
-  $("model").textContent = models.length > 1 ? "" : `${name.split("/").at(-1)} · ${layers} layers`;
-  $("model").title = `${name}, ${layers} layers${embedder ? `; embedder ${embedder}` : ""}`;
-  $("models").hidden = models.length < 2;
-  $("model-choice").replaceChildren(...models.map((one) => el("option", { value: one.name, text: one.name })));
-  $("model-choice").value = name;
-}
-
 async function load() {
   try {
     await refreshServer();
@@ -100,7 +80,12 @@ async function load() {
 }
 
 restore();
-startTheme();
+$("theme").addEventListener("click", () => {
+  const { dataset } = document.documentElement; // as the system has it until it is chosen here
+  const isDark = dataset.theme ? dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem(THEME, dataset.theme);
+});
 startKey();
 startConversation();
 startComposer();
@@ -108,7 +93,15 @@ startSettings();
 startPanel();
 startDocuments();
 startHistory();
-on("server", showModels);
+on("server", () => {
+  const { models, embedder } = state.server;
+  const { name, layers } = model();
+  $("model").textContent = models.length > 1 ? "" : `${name.split("/").at(-1)} · ${layers} layers`;
+  $("model").title = `${name}, ${layers} layers${embedder ? `; embedder ${embedder}` : ""}`;
+  $("models").hidden = models.length < 2;
+  $("model-choice").replaceChildren(...models.map((one) => el("option", { value: one.name, text: one.name })));
+  $("model-choice").value = name;
+});
 $("model-choice").addEventListener("change", (event) => choose({ model: event.target.value }));
 document.addEventListener("visibilitychange", () => document.hidden || !state.server || refreshServer().catch(() => {})); // what is done next says so
 document.addEventListener("show-panel", ({ detail }) => {

@@ -77,11 +77,6 @@ function viewOf(token, inside) {
   return view ? view(token, inside) : el(token.tag, {}, inside);
 }
 
-/** A block; what lies too deep in it would be left out, so that such a block stays as it was written. */
-function viewOfBlock({ tokens, lines }) {
-  return tokens.some(({ level }) => level >= DEEPEST - 1) ? el("p", { text: lines }) : nodesOf(tokens);
-}
-
 /** The text in blocks: their tokens, their lines, and the source that they depend on. */
 function blocksOf(text) {
   const lines = text.split(/\r\n?|\n/);
@@ -105,6 +100,9 @@ export function showMarkdown(node, text) {
   while (same < blocks.length && blocks[same].source === before[same]) same += 1;
   if (same === blocks.length && same === before.length) return;
   while (node.childNodes.length > same) node.lastChild.remove();
-  node.append(...blocks.slice(same).flatMap(viewOfBlock));
+  for (const { tokens, lines } of blocks.slice(same)) {
+    // What lies too deep in a block would be left out, so that such a block stays as it was written.
+    node.append(...(tokens.some(({ level }) => level >= DEEPEST - 1) ? [el("p", { text: lines })] : nodesOf(tokens)));
+  }
   shown.set(node, blocks.map(({ source }) => source));
 }

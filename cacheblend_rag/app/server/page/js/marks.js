@@ -1,6 +1,6 @@
 // Marks in the words of an answer: which passage a sentence comes from, and which words a correction changed.
 
-import { el } from "./dom.js";
+import { button, el } from "./dom.js";
 
 const LEAST = 4; // letters; shorter words say nothing about where a sentence comes from
 const SHARED = 0.6; // of a sentence's words, rare ones weighing more, that its passage must have
@@ -36,14 +36,13 @@ export function cite(node, question, sources, open) {
   for (const block of node.querySelectorAll(BLOCKS)) {
     if (block.querySelector(BLOCKS)) continue; // its blocks are looked at by themselves
     const marks = [...sentences.segment(block.textContent)].map(({ segment, index }) => ({ end: index + segment.trimEnd().length, at: find(segment) }));
-    for (const { end, at } of marks.reverse()) if (at !== null) markAt(block, end, markView(at, sources[at], open));
+    for (const { end, at } of marks.reverse().filter((one) => one.at !== null)) {
+      const title = sources[at].document;
+      // The number is drawn, so that it is neither selected nor copied as part of the answer.
+      const props = { class: "cite", data: { number: at + 1 }, "aria-label": `From passage ${at + 1}: ${title}, open it`, title };
+      markAt(block, end, button("", () => open(at), props));
+    }
   }
-}
-
-function markView(at, source, open) {
-  const label = `From passage ${at + 1}: ${source.document}, open it`;
-  // The number is drawn, so that it is neither selected nor copied as part of the answer.
-  return el("button", { type: "button", class: "cite", data: { number: at + 1 }, "aria-label": label, title: source.document, on: { click: () => open(at) } });
 }
 
 function textsIn(node) {
@@ -72,22 +71,16 @@ function markAt(block, characters, mark) {
   }
 }
 
-/** Which of `words` change between them and `others`: all between what begins and what ends both. */
-function changedWords(words, others) {
-  const most = Math.min(words.length, others.length);
-  let [begin, end] = [0, 0];
-  while (begin < most && words[begin] === others[begin]) begin += 1;
-  while (end < most - begin && words.at(-1 - end) === others.at(-1 - end)) end += 1;
-  return words.map((_, at) => at >= begin && at < words.length - end);
-}
-
 /** Mark the words of a node that another does not have in their place, by elements such as `ins`; whether there are any. */
 export function markChanges(node, other, tag) {
   const wordsIn = (one) => textsIn(one).flatMap((text) => [...text.data.matchAll(/\S+/gu)].map(({ 0: word, index }) => ({ text, word, start: index, end: index + word.length })));
-  const words = wordsIn(node);
-  const changed = changedWords(words.map(({ word }) => word), wordsIn(other).map(({ word }) => word));
+  const [words, others] = [wordsIn(node), wordsIn(other)];
+  const most = Math.min(words.length, others.length);
+  let [same, after] = [0, 0]; // words that begin both texts, and that end both: all between them have changed
+  while (same < most && words[same].word === others[same].word) same += 1;
+  while (after < most - same && words.at(-1 - after).word === others.at(-1 - after).word) after += 1;
   const runs = [];
-  for (const { text, start, end } of words.filter((_, at) => changed[at])) {
+  for (const { text, start, end } of words.slice(same, words.length - after)) {
     if (runs.at(-1)?.text === text) runs.at(-1).end = end;
     else runs.push({ text, start, end });
   }

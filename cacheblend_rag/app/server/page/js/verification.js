@@ -5,7 +5,7 @@ import { button, el } from "./dom.js";
 import { changed, chatOf, model, saveChat, state } from "./store.js";
 
 const WAIT = 20; // seconds that the server may take to answer; less where several answers wait
-const AGAIN = 4; // seconds until it is asked again if it could not say
+const AGAIN = 4000; // milliseconds until it is asked again if it could not say
 const SIGNS = { waiting: "…", verified: "✓", corrected: "≠", "given up": "–", lost: "–" };
 const SAME = "The same answer as without stored KV. Whether it is true was not checked.";
 
@@ -43,20 +43,6 @@ export function showVerification(node, turn, shown, turnOver) {
 
 const isWaiting = (turn) => turn.verification?.status === "waiting";
 
-const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
-
-/** Ask once for a turn's verification. */
-async function askFor(turn, wait) {
-  const { verification } = turn;
-  try {
-    takeVerification(turn, await call("GET", `api/answers/${encodeURIComponent(verification.id)}/verification?wait=${wait}`));
-  } catch (error) {
-    if (!(error instanceof ApiError)) throw error;
-    // The server keeps checks in memory alone, so one that was started again knows none.
-    turn.verification = error.status === 404 ? { ...verification, status: "lost" } : { ...verification, reason: error.message };
-  }
-}
-
 let following = false;
 
 /** Ask for all that wait, one after the other: a browser has few connections to a server. */
@@ -66,10 +52,18 @@ export async function follow() {
   try {
     for (let waiting; (waiting = state.chats.flatMap((one) => one.turns).filter(isWaiting)).length; ) {
       for (const turn of waiting) {
-        await askFor(turn, waiting.length > 1 ? 1 : WAIT);
+        const { verification } = turn;
+        const wait = waiting.length > 1 ? 1 : WAIT;
+        try {
+          takeVerification(turn, await call("GET", `api/answers/${encodeURIComponent(verification.id)}/verification?wait=${wait}`));
+        } catch (error) {
+          if (!(error instanceof ApiError)) throw error;
+          // The server keeps checks in memory alone, so one that was started again knows none.
+          turn.verification = error.status === 404 ? { ...verification, status: "lost" } : { ...verification, reason: error.message };
+        }
         changed("turn", turn);
         if (!isWaiting(turn)) saveChat(chatOf(turn));
-        else await pause(turn.verification.reason ? AGAIN : 0.5); // a server that stops does not wait
+        else await new Promise((go) => setTimeout(go, turn.verification.reason ? AGAIN : 500)); // a server that stops does not wait
       }
     }
   } finally {
