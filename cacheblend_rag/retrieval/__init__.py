@@ -6,7 +6,6 @@ load only where they are used.
 ===============  =======================================================================================
 ``documents``    read the files of a folder: text, code, tables, HTML, office formats, books, PDF
 ``office``       workbooks, slides, OpenDocument texts and books as rows and HTML
-``levels``       raised and lowered text of HTML
 ``wordml``       text of Word documents that their converter leaves out
 ``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages

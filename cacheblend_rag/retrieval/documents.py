@@ -25,7 +25,6 @@ from typing import Any
 from xml.parsers import expat
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
-from cacheblend_rag.retrieval.levels import write_levels
 from cacheblend_rag.retrieval.office import MARKUP, chapters, open_document, sheets, slides
 from cacheblend_rag.retrieval.wordml import with_all_text
 
@@ -67,6 +66,16 @@ _BLOCKS: tuple[str, ...] = (
 _BLOCKS += ("hgroup", "legend", "main", "nav", "search", "summary")
 _BLOCK = re.compile(r"display\s*:\s*(block|flex|grid|table|list-item)\b", re.IGNORECASE)
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+# Raised and lowered text that has characters of its own, the marks of other such text, and styles that mean the same.
+_FORMS = {
+    "sup": str.maketrans("0123456789+-−=()", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾"),
+    "sub": str.maketrans("0123456789+-−=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎"),
+}
+_MARKS = {"sup": "^", "sub": "_"}
+_BY_STYLE = re.compile(r"vertical-align\s*:\s*(super|sub)\b", re.IGNORECASE)
+# Signs and marks of notes, which stay as they are, and endings of numbers in other languages: 4e, 1er, 2ème.
+_AS_IT_IS = re.compile(r"st|nd|rd|th|[™℠®©*]|(\[[^\[\]]*\][\s,–-]*)+")
+_ENDING = re.compile(r"(e|ers?|res?|i?ème|es|de|s?te|[rdtmvn][oa]|[ao]s?|è|nds?)\.?")
 _ON_ERROR = ("raise", "skip")
 LEADS_OUT = "it is a link that leads out of the folder"
 
@@ -154,7 +163,7 @@ def _text_of_html(name: str, markup: str) -> str:
             for element in soup.find_all(_is_unseen):
                 element.decompose()
             _keep_apart(soup)
-            write_levels(soup)
+            _write_levels(soup)
             body = converter.convert_soup(soup)
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
@@ -162,6 +171,32 @@ def _text_of_html(name: str, markup: str) -> str:
         raise DocumentError(f"{name} cannot be read as HTML ({type(error).__name__}: {error})") from error
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in body.splitlines())).strip("\n")
     return f"{title}\n\n{text}" if title and title not in text else text
+
+
+def _write_levels(soup: Any) -> None:
+    """Write all raised and lowered text of a page so that its meaning stays in plain text.
+
+    Text of which each character has a raised or lowered form becomes these characters: ``m²``, ``H₂O``. Other text
+    stands after a mark: ``x^n``, ``a_(i,j)``. Endings of numbers, signs and marks of notes stay: ``1st``, ``[4]``.
+    """
+    for element in soup.find_all(style=_BY_STYLE):
+        lowered = re.search(r"vertical-align\s*:\s*sub\b", element["style"], re.IGNORECASE)
+        element.name = "sub" if lowered else "sup"
+    for element in reversed(soup.find_all(("sup", "sub"))):  # the innermost first
+        text, before, after = element.get_text().strip(), element.previous_sibling, element.next_sibling
+        front = str(before or "")
+        # It ends a number, is a sign or a note's number, or begins a line of small print.
+        plain = _AS_IT_IS.fullmatch(text) or not front.strip() or (front[-1:].isdecimal() and _ENDING.fullmatch(text))
+        if element.parent.name == element.name and element.parent.get_text().strip() == text:
+            element.unwrap()
+        elif text and all(ord(one) in _FORMS[element.name] for one in text):
+            for part in list(element.strings):
+                part.replace_with(part.translate(_FORMS[element.name]))
+        elif text and not plain:
+            alone = len(text) == 1 and not str(after or "")[:1].isalnum()
+            bare = alone or (text[0] == "(" and text.find(")") == len(text) - 1)
+            element.insert(0, _MARKS[element.name] if bare else f"{_MARKS[element.name]}(")
+            element.append("" if bare else ")")
 
 
 def _is_unseen(element: Any) -> bool:
