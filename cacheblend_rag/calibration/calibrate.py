@@ -161,8 +161,8 @@ def _behind(
     )
     wanted = dict.fromkeys(chunk.strip() for prompt in prompts for chunk in prompt.chunks)
     texts = list(dict.fromkeys([*(text.strip() for text in corpus), *wanted]))
-    parts = {"config": config, "fingerprint": engine.fingerprint}
-    with TemporaryDirectory() as store, BlendEngine(engine.model, engine.tokenizer, store=store, **parts) as made:
+    make = partial(BlendEngine, engine.model, engine.tokenizer, config=config, fingerprint=engine.fingerprint)
+    with TemporaryDirectory() as folder, make(store=folder) as made:
         made.chunks.warm(texts, only=wanted.keys(), progress=False)
         yield made
 

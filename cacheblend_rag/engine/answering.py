@@ -145,7 +145,7 @@ class Answering:
 
     def fuse(self, prompt: Prompt) -> FusedKV:
         """The KV of a prompt and the logits of its last position, without an answer."""
-        with self.turns.alone():
+        with self.turns.held():
             dropped = self.turns.write_back.begin()
             pipeline = self.pipeline
             with pipeline.route(pipeline.split(pipeline.with_found(prompt))) as route:

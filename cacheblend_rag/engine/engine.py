@@ -264,7 +264,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         for part in (self._parts.prefetcher, self.verifications, self.prompts):
             part.close()
         write_back.close(seconds)
-        with self.turns.scheduler:  # a request on another thread may still be under way
+        with self.turns.scheduler.entered():  # a request on another thread may still be under way
             self.turns.segments.model.release()
             if self._parts.owns_store:
                 self.store.close()

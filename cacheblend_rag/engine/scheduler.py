@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -59,21 +59,20 @@ class _Step(Generic[_Given, _Result]):
 class _LongPass:
     """A long pass that gives way between two of its parts, to all or to steps alone."""
 
-    def __init__(
-        self, spent: ModelTime, *, due: float = math.inf, pause: float = 0.0, steps: int = sys.maxsize
-    ) -> None:
-        self.spent, self.pause = spent, pause
+    def __init__(self, *, due: float = math.inf, pause: float = 0.0, steps: int = sys.maxsize) -> None:
         self.due, self.steps = due, steps
         """It goes before all others once requests have had the model for ``due`` seconds in all, or have taken more
         than so many common steps."""
+        self.pause = pause
+        """Seconds without a holder after which it goes on, where nobody else wants the model."""
         self.to_steps = steps < sys.maxsize
 
 
 class Scheduler:
     """One holder at a time, in the order of asking; background work waits for requests, though not for ever.
 
-    ``with scheduler:`` is for requests beside which no other may be under way, `entered` for those that let others in
-    at every `step`, `background` for background work, one short piece at a time or a long one that will `step_aside`.
+    `entered` is for requests, which let others in at every `step` if they agree to some, `background` for background
+    work, one short piece at a time or a long one that will `step_aside`.
 
     Parameters
     ----------
@@ -94,8 +93,7 @@ class Scheduler:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._condition = clock, threading.Condition()
-        self._busy = False
-        self._owner: int | None = None
+        self._owner: int | None = None  # thread of the holder, which may enter again
         self._depth = 0
         self._begun = 0  # requests under way, the holder's included
         self._queue: deque[ModelTime] = deque()  # requests that have not begun, the first to ask first
@@ -109,27 +107,28 @@ class Scheduler:
         self._step_seconds, self._layer_since = 0.0, 0.0  # what the last step took; when the holder's last layer began
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
-        self._ending = False  # whether nobody is to have the model any more
         self.preparations: list[Callable[[], None]] = []
-        """Called before a holder uses a model; see `prepare`."""
-
-    def __enter__(self) -> None:
-        self._enter(lambda: 0)
-
-    def __exit__(self, *exc: object) -> None:
-        self._leave()
+        """Called by each holder before it uses a model: weights that were put away come back to where they compute."""
 
     @contextmanager
-    def entered(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
-        """Hold the scheduler, with others under way; gives the time that the model works for this request.
+    def entered(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
+        """Hold the scheduler for a request; gives the time that the model works for it.
 
         Parameters
         ----------
         beside : callable
-            How many of them at most; asked where there are some, and to be answered quickly.
+            How many others may be under way; asked where there are some, and to be answered quickly.
         """
-        mine = self._enter(beside)
+        with self._condition:
+            if self._owner == threading.get_ident():
+                mine = self._holder
+                self._depth += 1
+            else:
+                mine = ModelTime(beside)
+                self._wait(self._queue, mine, mine)
+                self._begun += 1
         try:
+            self._prepare()
             yield mine
         finally:
             self._leave()
@@ -163,18 +162,14 @@ class Scheduler:
         """
         if self._nobody_waits:
             return run([given])[0]
-        mine: _Step[_Given, _Result] = _Step(given, run, self._holder)
-        try:
-            with self._condition:
-                self._steps.append(mine)
-                self._release()
-                self._take(mine, mine.spent)
-                waiting = [step for step in self._steps if not step.done and step.run is run]
-            if mine in waiting:
-                self._run(waiting, run)
-        finally:
-            with self._condition:
-                self._steps.remove(mine)
+        spent = self._holder
+        mine: _Step[_Given, _Result] = _Step(given, run, spent)
+        with self._condition:
+            self._release()
+            self._wait(self._steps, mine, spent)
+            together = [mine, *(step for step in self._steps if not step.done and step.run is run)]
+        if not mine.done:
+            self._run(together, run)
         if mine.error is not None:
             raise GenerationError("a step taken together with other answers failed") from mine.error
         return mine.results[0]
@@ -191,10 +186,10 @@ class Scheduler:
         if self._nobody_waits:
             return
         with self._condition:
-            others = self._begun - 1 + (len(self._queue) if self._first_may_begin else 0)
+            spent, others = self._holder, self._begun - 1 + (len(self._queue) if self._first_may_begin else 0)
             self._release()
             due, pause = self._used + seconds * others, seconds * _PAUSE if others else 0.0
-            self._wait_out(_LongPass(self._holder, due=due, pause=pause))
+            self._wait(self._long, _LongPass(due=due, pause=pause), spent, pause)
 
     def let_step(self) -> None:
         """Let the answers under way take one step, if their tokens would come late behind another layer.
@@ -208,19 +203,9 @@ class Scheduler:
         if self._depth > 1 or not self._steps or not late:
             return
         with self._condition:
+            spent = self._holder
             self._release()
-            self._wait_out(_LongPass(self._holder, steps=self._steps_taken))
-
-    def _wait_out(self, mine: _LongPass) -> None:
-        self._long.append(mine)
-        try:
-            while self._busy or self._next() is not mine:
-                wanted = self._busy or self._first_may_begin or self._steps  # by others than long passes
-                self._condition.wait(None if wanted else mine.pause)
-        finally:
-            self._long.remove(mine)
-            self._condition.notify_all()
-        self._hold(mine.spent)
+            self._wait(self._long, _LongPass(steps=self._steps_taken), spent, 0.0)
 
     @property
     def _nobody_waits(self) -> bool:
@@ -230,20 +215,18 @@ class Scheduler:
     @contextmanager
     def background(self) -> Iterator[None]:
         """Hold the scheduler for a piece of background work: once no request wants it, or when its share is due."""
+        if self._owner == threading.get_ident():  # part of a request, or of such a piece
+            with self.entered():
+                yield
+            return
         with self._condition:
-            nested = self._owner == threading.get_ident()  # part of a request, or of such a piece
-            if nested:
-                self._depth += 1
-            else:
-                self._begin_background()
+            self._begin_background()
         try:
+            self._prepare()
             yield
         finally:
             with self._condition:
-                if nested:
-                    self._leave()
-                else:
-                    self._end_background()
+                self._end_background()
 
     def step_aside(self) -> None:
         """Let all requests go before the rest of a long piece of background work, or until its share is due again.
@@ -258,12 +241,7 @@ class Scheduler:
 
     def _begin_background(self) -> None:
         mine = ModelTime(lambda: 0)
-        self._background.append(mine)
-        try:
-            self._take(mine, mine)
-        finally:
-            self._background.remove(mine)
-            self._condition.notify_all()
+        self._wait(self._background, mine, mine)
         self._owed = 0.0 if self._queue or self._begun else _REQUESTS_FIRST
         self._begun += 1
 
@@ -275,11 +253,25 @@ class Scheduler:
         self._used -= mine.seconds
         self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
+    @contextmanager
+    def held_if_idle(self, seconds: float) -> Iterator[bool]:
+        """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held."""
+        with self._condition:
+            used = self._owner is not None or self._begun or self._queue or self._background
+            held = not used and self._clock() - self._freed >= seconds
+            if held:
+                self._hold(ModelTime(lambda: 0))
+                self._begun += 1
+        try:
+            yield held
+        finally:
+            if held:
+                self._leave()
+
     def hold_for_good(self) -> None:
         """Let nobody have the model any more, once its holder has left it."""
-        self._ending = True
         with self._condition:
-            while self._busy and self._owner in {thread.ident for thread in threading.enumerate()}:
+            while self._owner is not None and self._owner in {thread.ident for thread in threading.enumerate()}:
                 if self._owner == threading.get_ident():
                     return
                 self._condition.wait(0.1)  # the holder may end without leaving
@@ -287,20 +279,9 @@ class Scheduler:
 
     # Holding ------------------------------------------------------------------------------------
 
-    def _enter(self, beside: Callable[[], int]) -> ModelTime:
-        with self._condition:
-            if self._owner == threading.get_ident():
-                self._depth += 1
-                return self._holder
-            mine = ModelTime(beside)
-            self._queue.append(mine)
-            try:
-                self._take(mine, mine)
-            finally:
-                self._queue.remove(mine)
-                self._condition.notify_all()  # the first one now may have been waiting for this one
-            self._begun += 1
-            return mine
+    def _prepare(self) -> None:
+        for preparation in tuple(self.preparations):
+            preparation()
 
     def _leave(self) -> None:
         with self._condition:
@@ -361,16 +342,23 @@ class Scheduler:
     @property
     def _background_is_due(self) -> bool:
         """Whether requests have had their share of the model, while background work waits."""
-        held = self._clock() - self._since if self._busy else 0.0
+        held = 0.0 if self._owner is None else self._clock() - self._since
         return bool(self._background) and self._owed <= held
 
-    def _take(self, mine: object, spent: ModelTime) -> None:
-        while self._busy or self._next() is not mine:
-            self._condition.wait()
+    def _wait(self, line: MutableSequence[Any], mine: object, spent: ModelTime, pause: float | None = None) -> None:
+        """Wait in a line until it is the turn of ``mine``, then hold; a pause ends when no other wants the model."""
+        line.append(mine)
+        try:
+            while self._owner is not None or self._next() is not mine:
+                idle = pause is not None and self._owner is None and not (self._first_may_begin or self._steps)
+                self._condition.wait(pause if idle else None)
+        finally:
+            line.remove(mine)
+            self._condition.notify_all()  # who is next now may have been waiting for this one
         self._hold(spent)
 
     def _hold(self, spent: ModelTime) -> None:
-        self._busy, self._owner, self._depth = True, threading.get_ident(), 1
+        self._owner, self._depth = threading.get_ident(), 1
         self._holder, self._since = spent, self._clock()
         self._layer_since = self._since
 
@@ -381,31 +369,8 @@ class Scheduler:
         self._used += held
         if self._background:
             self._owed -= held
-        self._busy, self._owner, self._depth = False, None, 0
+        self._owner, self._depth = None, 0
         self._condition.notify_all()
-
-
-def prepare(scheduler: Scheduler) -> None:
-    """Bring weights that were put away to where they compute. Called by a holder before it uses a model."""
-    for preparation in tuple(scheduler.preparations):
-        preparation()
-
-
-@contextmanager
-def held_if_idle(scheduler: Scheduler, seconds: float) -> Iterator[bool]:
-    """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held."""
-    with scheduler._condition:
-        used = scheduler._busy or scheduler._begun or scheduler._queue or scheduler._background
-        held = not used and scheduler._clock() - scheduler._freed >= seconds
-        if held:
-            scheduler._hold(ModelTime(lambda: 0))
-            scheduler._begun += 1
-    try:
-        yield held
-    finally:
-        if held:
-            with scheduler._condition:
-                scheduler._leave()
 
 
 def all_schedulers() -> list[Scheduler]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from cacheblend_rag.engine.decode import Step
 from cacheblend_rag.engine.pipeline import Pauses
 from cacheblend_rag.engine.prompt_lookup import TRIED_AT_ONCE, PromptLookup
 from cacheblend_rag.engine.route import Fused
-from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, prepare
+from cacheblend_rag.engine.scheduler import ModelTime, Scheduler
 from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import ConfigError, GenerationError
@@ -59,9 +58,13 @@ class Turns:
         """The options."""
         return self.segments.config
 
-    def alone(self) -> AbstractContextManager[ModelTime]:
-        """Hold the model and the store for one request, with no other under way."""
-        return self._held(lambda: 0)
+    @contextmanager
+    def held(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
+        """Hold the model and the store for one request; by default with no other under way."""
+        with self.scheduler.entered(beside) as spent:
+            self.check_open()
+            self.segments.model.look()
+            yield spent
 
     def beside_others(self, prompt: Prompt, new_tokens: int | None) -> AbstractContextManager[ModelTime]:
         """Hold the model and the store for a prompt, beside others that have begun.
@@ -73,17 +76,17 @@ class Turns:
             Most tokens of its answer.
         """
         if not self.several:
-            return self.alone()
+            return self.held()
         # No tokenizer makes more tokens than there are bytes.
         size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
-        return self._held(partial(self._room_beside, size + (new_tokens or DEFAULT_NEW_TOKENS)))
+        tokens = size + (new_tokens or DEFAULT_NEW_TOKENS)
+        return self.held(lambda: self.config.max_concurrent - 1 if self.batched_decode.fit(tokens) else 0)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
         with self.scheduler.entered(lambda: sys.maxsize):
             self.check_open()
-            prepare(self.scheduler)
             yield
 
     @contextmanager
@@ -94,17 +97,8 @@ class Turns:
         """
         with self.scheduler.background():
             self.check_open()
-            prepare(self.scheduler)
             self.segments.model.look()
             yield
-
-    @contextmanager
-    def _held(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
-        with self.scheduler.entered(beside) as spent:
-            self.check_open()
-            prepare(self.scheduler)
-            self.segments.model.look()
-            yield spent
 
     def check_open(self) -> None:
         """Refuse to work for an engine that was closed."""
@@ -116,16 +110,13 @@ class Turns:
         """Whether answers may be under way at once."""
         return self.config.max_concurrent > 1 and self.batched_decode.possible
 
-    def _room_beside(self, tokens: int) -> int:
-        """How many others may be under way when a prompt of so many tokens at most is begun."""
-        return self.config.max_concurrent - 1 if self.batched_decode.fit(tokens) else 0
-
     # Within a turn -------------------------------------------------------------------------
 
     def pauses(self, cancelled: Callable[[], bool]) -> Pauses | None:
         """Pauses of a prefill, in which others use the model; None if there are no others."""
         if not self.several:
             return None
+        on_cpu = self.segments.model.adapter.device.type == "cpu"
 
         def between(seconds: float) -> None:
             _go_on(cancelled)
@@ -133,13 +124,14 @@ class Turns:
 
         def each_layer() -> None:
             _go_on(cancelled)
-            if self._on_cpu:
+            if on_cpu:  # a layer takes a millisecond on a GPU
                 self.scheduler.let_step()
 
         return Pauses(between, each_layer)
 
     def pauses_in_background(self, cancelled: Callable[[], bool]) -> Pauses:
         """Pauses of a prefill in the background, in which all requests go first."""
+        on_cpu = self.segments.model.adapter.device.type == "cpu"
 
         def between(seconds: float) -> None:
             _go_on(cancelled)
@@ -147,16 +139,10 @@ class Turns:
             _go_on(cancelled)
 
         def each_layer() -> None:
-            if self._on_cpu:
+            if on_cpu:  # a layer takes a millisecond on a GPU
                 between(0.0)
 
         return Pauses(between, each_layer)
-
-    @property
-    def _on_cpu(self) -> bool:
-        """Whether a layer takes so long that others should not wait for more than one; a millisecond on a GPU."""
-        device: torch.device = self.segments.model.adapter.device
-        return device.type == "cpu"
 
     @contextmanager
     def steps(self, fused: Fused) -> Iterator[Step]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.engine.scheduler import Scheduler, prepare
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.store.base import RecordInfo
@@ -270,7 +270,6 @@ class WriteBack:
                 self._jobs.popleft()
         started = time.perf_counter()
         try:
-            prepare(self._scheduler)
             run_pass(self._doing)
         except Exception:
             _log.exception("storing %s failed", ", ".join(name for name, _ in self._doing))

@@ -37,7 +37,7 @@ def test_waiting_request_goes_first_and_steps_are_taken_together() -> None:
             events.append(f"{name} ends")
 
     with ThreadPoolExecutor(4) as pool:
-        with scheduler:
+        with scheduler.entered():
             asked = []
             for number, (name, steps) in enumerate((("a", 3), ("b", 2), ("c", 1), ("d", 1)), 1):
                 asked.append(pool.submit(answer, name, steps))
@@ -98,7 +98,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle() -> None:
                 work("background")
 
     with ThreadPoolExecutor(3) as pool:
-        with scheduler:
+        with scheduler.entered():
             asked = [pool.submit(requests) for _ in range(2)]
             until(lambda: scheduler.waiting == 2)
             background = pool.submit(pieces)
@@ -136,7 +136,7 @@ def test_long_pass_that_gives_way_lets_others_take_steps_for_as_long() -> None:
             ended.append(name)
 
     with ThreadPoolExecutor(3) as pool:
-        with scheduler:
+        with scheduler.entered():
             asked = []
             for number, work in enumerate((answer, lambda: prefill("a"), lambda: prefill("b")), 1):
                 asked.append(pool.submit(work))
@@ -211,7 +211,7 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins() ->
             events.append("later")
 
     with ThreadPoolExecutor(4) as pool:
-        with scheduler:
+        with scheduler.entered():
             asked = [pool.submit(answer, name) for name in "ab"]
             until(lambda: scheduler.waiting == 2)
             asked.append(pool.submit(blend))

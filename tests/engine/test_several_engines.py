@@ -120,7 +120,7 @@ def test_engines_over_one_model_take_turns() -> None:
     with one, other, apart:
         alone = other.generate(PROMPT, max_new_tokens=3).token_ids
         with ThreadPoolExecutor(1) as pool:
-            with scheduler_of(model):
+            with scheduler_of(model).entered():
                 assert apart.generate(PROMPT, max_new_tokens=1).token_ids  # another model waits for nobody
                 asked = pool.submit(other.generate, PROMPT, max_new_tokens=3)
                 until(lambda: scheduler_of(one.model).waiting)

@@ -95,7 +95,7 @@ def test_requests_go_before_the_rest_of_a_check(begun: threading.Event) -> None:
 def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     engine = reused(verify="idle")
     with engine:
-        with engine.turns.scheduler:  # a request would let the first check go on
+        with engine.turns.scheduler.entered():  # a request would let the first check go on
             answers = [engine.generate(PROMPT, max_new_tokens=4) for _ in range(3)]
         assert begun.wait(60)
     found = [engine.verifications.result(one.verification.id) for one in answers]
@@ -134,7 +134,7 @@ def test_check_that_fails_is_given_up_and_the_next_one_is_done(
 def test_answer_of_another_state_of_the_model_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused(verify="idle") as engine:
         identity = engine.turns.segments.model._identity
-        with engine.turns.scheduler:  # so that the check waits
+        with engine.turns.scheduler.entered():  # so that the check waits
             answer = engine.generate(PROMPT, max_new_tokens=4)
             monkeypatch.setattr(identity, "refresh", lambda: setattr(identity, "value", "an adapter was switched"))
         found = checked(engine, answer)
@@ -161,7 +161,7 @@ def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, 
     with reused(verify="idle", write_back="off") as engine:
         other = engine.with_config(salt="another tenant")
         other.warm(CHUNKS)
-        with engine.turns.scheduler:  # a request would let the first check go on
+        with engine.turns.scheduler.entered():  # a request would let the first check go on
             asked = (engine, other) if under_way else (other, engine)
             answers = {one: one.generate(PROMPT, max_new_tokens=4) for one in asked}
         answer, first = answers[engine], answers[other]
@@ -169,7 +169,7 @@ def test_forgetting_a_chunk_gives_up_the_checks_of_its_prompts(under_way: bool, 
         engine.forget(CHUNKS[1:2])
         found = checked(engine, answer)
         assert (found.status, found.reason) == ("given up", "a chunk of its prompt was forgotten")
-        with engine.turns.scheduler:  # the check of the other tenant waits for a request
+        with engine.turns.scheduler.entered():  # the check of the other tenant waits for a request
             pass
         begun.set()
         engine.generate("What fell?", max_new_tokens=1, verify="off")
@@ -192,7 +192,7 @@ def test_drawn_answer_is_checked_later_by_the_same_random_numbers() -> None:
     drawn = {"max_new_tokens": 12, "temperature": 1.0, "seed": None}
     with reused(verify="idle") as engine:
         torch.manual_seed(5)
-        with engine.turns.scheduler:  # so that the check waits
+        with engine.turns.scheduler.entered():  # so that the check waits
             answer = engine.generate(PROMPT, **drawn)
             torch.manual_seed(6)
             state = torch.random.get_rng_state()

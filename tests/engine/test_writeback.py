@@ -76,7 +76,7 @@ def test_small_chunks_of_a_prompt_are_computed_in_one_pass(condition: str, monke
 def test_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, done = Scheduler(), []
     queue = WriteBack(scheduler, limit=2)
-    with scheduler:
+    with scheduler.entered():
         queue.submit("a", Job(lambda: done.append("a")))
         for name in ("b", "b", "c", "d"):
             queue.submit(name, Job(partial(done.append, name)))
@@ -114,7 +114,7 @@ def test_jobs_are_dropped_without_waiting_for_others_but_for_what_is_being_done(
         assert goes_on.wait(60)
         done.append("long")
 
-    with scheduler:
+    with scheduler.entered():
         for name in ("a", "b", "c"):
             queue.submit(name, Job(partial(done.append, name), 30))
         queue.drop(lambda name, job: name in ("a", "c"))  # nothing can be done meanwhile

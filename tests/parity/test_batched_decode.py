@@ -34,7 +34,7 @@ PROMPTS = [
 def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> list[Generation]:
     """Their answers, all begun before the first of them is let in."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        with scheduler_of(engine.model):
+        with scheduler_of(engine.model).entered():
             asked = [pool.submit(engine.generate, prompt, **options) for prompt in prompts]
             until(lambda: scheduler_of(engine.model).waiting == len(prompts))
         return [one.result(120) for one in asked]
@@ -349,7 +349,7 @@ def test_failed_step_ends_its_own_answers_and_no_others(engine: BlendEngine, mon
     with monkeypatch.context() as patch:
         patch.setattr(BatchedDecode, "one_pass", lambda self, asked: torch.empty(2**62))
         with ThreadPoolExecutor(3) as pool:
-            with scheduler_of(engine.model):
+            with scheduler_of(engine.model).entered():
                 asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]
                 until(lambda: scheduler_of(engine.model).waiting == 3)
             errors = [one.exception(120) for one in asked]

@@ -235,7 +235,7 @@ def test_changed_adapter_is_another() -> None:
 def test_misses_of_one_adapter_are_not_stored_for_the_next() -> None:
     model = two_adapters()
     with engine_of(model, write_back="background", prompt_cache=0) as engine:
-        with scheduler_of(engine.model):  # storing waits until nothing else runs
+        with scheduler_of(engine.model).entered():  # storing waits until nothing else runs
             engine.generate(PROMPT, max_new_tokens=1)
             model.set_adapter("two")
         engine.flush()

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag import BlendConfig, BlendEngine, config
 from cacheblend_rag.app.server.services.keep_alive import KeepAlive
-from cacheblend_rag.engine.scheduler import Scheduler, held_if_idle
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError
 from tests import tiny
 from tests.app.server.common import client_of, running, settings_for
@@ -103,13 +103,13 @@ def test_weights_that_cannot_be_put_away_are_refused_at_the_start(tmp_path: Path
 def test_scheduler_is_held_only_if_nobody_has_wanted_the_model_for_so_long() -> None:
     now = [100.0]
     scheduler = Scheduler(lambda: now[0])
-    with scheduler, held_if_idle(scheduler, 0.0) as held:
+    with scheduler.entered(), scheduler.held_if_idle(0.0) as held:
         assert not held
     now[0] = 109.0
-    with held_if_idle(scheduler, 10.0) as held:
+    with scheduler.held_if_idle(10.0) as held:
         assert not held
     now[0] = 110.0
-    with held_if_idle(scheduler, 10.0) as held:
+    with scheduler.held_if_idle(10.0) as held:
         assert held
-    with scheduler:
+    with scheduler.entered():
         assert scheduler.alone

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.scheduler import held_if_idle
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.products import drop_copies
 from cacheblend_rag.models.memory import give_back_unused
@@ -80,7 +79,7 @@ class KeepAlive:
         """Give the memory back if it is time."""
         if self.away:
             return
-        with held_if_idle(self._scheduler, self.seconds) as held:
+        with self._scheduler.held_if_idle(self.seconds) as held:
             if held:
                 self._put_away()
                 _log.info("the model was not used for %g s; the memory of its weights is free", self.seconds)
