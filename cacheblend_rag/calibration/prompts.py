@@ -62,7 +62,9 @@ def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, s
     ]
     found = []
     for anchor in anchors[:count]:
-        beside = [place for place in (anchor - 1, anchor + 1) if _same_file(chunks, anchor, place)]
+        beside = [place for place in (anchor - 1, anchor + 1) if 0 <= place < len(chunks)]
+        file = chunks[anchor].metadata.get("source")
+        beside = [place for place in beside if chunks[place].metadata.get("source") == file]
         rest = [place for place in range(len(chunks)) if place != anchor and place not in beside]
         others = [*beside, *chooser.sample(rest, min(len(rest), max(0, per_prompt - 1 - len(beside))))]
         places = [anchor, *others][:per_prompt]
@@ -233,11 +235,6 @@ def frame_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
 
 def _prompt(chunks: Sequence[str], question: str) -> Prompt:
     return Prompt(STUFF.prefix, chunks, STUFF.suffix.replace("{q}", question))
-
-
-def _same_file(chunks: Sequence[Document], one: int, other: int) -> bool:
-    inside = 0 <= other < len(chunks)
-    return inside and chunks[one].metadata.get("source") == chunks[other].metadata.get("source")
 
 
 def _subject(text: str, words: WordRanker, chooser: random.Random) -> str:

@@ -9,7 +9,6 @@ from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.route import Blend, Fused, Prefill
 from cacheblend_rag.engine.segments import Kind
 from cacheblend_rag.engine.verification import CheckedAnswer
-from cacheblend_rag.loading import LoadingPlan
 from cacheblend_rag.prompt import DocumentPlace
 from cacheblend_rag.report import BlendReport, DocumentUse, ExpectedTimes, Verification
 
@@ -36,6 +35,11 @@ def report_of(
     route, whole, layers = fused.route, fused.route.fit.split, len(fused.computed)
     blend = route if isinstance(route, Blend) else None
     tiers, decoded = _tiers(fused), None if checked is None else checked.decoded
+    plan, expected = None if blend is None else blend.plan, None
+    if plan is not None:
+        expected = ExpectedTimes(plan.load_seconds, plan.recompute_seconds, plan.prefill_seconds)
+    # Those of a kept prompt come first.
+    chunks = () if blend is None else enumerate(blend.chunks, len(whole.chunks) - len(blend.chunks))
     reads_whole_prefix = blend is not None and blend.begun is None and blend.prefix_hit
     return BlendReport(
         input_ids=whole.input_ids,
@@ -45,7 +49,7 @@ def report_of(
         hits=len(tiers) - tiers.count(""),
         misses=tiers.count(""),
         chunk_tiers=tiers,
-        variants=() if blend is None else _variants(blend, len(whole.chunks) - len(blend.chunks)),
+        variants=tuple(number for number, one in chunks if one.kind is Kind.VARIANT and tiers[number]),
         left_out=route.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= fused.resumed or reads_whole_prefix,
         reused_tokens=_reused_tokens(fused),
@@ -57,7 +61,7 @@ def report_of(
         plain_reason=route.why if isinstance(route, Prefill) else "",
         lost=fused.lost,
         recompute_ratio=0.0 if blend is None else blend.ratio,
-        expected=None if blend is None or blend.plan is None else _expected(blend.plan),
+        expected=expected,
         seconds=dataclasses.replace(
             fused.seconds, split=route.fit.seconds, look_up=route.seconds, first_token=first_token
         ),
@@ -87,16 +91,6 @@ def _tiers(fused: Fused) -> tuple[str, ...]:
     if isinstance(route, Blend):
         return resumed + tuple(route.records[one.key].tier if one.key in route.records else "" for one in route.chunks)
     return resumed + tuple("memory" if span.stop <= fused.resumed else "" for span in split.chunks)
-
-
-def _variants(blend: Blend, resumed: int) -> tuple[int, ...]:
-    """Numbers of the chunks of which a variant is read, behind those of a kept prompt."""
-    chunks = enumerate(blend.chunks, resumed)
-    return tuple(number for number, one in chunks if one.kind is Kind.VARIANT and one.key in blend.records)
-
-
-def _expected(plan: LoadingPlan) -> ExpectedTimes:
-    return ExpectedTimes(plan.load_seconds, plan.recompute_seconds, plan.prefill_seconds)
 
 
 def _reused_tokens(fused: Fused) -> int:

@@ -230,7 +230,7 @@ class Answering:
     ) -> CheckedAnswer | None:
         """The answer that full prefill gives; None if memory ran out."""
         model, ids = self.pipeline.segments.model, route.split.input_ids
-        begun = self.pipeline.beginnings.exact_beginning(route.ticket, ids)
+        begun = route.ticket.exact_cache(ids)
         how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun, "products": model.products}
         try:
             with model.products(decoding=True):
@@ -278,7 +278,7 @@ class Answering:
                 with self.verifications.storing:
                     if not cancelled():  # else one of its chunks was forgotten meanwhile
                         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
-                        self.pipeline.beginnings.keep(route.ticket, split, later, found.cache)
+                        route.ticket.keep(split, later, found.cache)
                         self._keep(dropped.left(self.pipeline.keeping.variant_jobs(route, found.cache)))
             return found.verification
 

@@ -112,7 +112,7 @@ def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
     return list(texts)
 
 
-def _checked(kind: Kind) -> BeforeValidator:
+def checked(kind: Kind) -> BeforeValidator:
     """The check of a field, None apart; an error names the field."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
@@ -141,10 +141,6 @@ def _bias(given: Any) -> Any:
     return {int(token): float(_BIAS.check(f"logit_bias[{token}]", value)) for token, value in given.items()}
 
 
-def _processors(given: Any) -> Any:
-    return [] if given is None else given
-
-
 def _more(given: Any) -> dict[str, Any]:
     """More options of generation, by their names in transformers."""
     check_mapping("additional_kwargs", given, "options of transformers' GenerationConfig")
@@ -160,55 +156,55 @@ class DecodeFields(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True)
 
-    max_new_tokens: Annotated[int | None, _checked(whole(1))] = None
+    max_new_tokens: Annotated[int | None, checked(whole(1))] = None
     """Most tokens of the answer. None takes the generation config's, else 512, or what the context window has room for
     if that is less."""
-    temperature: Annotated[float | None, _checked(_TEMPERATURE)] = None
+    temperature: Annotated[float | None, checked(_TEMPERATURE)] = None
     """0 decodes greedily. None takes the generation config's choice when one is given, else 0."""
-    do_sample: Annotated[bool | None, _checked(FLAG)] = None
+    do_sample: Annotated[bool | None, checked(FLAG)] = None
     """False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the choice to
     ``temperature``."""
-    top_p: Annotated[float | None, _checked(number("above 0, up to 1", lambda p: 0 < p <= 1))] = None
+    top_p: Annotated[float | None, checked(number("above 0, up to 1", lambda p: 0 < p <= 1))] = None
     """Nucleus sampling: the share of probability that the likeliest tokens have together."""
-    top_k: Annotated[int | None, _checked(whole())] = None
+    top_k: Annotated[int | None, checked(whole())] = None
     """Number of the likeliest tokens that are sampled from; 0 for all."""
-    min_p: Annotated[float | None, _checked(_SHARE)] = None
+    min_p: Annotated[float | None, checked(_SHARE)] = None
     """Least probability of the tokens that are sampled from, as a share of the likeliest token's; 0 for all."""
-    repetition_penalty: Annotated[float | None, _checked(_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, checked(_PENALTY)] = None
     """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
-    presence_penalty: Annotated[float | None, _checked(_TAKEN_OFF)] = None
+    presence_penalty: Annotated[float | None, checked(_TAKEN_OFF)] = None
     """Taken off the logit of each token that the answer holds already, as OpenAI defines it; from -2 to 2."""
-    frequency_penalty: Annotated[float | None, _checked(_TAKEN_OFF)] = None
+    frequency_penalty: Annotated[float | None, checked(_TAKEN_OFF)] = None
     """Taken off the logit of a token for each time that the answer holds it; from -2 to 2."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
     """Numbers from -100 to 100 that are added to the logits of single tokens, by token id."""
-    logprobs: Annotated[bool | None, _checked(FLAG)] = None
+    logprobs: Annotated[bool | None, checked(FLAG)] = None
     """Return the log-probability of each token of the answer: the model's own, before bias, penalties and
     temperature. Of a verified answer they are those of its final tokens."""
-    top_logprobs: Annotated[int | None, _checked(whole(0, 20))] = None
+    top_logprobs: Annotated[int | None, checked(whole(0, 20))] = None
     """How many of the likeliest tokens go with the log-probability of each, up to 20; beside ``logprobs=True``."""
-    seed: Annotated[int | None, _checked(whole(-(2**63), 2**64 - 1))] = None
+    seed: Annotated[int | None, checked(whole(-(2**63), 2**64 - 1))] = None
     """Makes sampling repeatable."""
-    verify: Annotated[str | None, _checked(choice(VERIFY))] = None
+    verify: Annotated[str | None, checked(choice(VERIFY))] = None
     """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
     reasoning: Annotated[Reasoning, BeforeValidator(reasoning_of)] = False
     """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. Chat templates
     that have a switch are told so. A thought is never part of the answer."""
-    reasoning_tokens: Annotated[int | None, _checked(whole())] = None
+    reasoning_tokens: Annotated[int | None, checked(whole())] = None
     """Most tokens of a thought, which do not count as tokens of the answer. Then it is ended, and the answer begins.
     None takes 2,048; 512 if reasoning is low, 8,192 if it is high, and 256 if a model thinks without being asked to."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
     """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
     an empty list of a call means that none ends it."""
-    stop_repetition: Annotated[bool | None, _checked(FLAG)] = None
+    stop_repetition: Annotated[bool | None, checked(FLAG)] = None
     """False lets an answer go on that only repeats itself. Else it is ended once its last 128 tokens are one stretch of
     prose, four times or more; 512 tokens if they are no prose, such as rows of a table or of numbers. The report says
     so. An answer by a grammar, and one that has ``min_new_tokens`` before it, goes on."""
-    generation_config: Annotated[Any, _checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
+    generation_config: Annotated[Any, checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
-    logits_processor: Annotated[list[Any], _checked(_PROCESSORS), BeforeValidator(_processors)] = Field(
-        default_factory=list, exclude=True, repr=False
-    )
+    logits_processor: Annotated[
+        list[Any], checked(_PROCESSORS), BeforeValidator(lambda given: [] if given is None else given)
+    ] = Field(default_factory=list, exclude=True, repr=False)
     """Logits processors of transformers, applied to each step."""
     additional_kwargs: Annotated[dict[str, Any], BeforeValidator(_more)] = Field(default_factory=dict)
     """More options of generation by their names in transformers, such as ``{"no_repeat_ngram_size": 3}``."""
@@ -225,7 +221,7 @@ class DecodeOptions(DecodeFields):
 
     model_config = ConfigDict(frozen=True)
 
-    grammar: Annotated[Grammar | None, _checked(_GRAMMAR)] = None
+    grammar: Annotated[Grammar | None, checked(_GRAMMAR)] = None
     """The grammar of the answer, such as a JSON schema; see `BlendEngine.grammar`."""
     answer_begins: str = ""
     """Text that is written for the model where its answer begins, behind a thought. It is no part of the answer."""
@@ -488,7 +484,10 @@ def generate(
     ids, config = inputs["input_ids"], options.resolve(model, tokenizer)
     prompt_tokens = ids.shape[1]
     if window is not None:
-        _end_within(config, window, prompt_tokens)
+        if config.max_new_tokens is None:
+            config.max_length = min(config.max_length, window)
+        else:
+            config.max_new_tokens = min(config.max_new_tokens, max(1, window - prompt_tokens))
     end_ids = frozenset(end_ids_of(config, tokenizer))
     thinking = Thinking(
         tokenizer,
@@ -506,7 +505,7 @@ def generate(
     processors = [thinking.of_answer(one) for one in options.processors(noted, end_ids, vocabulary)]
     processors.append(thinking.forcing(end_ids))
     if options.seed is not None:
-        sample = partial(_drawn_by, options.seed, sample or _own_sample)
+        sample = partial(_drawn_by, options.seed, sample or type(model)._sample)
     with evaluating(model):
         keeping_nothing(model).generate(
             **inputs,
@@ -532,14 +531,6 @@ def _repetition(
 
     # Where as many tokens must be as may be, the length ends it.
     return lambda ids: len(ids) > least and repeats(ids, text_of)
-
-
-def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> None:
-    """Let an answer end where the context window does."""
-    if config.max_new_tokens is None:
-        config.max_length = min(config.max_length, window)
-    else:
-        config.max_new_tokens = min(config.max_new_tokens, max(1, window - prompt_tokens))
 
 
 class _PrefilledModel:
@@ -574,10 +565,6 @@ def _drawn_by(seed: int, sample: Sample, model: Any, input_ids: torch.Tensor, **
         config.do_sample = False
         arguments["logits_processor"] = LogitsProcessorList([*processors, Drawing(seed, input_ids.device)])
     return sample(model, input_ids, **arguments)
-
-
-def _own_sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
-    return type(model)._sample(model, input_ids, **arguments)
 
 
 class _TextAssembler(StoppingCriteria):  # type: ignore[misc]

@@ -12,15 +12,16 @@ from functools import partial
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
-from cacheblend_rag.config import BlendConfig, as_json, check_config, check_mapping, check_names, check_whole
+from cacheblend_rag.config import BlendConfig, as_json, check_config, check_mapping, check_names, whole
 from cacheblend_rag.engine.answer_form import answer_grammar
 from cacheblend_rag.engine.decode import (
     DecodeArguments,
     DecodeFields,
     DecodeOptions,
     calls_early,
+    checked,
     field_error,
     stop_texts,
 )
@@ -50,12 +51,6 @@ _TOLD = (
 )
 _COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
-
-
-def _threads(given: Any) -> Any:
-    if given is not None:
-        check_whole("threads", given, 1)
-    return given
 
 
 class LLMBase(DecodeFields):
@@ -124,7 +119,7 @@ class LLMBase(DecodeFields):
     store: str | list[str] | None = None
     device: str = "auto"
     dtype: str = "auto"
-    threads: Annotated[int | None, BeforeValidator(_threads)] = None
+    threads: Annotated[int | None, checked(whole(1))] = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     blend: dict[str, Any] = Field(default_factory=dict, repr=False)
     model_name: str = ""
@@ -389,7 +384,11 @@ class LLMBase(DecodeFields):
         form, tools, grammar = given.get("response_format"), given.get("tools"), None
         if form is not None or tools:  # before the engine is made there is neither
             grammar = own["grammar"] = answer_grammar(form, tools, given.get("tool_choice"), self.engine.tokenizer)
-        stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
+        config, given_stops = own["generation_config"], (stop, given.get("stop"))
+        called = [text for one in given_stops for text in stop_texts(one)]
+        # The model's own texts that end an answer, and those of its call, which may say that none does.
+        none_ends = not called and any(one is not None for one in given_stops)
+        stops = None if none_ends else [*stop_texts(self.stop), *called]
         if stops is None and getattr(config, "stop_strings", None):
             own["generation_config"] = copy.deepcopy(config)
             own["generation_config"].stop_strings = None
@@ -397,11 +396,6 @@ class LLMBase(DecodeFields):
         if begun and not grammar:
             stops.append(CALL_END)
         return cast(DecodeArguments, {"stop": stops, **own})
-
-    def _stops(self, *given: str | Sequence[str] | None) -> list[str] | None:
-        """Texts that end an answer: the model's own, and those of its call; None if the call says that none does."""
-        own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
-        return None if not called and any(one is not None for one in given) else [*own, *called]
 
     def _model_call(
         self,

@@ -16,7 +16,7 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.keeping import Keeping, has_few_chunks
 from cacheblend_rag.engine.model_in_use import ModelInUse
-from cacheblend_rag.engine.prompt_cache import Beginnings, Begun, PromptCache, Ticket
+from cacheblend_rag.engine.prompt_cache import Begun, PromptCache, Ticket
 from cacheblend_rag.engine.ratio_policy import WORTH, RatioPolicy, controller_beside
 from cacheblend_rag.engine.route import Blend, Fused, Prefill, Route
 from cacheblend_rag.engine.segments import Kind, Segment, Segments
@@ -132,11 +132,6 @@ class Pipeline:
         drops, window = self.config.overflow == "drop_chunks", self.segments.model.adapter.context_window
         check_fits(self.segments.tokenizer, prompt, window, new_tokens, drops)
 
-    @property
-    def beginnings(self) -> Beginnings:
-        """The prompt cache under these options."""
-        return Beginnings(self.prompts, self.segments, self.policy)
-
     # Choose a route ------------------------------------------------------------------------
 
     def route(self, fit: FittedPrompt, plain: bool = False) -> Route:
@@ -153,22 +148,22 @@ class Pipeline:
 
     def _choose(self, fit: FittedPrompt, plain: bool) -> Route:
         split, few, model = fit.split, self.config.min_tokens, self.segments.model
-        beginnings, tokens = self.beginnings, len(split.input_ids)
-        ticket = beginnings.begin(tokens)
+        tokens = len(split.input_ids)
+        ticket = Ticket(self.prompts, self.segments, self.policy, tokens)
         prefill = partial(Prefill, fit=fit, ticket=ticket)
         if not model.adapter.reusable(tokens):
             return prefill(why=model.adapter.plain_reason)
         if has_few_chunks(split, few):
-            return prefill(begun=beginnings.find_exact(ticket, split))
+            return prefill(begun=ticket.find_exact(split))
         if plain:
-            return prefill(begun=beginnings.find_exact(ticket, split), why="verify='held' lets full prefill answer")
-        begun = beginnings.find(ticket, split)
+            return prefill(begun=ticket.find_exact(split), why="verify='held' lets full prefill answer")
+        begun = ticket.find(split)
         if begun is not None and begun.exact and has_few_chunks(begun.split, few):
             return prefill(begun=begun)
         blend = self.blend(fit, ticket, begun)
         if not few or not self.policy.rule.reads_store:
             return blend
-        begun, plan = beginnings.find_exact(ticket, split), self.plan(blend)
+        begun, plan = ticket.find_exact(split), self.plan(blend)
         first = 0 if begun is None else begun.tokens
         reads_more = sum(map(len, (*plan.exact, *plan.reused))) > first
         if reads_more and self.policy.expected_work(blend.rule, blend.ratio, plan, model.blended.shape, first) <= WORTH:
@@ -176,7 +171,7 @@ class Pipeline:
         why = "too little of it is stored to be worth reading"
         return prefill(begun=begun, why=why, instead_of=blend, opened=blend.opened)
 
-    def blend(self, fit: FittedPrompt, ticket: Ticket | None = None, begun: Begun | None = None) -> Blend:
+    def blend(self, fit: FittedPrompt, ticket: Ticket, begun: Begun | None = None) -> Blend:
         """The blend of a prompt from all that is stored of it and worth reading.
 
         Its whole prefix is read from the store rather than a part of it from a kept prompt.
@@ -188,7 +183,7 @@ class Pipeline:
         return self._with_ratio(blend)
 
     def _opened(
-        self, fit: FittedPrompt, ticket: Ticket | None, begun: Begun | None, opened: list[tuple[str, StoredKV]]
+        self, fit: FittedPrompt, ticket: Ticket, begun: Begun | None, opened: list[tuple[str, StoredKV]]
     ) -> Blend:
         """Open what is stored of the prefix and the chunks, or of the chunks behind a kept prompt."""
         segments, split = self.segments, fit.split if begun is None else begun.split
@@ -374,7 +369,7 @@ class Pipeline:
         adapter, tokens, how = model.adapter, len(split.input_ids), pauses or (None, None)
         with model.products():
             if adapter.plain_reason:
-                resumed, result = self.beginnings.prefill(route.ticket, split, *how)
+                resumed, result = route.ticket.prefill(split, *how)
             else:
                 begun = None if route.begun is None else route.begun.new_cache()
                 resumed = 0 if begun is None else begun.get_seq_length()
@@ -406,13 +401,13 @@ class Pipeline:
 
     def keep_answered(self, fused: Fused, answer_ids: Sequence[int]) -> None:
         """Keep a prompt with its answer in memory."""
-        route, beginnings = fused.route, self.beginnings
+        route = fused.route
         self.segments.model.look()  # adapters may have been switched meanwhile
         if self.segments.model.adapter.plain_reason:
-            beginnings.keep_turn(route.ticket, route.split, answer_ids, fused.cache)
+            route.ticket.keep_turn(route.split, answer_ids, fused.cache)
             return
         exact = None if fused.exact or not isinstance(route, Blend) else route.exact_tokens
-        beginnings.keep(route.ticket, route.fit.split, answer_ids, fused.cache, exact)
+        route.ticket.keep(route.fit.split, answer_ids, fused.cache, exact)
 
 
 def open_pipeline(

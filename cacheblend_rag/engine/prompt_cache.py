@@ -31,7 +31,6 @@ from cacheblend_rag.models.cache import first_rows, held_bytes, tokens_read
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import Prefill
 from cacheblend_rag.models.memory import is_out_of_memory, total_memory
-from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.prompt.tokenizer import common_length
 from cacheblend_rag.store.base import RecordInfo, StoredKV
@@ -71,20 +70,6 @@ class PromptKind:
     salt: str
     fingerprint: str
     rule: str
-
-
-class Ticket:
-    """A prompt that is being answered, and that may be kept then.
-
-    Parameters
-    ----------
-    kind : PromptKind
-    """
-
-    def __init__(self, kind: PromptKind) -> None:
-        self.kind = kind
-        self.forgotten: list[Holds] = []
-        """Say what was forgotten since the prompt came."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +149,10 @@ class PromptCache:
         """Bytes of memory that they take."""
         return sum(held_bytes(one.cache) for one in list(self._kept))
 
-    def begin(self, kind: PromptKind) -> Ticket:
-        """Let a prompt be kept later, unless something of it is forgotten meanwhile."""
-        ticket = Ticket(kind)
+    def begin(self, ticket: Ticket) -> None:
+        """Tell a prompt's ticket from now on what is forgotten."""
         with self._lock:
             self._tickets.add(ticket)
-        return ticket
 
     def find(
         self, kind: PromptKind, ids: Sequence[int], chunks: Sequence[Span] = (), exact: bool = True
@@ -200,18 +183,19 @@ class PromptCache:
                 self._kept.append(found)
         return None if found is None else (found, best[0])
 
-    def keep(self, ticket: Ticket, prompt: KeptPrompt, limit: int) -> None:
+    def keep(self, prompt: KeptPrompt, limit: int, forgotten: Sequence[Holds] = ()) -> None:
         """Keep a prompt in place of those that it stands for.
 
         Parameters
         ----------
-        ticket : Ticket
         prompt : KeptPrompt
         limit : int
             Bytes that all may take.
+        forgotten : sequence of callable
+            Say what was forgotten since the prompt came; with some of that, it is not kept.
         """
         with self._lock:
-            if self._closed or any(holds(prompt.texts, prompt.token_ids) for holds in ticket.forgotten):
+            if self._closed or any(holds(prompt.texts, prompt.token_ids) for holds in forgotten):
                 return
             if any(one.whole and one.stands_for(prompt) for one in self._kept):
                 return
@@ -309,9 +293,8 @@ class Begun:
         return first_rows(self.cache, self.tokens)
 
 
-@dataclass(frozen=True)
-class Beginnings:
-    """The prompt cache as an engine under some options uses it.
+class Ticket:
+    """A prompt at the prompt cache: what it goes on from there, and keeping it with its answer.
 
     Parameters
     ----------
@@ -320,64 +303,67 @@ class Beginnings:
         They know the model and the options.
     policy : RatioPolicy
         It knows how prompts are blended.
+    tokens : int
+        Of the prompt.
     """
 
-    cache: PromptCache
-    segments: Segments
-    policy: RatioPolicy
-
-    @property
-    def _adapter(self) -> PlainAdapter:
-        return self.segments.model.adapter
-
-    def kind(self, tokens: int) -> PromptKind:
-        """The kind of a prompt with so many tokens."""
-        fingerprint = fingerprint_in(self.segments.model.fingerprint, self._adapter.regime(tokens) or 0)
-        rule = _blended_by(self.policy.config, self.segments.condition)
-        return PromptKind(self.segments.config.salt, fingerprint, rule)
-
-    def begin(self, tokens: int) -> Ticket | None:
-        """See `PromptCache.begin`; None where nothing is kept."""
+    def __init__(self, cache: PromptCache, segments: Segments, policy: RatioPolicy, tokens: int) -> None:
+        self._cache, self._segments, self._policy = cache, segments, policy
+        adapter = self._adapter = segments.model.adapter
+        self.kind = self._kind(tokens)
+        self.forgotten: list[Holds] = []
+        """Say what was forgotten since the prompt came."""
+        limit = segments.config.prompt_cache
+        self._limit = _auto_limit(adapter.device) if isinstance(limit, str) else limit
         # Where rows depend on one another, no pass over some of them gives what one over all would.
-        adapter = self._adapter
         cannot = not adapter.plain_reason and (adapter.mixes_rows or not adapter.reusable(tokens))
-        return None if cannot or not self.limit else self.cache.begin(self.kind(tokens))
+        if cannot or not policy.rule.reads_store:
+            self._limit = 0
+        if self._limit:
+            cache.begin(self)
 
-    @property
-    def limit(self) -> int:
-        """Most bytes that kept prompts may take."""
-        if not self.policy.rule.reads_store:
-            return 0
-        chosen = self.segments.config.prompt_cache
-        return _auto_limit(self._adapter.device) if isinstance(chosen, str) else chosen
+    def _kind(self, tokens: int) -> PromptKind:
+        """The kind of a prompt with so many tokens, by the model as it is now."""
+        fingerprint = fingerprint_in(self._segments.model.fingerprint, self._adapter.regime(tokens) or 0)
+        config = self._policy.config
+        options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
+        options["condition"] = self._segments.condition  # that chunks are computed behind
+        options["selection_options"] = sorted(config.selection_options.items())
+        return PromptKind(self._segments.config.salt, fingerprint, repr(options))
 
-    def find_exact(self, ticket: Ticket | None, split: TokenizedPrompt) -> Begun | None:
+    def find_exact(self, split: TokenizedPrompt) -> Begun | None:
         """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read."""
-        return self._find(ticket, split, (), exact=True)
+        return self._find(split, (), exact=True)
 
-    def find(self, ticket: Ticket | None, split: TokenizedPrompt) -> Begun | None:
+    def find(self, split: TokenizedPrompt) -> Begun | None:
         """The kept prompt that most can be gone on from, exact or not; no chunk is cut in two."""
-        return self._find(ticket, split, split.chunks, exact=False)
+        return self._find(split, split.chunks, exact=False)
 
-    def _find(self, ticket: Ticket | None, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool) -> Begun | None:
+    def _find(self, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool) -> Begun | None:
         ids = split.input_ids
-        found = None if ticket is None else self.cache.find(ticket.kind, ids, chunks, exact)
+        found = self._cache.find(self.kind, ids, chunks, exact) if self._limit else None
         if found is None:
             return None
         kept, tokens = found
-        model, regime = self.segments.model, self._adapter.regime(len(ids)) or 0
+        model, regime = self._segments.model, self._adapter.regime(len(ids)) or 0
         segment = Segment(Kind.BEGINNING, (), ids[:tokens], _KEPT_KEY, regime, model=model.fingerprint)
-        record = _InMemory(self.segments.info(segment), model.blended, kept.cache)
-        return Begun(_resumed(split, tokens), segment, record, kept.cache, kept.exact_tokens)
+        record = _InMemory(self._segments.info(segment), model.blended, kept.cache)
+        resumed = dataclasses.replace(
+            split,
+            prefix=Span(0, tokens),
+            # A chunk that this cuts in two is no part of it.
+            located=tuple(one for one in split.located if one.span.start >= tokens or one.span.stop > tokens),
+            suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
+        )
+        return Begun(resumed, segment, record, kept.cache, kept.exact_tokens)
 
-    def exact_beginning(self, ticket: Ticket | None, ids: Sequence[int]) -> Any:
+    def exact_cache(self, ids: Sequence[int]) -> Any:
         """A cache with the KV that a full prefill gives to the first of some ids; None without any."""
-        found = None if ticket is None else self.cache.find(ticket.kind, ids)
+        found = self._cache.find(self.kind, ids) if self._limit else None
         return None if found is None else first_rows(found[0].cache, found[1])
 
     def keep(
         self,
-        ticket: Ticket | None,
         split: TokenizedPrompt,
         answer_ids: Sequence[int],
         cache: Any,
@@ -387,8 +373,6 @@ class Beginnings:
 
         Parameters
         ----------
-        ticket : Ticket or None
-            As `begin` gave it.
         split : TokenizedPrompt
             The whole prompt, as it was given.
         answer_ids : sequence of int
@@ -397,24 +381,23 @@ class Beginnings:
         exact_tokens : int, optional
             How many of the first tokens have the KV of a full prefill; by default all.
         """
-        if ticket is None:
+        if not self._limit:
             return
         prompt, ids = split.input_ids, (*split.input_ids, *answer_ids)
         ids = ids[: cache.get_seq_length()]
         regime = self._adapter.regime
-        changed = self.kind(len(prompt)) != ticket.kind or regime(len(ids)) != regime(len(prompt))
+        changed = self._kind(len(prompt)) != self.kind or regime(len(ids)) != regime(len(prompt))
         if changed or len(ids) < max(_LEAST, len(prompt)):
             return
-        if (rows := self.segments.model.blended.at_rest(cache, len(ids))) is None:
+        if (rows := self._segments.model.blended.at_rest(cache, len(ids))) is None:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
             return
         exact = len(ids) if exact_tokens is None else exact_tokens
         texts = frozenset(chunk.text for chunk in split.located)
-        self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(prompt), exact, texts, rows), self.limit)
+        self._keep(KeptPrompt(self.kind, ids, len(prompt), exact, texts, rows))
 
     def prefill(
         self,
-        ticket: Ticket | None,
         split: TokenizedPrompt,
         between: Callable[[float], object] | None = None,
         each_layer: Callable[[], object] | None = None,
@@ -427,7 +410,6 @@ class Beginnings:
 
         Parameters
         ----------
-        ticket : Ticket or None
         split : TokenizedPrompt
         between, each_layer
             As for `PlainAdapter.prefill`.
@@ -440,24 +422,23 @@ class Beginnings:
         ids, adapter = split.input_ids, self._adapter
         if adapter.goes_on == "whole":
             return 0, Prefill(None, torch.empty(0))
-        if ticket is None or adapter.goes_on == "steps":
+        if not self._limit or adapter.goes_on == "steps":
             return 0, adapter.prefill(ids, between, each_layer)
-        found = self.cache.find(ticket.kind, ids)
+        found = self._cache.find(self.kind, ids)
         start = resumed = 0 if found is None else found[1]
         cache = adapter.empty_cache() if found is None else copy.deepcopy(found[0].cache)
-        for stop in sorted({split.prefix.stop, self.cache.repeated(ticket.kind, ids[:-1])}):
+        for stop in sorted({split.prefix.stop, self._cache.repeated(self.kind, ids[:-1])}):
             if start < stop < len(ids) and stop >= LEAST_STATE:
                 adapter.go_on(cache, ids[start:stop], between, each_layer)
-                self._keep_state(ticket, split, ids[:stop], cache)
+                self._keep_state(split, ids[:stop], cache)
                 start = stop
         return resumed, adapter.go_on(cache, ids[start:], between, each_layer)
 
-    def keep_turn(self, ticket: Ticket | None, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> None:
+    def keep_turn(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> None:
         """Keep the states behind a finished turn: a prompt and its answer, whose last token was never read.
 
         Parameters
         ----------
-        ticket : Ticket or None
         split : TokenizedPrompt
         answer_ids : sequence of int
             Empty if a thought stood before them: the cache has read it, and states alone do not say so.
@@ -466,12 +447,12 @@ class Beginnings:
         """
         ids = (*split.input_ids, *answer_ids[:-1])
         read = answer_ids and self._adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)
-        if ticket is not None and read and self.kind(len(ids)) == ticket.kind:
-            self._keep_state(ticket, split, ids, cache)
+        if self._limit and read and self._kind(len(ids)) == self.kind:
+            self._keep_state(split, ids, cache)
 
-    def _keep_state(self, ticket: Ticket, split: TokenizedPrompt, ids: tuple[int, ...], cache: Any) -> None:
+    def _keep_state(self, split: TokenizedPrompt, ids: tuple[int, ...], cache: Any) -> None:
         """Keep a copy of a cache that has read these ids, and nothing else."""
-        if len(ids) < LEAST_STATE or held_bytes(cache) > self.limit:
+        if len(ids) < LEAST_STATE or held_bytes(cache) > self._limit:
             return
         try:
             copied = copy.deepcopy(cache)
@@ -481,7 +462,10 @@ class Beginnings:
             _log.warning("%d tokens are not kept, since memory ran out: %s", len(ids), error)
             return
         texts = frozenset(chunk.text for chunk in split.located if chunk.span.start < len(ids))
-        self.cache.keep(ticket, KeptPrompt(ticket.kind, ids, len(ids), len(ids), texts, copied, state=True), self.limit)
+        self._keep(KeptPrompt(self.kind, ids, len(ids), len(ids), texts, copied, state=True))
+
+    def _keep(self, prompt: KeptPrompt) -> None:
+        self._cache.keep(prompt, self._limit, self.forgotten)
 
 
 class _InMemory(StoredKV):
@@ -495,30 +479,6 @@ class _InMemory(StoredKV):
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         (kv,) = self._adapter.layers_of([self._cache.layers[layer]])
         return kv.keys[0, :, : self.info.tokens], kv.values[0, :, : self.info.tokens]
-
-
-def _blended_by(config: BlendConfig, condition: str) -> str:
-    """All that the KV of a blended prompt depends on, apart from its ids and the model.
-
-    Parameters
-    ----------
-    config : BlendConfig
-    condition : str
-        The condition that chunks are computed behind.
-    """
-    options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
-    options |= {"condition": condition, "selection_options": sorted(config.selection_options.items())}
-    return repr(options)
-
-
-def _resumed(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
-    """The same ids, the first of them one long prefix. A chunk that this cuts in two is no part of it."""
-    return dataclasses.replace(
-        split,
-        prefix=Span(0, tokens),
-        located=tuple(one for one in split.located if one.span.start >= tokens or one.span.stop > tokens),
-        suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
-    )
 
 
 @lru_cache

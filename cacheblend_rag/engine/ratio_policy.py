@@ -64,7 +64,10 @@ class RatioPolicy:
         self.config = config
         """The options, with the calibrated rule where it holds."""
         if self.settings is not None:
-            self.config = _applied(config, self.settings)
+            values: dict[str, Any] = {name: getattr(self.settings, name) for name in RULE_OPTIONS}
+            if config.condition == "auto":
+                values["condition"] = self.settings.condition
+            self.config = dataclasses.replace(config, recompute_ratio=self.settings.recompute_ratio, **values)
         self._layers, self._model = layers, model
         self.rule = make_rule(self.config).fit(layers)
         self.ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
@@ -79,13 +82,6 @@ class RatioPolicy:
         if self.settings is not None:
             return named
         return config.recompute_ratio == "auto" and named and not config.selection_options.get("recompute_ratios")
-
-    @property
-    def _bounds(self) -> RatioBounds:
-        bounds = RatioBounds()
-        if self.settings is None:
-            return bounds
-        return RatioBounds(self.ratio, max(bounds.highest, self.ratio), bounds.step)
 
     def choose(
         self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str, scored: int | None = None
@@ -108,20 +104,31 @@ class RatioPolicy:
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):
             return self.rule, self.ratio, None
+        bounds = RatioBounds()
+        if self.settings is not None:
+            bounds = RatioBounds(self.ratio, max(bounds.highest, self.ratio), bounds.step)
+        # Of a prefill any ratio does what is not stored, its scoring, and the first layers' many rows.
+        scored_work = (computed if scored is None else scored) * self._scored_share
+        whole = min(1.0, (computed + scored_work) / tokens)
         plan = controller.plan(
             self._model,
             chunks,
             tokens,
             device=tier,
             ratio=None if self.free else self.ratio,
-            bounds=self._bounds,
-            fixed_share=self._fixed_share(tokens, computed, computed if scored is None else scored),
+            bounds=bounds,
+            fixed_share=whole + (1 - whole) * self.head_share(),
             reads=self._layers,
             read_before=self._scored_share,
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
-        return self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan
+        ratio = plan.recompute_ratio
+        if ratio not in self._rules:
+            config = dataclasses.replace(self.config, recompute_ratio=ratio)
+            rule = make_rule(config) if self.settings is None else keep_at_least(self.rule, ratio)
+            self._rules[ratio] = rule.fit(self._layers)
+        return self._rules[ratio], ratio, plan
 
     def expected_work(
         self, rule: SelectionRule, ratio: float, plan: FusionPlan, shape: ModelShape, begun: int
@@ -152,11 +159,6 @@ class RatioPolicy:
         share = _scored_share(rule, self._layers)
         return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
 
-    def _fixed_share(self, tokens: int, computed: int, scored: int) -> float:
-        """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""
-        whole = min(1.0, (computed + scored * self._scored_share) / tokens)
-        return whole + (1 - whole) * self.head_share()
-
     @property
     def _scored_share(self) -> float:
         """Share of the layers that the rule's scoring pass reads before the first layer is fused."""
@@ -173,15 +175,6 @@ class RatioPolicy:
         stops = (*checks[1:], self._layers)
         rows = checks[0] + sum(r * (stop - at) for r, at, stop in zip(ratios, checks, stops, strict=True))
         return float((rows / self._layers - ratios[-1]) / (1 - ratios[-1]))
-
-    def _rule_of(self, ratio: float) -> SelectionRule:
-        if ratio not in self._rules:
-            if self.settings is not None:
-                self._rules[ratio] = keep_at_least(self.rule, ratio).fit(self._layers)
-            else:
-                config = dataclasses.replace(self.config, recompute_ratio=ratio)
-                self._rules[ratio] = make_rule(config).fit(self._layers)
-        return self._rules[ratio]
 
     def note(self, plan: LoadingPlan | None, read: float) -> None:
         """Tell the controller how long reading really took."""
@@ -217,14 +210,6 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
             settings.tolerance,
         )
     return settings
-
-
-def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
-    """Options with the calibrated rule in place of the default one."""
-    values: dict[str, Any] = {name: getattr(settings, name) for name in RULE_OPTIONS}
-    if config.condition == "auto":
-        values["condition"] = settings.condition
-    return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 
 def profile_path(store: KVStore) -> Path | None:

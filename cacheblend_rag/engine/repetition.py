@@ -29,7 +29,10 @@ def repeats(ids: Sequence[int], text_of: Callable[[list[int]], str]) -> bool:
     period = shortest_period(ids, PROSE_TOKENS)
     if not period:
         return False
-    return _is_prose(text_of(list(ids[-2 * period :]))) or bool(shortest_period(ids, OTHER_TOKENS))
+    text = text_of(list(ids[-2 * period :]))
+    letters = sum(one.isspace() or unicodedata.category(one)[0] in "LM" for one in text)
+    is_prose = not text.isspace() and letters >= _LETTERS * max(len(text), 1)
+    return is_prose or bool(shortest_period(ids, OTHER_TOKENS))
 
 
 def shortest_period(ids: Sequence[int], least: int) -> int:
@@ -42,9 +45,3 @@ def shortest_period(ids: Sequence[int], least: int) -> int:
         if ids[-1 - period] == last and ids[count - span : count - period] == ids[count - span + period :]:
             return period
     return 0
-
-
-def _is_prose(text: str) -> bool:
-    """Whether a text is nearly all letters, of any script, and white space."""
-    letters = sum(one.isspace() or unicodedata.category(one)[0] in "LM" for one in text)
-    return not text.isspace() and letters >= _LETTERS * max(len(text), 1)

@@ -28,8 +28,8 @@ class Route:
     ----------
     fit : FittedPrompt
         The prompt as it is answered.
-    ticket : Ticket or None
-        Lets the prompt be kept in memory with its answer; None if it is not to be.
+    ticket : Ticket
+        Lets the prompt be kept in memory with its answer.
     begun : Begun or None
         The kept prompt that this one goes on from.
     opened : list of (str, StoredKV)
@@ -39,7 +39,7 @@ class Route:
     """
 
     fit: FittedPrompt
-    ticket: Ticket | None
+    ticket: Ticket
     begun: Begun | None = None
     opened: list[tuple[str, StoredKV]] = field(default_factory=list)
     seconds: float = 0.0

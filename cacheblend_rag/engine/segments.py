@@ -322,16 +322,12 @@ class Segments:
                 computed = self.model.blended.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
                 numbers = [first.contexts.numbers_for(segment.token_ids) for segment in segments]
-                computed = self._context_kv(first.contexts).segments_kv(ids, first.regime, heads, numbers)
+                wanted, last = (self.model.fingerprint, first.contexts.digest), self.latest
+                if last.kv is None or last.identity != wanted:
+                    last.identity, last.kv = wanted, ContextKV(self.model.blended, first.contexts.ids)
+                computed = last.kv.segments_kv(ids, first.regime, heads, numbers)
         self._check_model(segments)
         return [self.record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
-
-    def _context_kv(self, contexts: Contexts) -> ContextKV:
-        """The KV of contexts, to compute chunks behind; the last one is kept."""
-        wanted, last = (self.model.fingerprint, contexts.digest), self.latest
-        if last.kv is None or last.identity != wanted:
-            last.identity, last.kv = wanted, ContextKV(self.model.blended, contexts.ids)
-        return last.kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
         """Let no KV be stored as that of another adapter."""

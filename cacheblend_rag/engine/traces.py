@@ -123,7 +123,11 @@ def traced(
             elif sink is not None and sink.late:
                 _fail(span, GenerationTimeoutError)
             if _captures():
-                span.set_attributes(_texts(prompt, config, noted.answer))
+                asked = prompt.written(config.separator).text
+                span.set_attributes({"gen_ai.input.messages": _message("user", asked), "input.value": asked})
+                if answer is not None:
+                    said = _message("assistant", answer.text, finish_reason=answer.report.finish_reason)
+                    span.set_attributes({"gen_ai.output.messages": said, "output.value": answer.text})
         span.end(began + int(ended * 1e9))
 
 
@@ -238,16 +242,6 @@ def _fail(span: trace.Span, kind: type[BaseException], error: BaseException | No
     else:
         span.add_event("exception", {"exception.type": name})
     span.set_status(trace.StatusCode.ERROR, name)
-
-
-def _texts(prompt: Prompt, config: BlendConfig, answer: Generation | None) -> dict[str, str]:
-    """Prompt and answer, as they are."""
-    asked = prompt.written(config.separator).text
-    texts = {"gen_ai.input.messages": _message("user", asked), "input.value": asked}
-    if answer is not None:
-        reason = {"finish_reason": answer.report.finish_reason}
-        texts |= {"gen_ai.output.messages": _message("assistant", answer.text, **reason), "output.value": answer.text}
-    return texts
 
 
 def _captures() -> bool:

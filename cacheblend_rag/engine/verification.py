@@ -212,18 +212,15 @@ class _DraftSteps:
         token = int(inputs["input_ids"])
         if self._left and token == self._left[0]:
             if not self._rows:
-                self._take_pass()
+                began = time.perf_counter()
+                self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, _SLICE))
+                self._rows.extend(self._adapter.extend(self._cache, self._pass))
+                if self._pauses is not None:
+                    self._pauses.between(time.perf_counter() - began)
             self._left.popleft()
             return self._rows.popleft()[None, None]
         self.close()
         return self._step(inputs)
-
-    def _take_pass(self) -> None:
-        began = time.perf_counter()
-        self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, _SLICE))
-        self._rows.extend(self._adapter.extend(self._cache, self._pass))
-        if self._pauses is not None:
-            self._pauses.between(time.perf_counter() - began)
 
     def close(self) -> None:
         """Leave the draft: take what was not chosen again out of the cache."""

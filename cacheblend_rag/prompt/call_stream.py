@@ -135,7 +135,8 @@ class AnswerSplitter:
             whole = isinstance(call, WrittenCall)
             written = json.dumps(call.arguments) if isinstance(call, WrittenCall) else call.written
             number = self._numbers.get(place, len(self.calls))
-            if number < len(self.calls) and not _goes_on(self.calls[number], call.name, written):
+            sent = self.calls[number] if number < len(self.calls) else None
+            if sent is not None and not (sent.name == call.name and written.startswith(sent.written)):
                 if not whole:
                     continue
                 number = len(self.calls)  # another call in the end, such as where an object has a name twice
@@ -160,8 +161,3 @@ def unreadable_end(written: str) -> str:
         else:
             opened.pop()
     return string + ("]" if opened[-1:] == ["{"] else "}")
-
-
-def _goes_on(sent: StreamedCall, name: str, written: str) -> bool:
-    """Whether what was handed out of a call is a beginning of this one."""
-    return sent.name == name and written.startswith(sent.written)

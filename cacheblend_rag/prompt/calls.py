@@ -189,7 +189,9 @@ def parse_calls(
         if kind == "thought":
             at = free = _thought_end(text, start)
         elif kind != "call":
-            at = _fence_end(text, found.end(), found[kind])
+            marks = found[kind]
+            close = re.compile(rf"^[ \t]*{marks}{marks[0]}*[ \t\r]*$", re.MULTILINE).search(text, found.end())
+            at = close.end() if close else len(text)  # a fenced block that is not closed lasts to the end
         else:
             begins = not text[free:start].strip() or _may_begin(text, free, start)
             first = not text[free:start].strip() or _LINE_BEGINS.search(text, max(free, start - _LOOKED_BACK), start)
@@ -233,12 +235,6 @@ def _thought_end(text: str, at: int) -> int:
     """Where the thought that is under way at a place ends; one that is not closed lasts to the end."""
     end = text.find(_THOUGHT_END, at)
     return len(text) if end < 0 else end + len(_THOUGHT_END)
-
-
-def _fence_end(text: str, at: int, marks: str) -> int:
-    """Where a fenced block of code ends; one that is not closed lasts to the end."""
-    close = re.compile(rf"^[ \t]*{marks}{marks[0]}*[ \t\r]*$", re.MULTILINE).search(text, at)
-    return close.end() if close else len(text)
 
 
 def certain_length(text: str, marks: Sequence[str]) -> int:
@@ -520,16 +516,12 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
             schemas += _list(one.get(several))
         if isinstance(address := one.get("$ref"), str) and address not in seen:
             seen.add(address)
-            schemas.append(_resolve_references(address, root))
+            found: Any = root
+            for step in address.removeprefix("#/").split("/"):
+                found = found.get(step) if isinstance(found, Mapping) else None
+            schemas.append(found)
     return kinds
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _resolve_references(address: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for step in address.removeprefix("#/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found

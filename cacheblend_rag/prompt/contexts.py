@@ -59,21 +59,19 @@ class Contexts:
             return ()
         separator = self.tokenizer.text_ids(self.tokenizer.separator)
         parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
-        for text in sorted({text.strip() for text in self.chunks}, key=_by_chance):
+        texts, start = {text.strip() for text in self.chunks}, self.tokenizer.start_ids
+        for text in sorted(texts, key=lambda text: hashlib.sha256(text.encode(errors="surrogatepass")).digest()):
             shortest = min(parts, key=_length)
             if _length(shortest) + 2 * OPENS > self.tokens:
                 break  # so little of a chunk could not be found again
             # At most half of a context is one text: a prompt speaks of several things, too.
             shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
-        pairs = zip(parts, _passages(), strict=False)
-        return tuple(self._fill(part, (*self.tokenizer.text_ids(passage), *separator)) for part, passage in pairs)
-
-    def _fill(self, parts: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> tuple[int, ...]:
-        """A context: its parts, behind as much of the filling as there is room for."""
-        start = self.tokenizer.start_ids
-        room = max(0, self.tokens - len(start))
-        own = sum(parts, ())[:room]
-        return start + filling[max(0, len(filling) - room + len(own)) :] + own
+        room, contexts = max(0, self.tokens - len(start)), list[tuple[int, ...]]()
+        for part, passage in zip(parts, _passages(), strict=False):
+            # The passage fills what room the texts leave.
+            filling, own = (*self.tokenizer.text_ids(passage), *separator), sum(part, ())[:room]
+            contexts.append(start + filling[max(0, len(filling) - room + len(own)) :] + own)
+        return tuple(contexts)
 
     @cached_property
     def digest(self) -> str:
@@ -184,10 +182,6 @@ def _join(ids: Sequence[int]) -> str:
 
 def _length(parts: Sequence[Sequence[int]]) -> int:
     return sum(map(len, parts))
-
-
-def _by_chance(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 @lru_cache(1)

@@ -27,17 +27,12 @@ _PROBE = 20
 _PROBE_ROOM = 96
 _NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
-
-def _json_in_html(text: str) -> str:
-    """As Jinja's ``tojson`` writes it."""
-    written = json.dumps(text)[1:-1]
-    return written.translate({ord(one): f"\\u{ord(one):04x}" for one in "<>&'"})
-
-
+# As Jinja's ``tojson`` writes it.
+_IN_HTML = {ord(one): f"\\u{ord(one):04x}" for one in "<>&'"}
 _ESCAPES: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("json-escaped", lambda text: json.dumps(text, ensure_ascii=False)[1:-1]),
     ("json-escaped", lambda text: json.dumps(text)[1:-1]),
-    ("json-escaped", _json_in_html),
+    ("json-escaped", lambda text: json.dumps(text)[1:-1].translate(_IN_HTML)),
     ("html-escaped", html.escape),
     ("html-escaped", lambda text: html.escape(text, quote=False)),
     # As Jinja's automatic escaping writes it.

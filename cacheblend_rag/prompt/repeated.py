@@ -427,7 +427,8 @@ class _Windows:
         long enough there. Short pieces that may be a template's are left off its ends.
         """
         begins = [one.before is None for one in seen]
-        slight = [self._is_slight(piece) for piece in range(len(self.starts))]
+        pieces = zip(self.starts, self.stops, strict=True)
+        slight = [stop - start <= _SLIGHT and self.text[stop - 1] not in _CLOSE for start, stop in pieces]
 
         def fits(at: int) -> bool:
             return at < len(seen) and is_open[at] and taken.free(self.starts[at], self.stops[self.last[at]])
@@ -461,10 +462,6 @@ class _Windows:
                 at = lead if word or self._is_marked(lead, slight) else at
             yield at, Match(self.starts[at], self.stops[stop])
             at = stop + 1
-
-    def _is_slight(self, piece: int) -> bool:
-        start, stop = self.starts[piece], self.stops[piece]
-        return stop - start <= _SLIGHT and self.text[stop - 1] not in _CLOSE
 
     def _is_marked(self, piece: int, slight: Sequence[bool]) -> bool:
         """Whether a template's mark stands in front of a piece; short pieces between do not count."""

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
@@ -274,7 +274,10 @@ class PromptTokenizer:
         others = [self._encode(around + text + around) for around in _SURROUNDINGS]
         if not usual.starts:
             before = _common(usual.ids, self._encode(separator).ids)
-            ids = reduce(_longest_common, (other.ids for other in others), usual.ids[len(before) :])
+            ids = usual.ids[len(before) :]
+            for other in others:
+                match = SequenceMatcher(None, ids, other.ids, autojunk=False).find_longest_match()
+                ids = ids[match.a : match.a + match.size]
             first = _Encoded(usual.ids).find(ids, 0, len(before)) if ids else None
             return ChunkTokens(usual.ids[len(before) : first.start] if first else (), ids, 0, before)
         before = usual.ids[: usual.tokens_within(0, len(separator)).stop]
@@ -341,12 +344,6 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
 def _common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """The ids with which both begin."""
     return tuple(one[: common_length(one, other)])
-
-
-def _longest_common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The longest stretch of ids that stands in both."""
-    match = SequenceMatcher(None, one, other, autojunk=False).find_longest_match()
-    return one[match.a : match.a + match.size]
 
 
 def _longest_run(flags: Sequence[bool]) -> range:

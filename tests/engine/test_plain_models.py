@@ -236,11 +236,11 @@ def test_checkpoints_take_no_more_than_their_bytes_and_the_longest_is_found() ->
     made = [replace(one, cache=adapter.prefill(one.token_ids).cache) for one in made]
     prompts = PromptCache()
     for one in made:
-        prompts.keep(prompts.begin(kind), one, 10**9)
+        prompts.keep(one, 10**9)
     assert prompts.find(kind, [*ids[:50], 7]) == (made[1], 40)
     assert prompts.find(kind, ids[:40]) == (made[0], 20), "the last token is always computed"
     assert prompts.find(PromptKind("", "other", ""), [*ids, 9]) is None
-    prompts.keep(prompts.begin(kind), made[2], prompts.nbytes - 1)
+    prompts.keep(made[2], prompts.nbytes - 1)
     assert len(prompts) == 2
     assert prompts.find(kind, [*ids[:50], 7]) == (made[0], 20), "what was used least lately is gone"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.prompt_cache import Ticket
 from cacheblend_rag.engine.ratio_policy import WORTH
 from tests import tiny
 from tests.probes import engine_of
@@ -18,7 +19,9 @@ PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 def expected_of(engine: BlendEngine, prompt: Prompt) -> float:
     pipeline = engine.chunks.pipeline
-    with pipeline.blend(pipeline.split(prompt)) as blend:
+    fit = pipeline.split(prompt)
+    ticket = Ticket(pipeline.prompts, pipeline.segments, pipeline.policy, len(fit.split.input_ids))
+    with pipeline.blend(fit, ticket) as blend:
         return pipeline.policy.expected_work(blend.rule, blend.ratio, pipeline.plan(blend), engine.adapter.shape, 0)
 
 
