@@ -8,7 +8,7 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -126,29 +126,6 @@ def drop_cache(descriptor: int) -> None:
     """Let the system forget what it keeps in memory of a file that has been written out, where it can be asked to."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
-    """Bytes a second at which files are read and nothing is done with them, the best of some repeats.
-
-    Raises
-    ------
-    ConfigError
-        If there is nothing in them.
-    """
-    found = list(paths)
-    size = sum(path.stat().st_size for path in found)
-    if not size:
-        raise ConfigError("paths", found, "use files with something in them")
-    buffer = bytearray(max(path.stat().st_size for path in found))
-
-    def read() -> None:
-        for path in found:
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-    return size / min(timed(read) for _ in range(repeats))
 
 
 def measure_memory(device: torch.device | None = None) -> Device:

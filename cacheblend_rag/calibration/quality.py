@@ -304,14 +304,6 @@ class Methods:
             yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
 
 
-@dataclass(frozen=True)
-class Timings:
-    """Seconds of each method in every timed round, and what its last round gave."""
-
-    seconds: dict[str, list[float]]
-    last: dict[str, PrefillResult]
-
-
 class _HasLogits(Protocol):
     @property
     def logits(self) -> torch.Tensor: ...
@@ -326,22 +318,6 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
     result = method()
     int(result.logits.argmax())
     return time.perf_counter() - started, result
-
-
-def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int) -> Timings:
-    """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
-
-    The last round's results come without their caches: those of many methods take much memory.
-    """
-    timed = Timings({name: [] for name in methods}, {})
-    for number in range(rounds + 1):
-        for name, method in methods.items():
-            took, result = time_once(method)
-            timed.last[name] = replace(result, cache=None)
-            del result  # what it holds is released before the next method's time begins
-            if number:
-                timed.seconds[name].append(took)
-    return timed
 
 
 def another_order(prompt: Prompt) -> Prompt:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.engine.erasing import Erasing
 from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.engine.segments import Segment
+from cacheblend_rag.engine.segments import Kind, Segment, Segments, texts_keys
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.prompt.contexts import finder, sharer
+from cacheblend_rag.prompt.forms import form_sharer
 from cacheblend_rag.report import WarmReport
-from cacheblend_rag.store.base import Warnings
+from cacheblend_rag.store.base import RecordInfo, Warnings
 
 _warnings = Warnings()
 
@@ -161,8 +162,8 @@ class Chunks:
     def _drop(self, erasing: Erasing) -> None:
         """Drop what memory holds of texts: what was seen of them, prompts, waiting records and checks of answers."""
         self.turns.check_open()
-        if (finder := self.pipeline.segments.finder) is not None:
-            finder.forget(erasing.salt)
+        if (found := self.pipeline.segments.finder) is not None:
+            found.forget(erasing.salt)
         self.pipeline.prompts.drop(erasing.salt, erasing.takes_prompt)
         self.turns.write_back.drop(lambda key, job: job.info is not None and erasing.takes(key, job.info()))
         # Behind the jobs: a check that has begun to store something then is waited for, and a later one leaves it out.
@@ -178,6 +179,57 @@ class Chunks:
             remedy = "split its document into smaller chunks, or take a model with a longer window"
             raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
         return segment
+
+
+class Erasing:
+    """Texts that are erased, and all KV that goes with them.
+
+    Parameters
+    ----------
+    segments : Segments
+    texts : sequence of str
+    of_all : bool
+        Whether they are erased for every tenant, and with them whatever has a part of one; else for the tenant of the
+        segments' options.
+    """
+
+    def __init__(self, segments: Segments, texts: Sequence[str], *, of_all: bool = False) -> None:
+        segments.model.look()
+        self.texts = frozenset(texts)
+        self.salt = None if of_all else segments.config.salt
+        """Of the tenant; None for all."""
+        self.keys = {form.key for text in texts for form in segments.forms(text)}
+        """Keys under which the texts are stored by themselves, which hold even if records cannot be listed."""
+        self._segments = segments
+        self._ids = list[tuple[int, ...]]()
+        for text in texts:
+            with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt
+                if ids := segments.tokenizer.chunk(text).ids:
+                    self._ids.append(ids)
+        own = segments.config.salt
+        self._theirs = tuple(texts_keys(kind, own, ids) for kind in Kind for ids in self._ids)
+        self._begins, self._shares, self._writes = finder(self._ids), sharer(self._ids), form_sharer(texts)
+
+    def takes(self, key: str, info: RecordInfo) -> bool:
+        """Whether a record goes: KV of one of the texts, or computed behind one."""
+        held, found = info.token_ids + info.behind, info.kind == Kind.FOUND
+        if self.salt is None:
+            return self._shares(held) or (found and self._is_written(held))
+        # Nobody named what was found, so a part of a text is enough: a client may have written it.
+        goes = found and (self._shares(held) or self._is_written(held))
+        # Within a prefix, a text's ids stand side by side.
+        starts = range(len(info.token_ids) * (info.kind == Kind.PREFIX))
+        inside = any(info.token_ids[at : at + len(ids)] == ids for ids in self._ids for at in starts)
+        goes = goes or inside or key.startswith(self._theirs) or self._begins(info.behind)
+        return goes and self._segments.owns(key, info)
+
+    def takes_prompt(self, texts: Collection[str], ids: Sequence[int]) -> bool:
+        """Whether a prompt with these chunks and ids goes: it holds one of the texts or a part of one."""
+        return not self.texts.isdisjoint(texts) or self._shares(ids) or self._is_written(ids)
+
+    def _is_written(self, ids: Sequence[int]) -> bool:
+        """Whether one of the texts, or a long part of one, stands in the text of some ids, in whatever form."""
+        return self._writes(self._segments.tokenizer.text_of(ids))
 
 
 @contextlib.contextmanager

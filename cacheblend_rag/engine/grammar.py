@@ -111,10 +111,6 @@ class Grammar:
         """Follows one answer, from its first token on."""
         return self._compiled.deep_copy()
 
-    def error_for(self, error: str) -> ConfigError:
-        """The error of an answer that can follow the grammar no longer."""
-        return schema_error(self.field, error)
-
 
 def can_follow(tokenizer: Any) -> bool:
     """Whether answers can be held to a grammar: llguidance is installed and reads tokenizers of this kind."""

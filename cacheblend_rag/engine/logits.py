@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.generation import SequenceBiasLogitsProcessor
 
-from cacheblend_rag.engine.grammar import Grammar
+from cacheblend_rag.engine.grammar import Grammar, schema_error
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import TokenLogProb
 
@@ -107,7 +107,7 @@ class TokenMask:
             known = min(vocabulary, len(bits))
             allowed[:known] = bits[:known]
         if self._matcher.is_error():
-            raise self._grammar.error_for(self._matcher.get_error())
+            raise schema_error(self._grammar.field, self._matcher.get_error())
         allowed[self._end_ids] = ends
         return torch.from_numpy(allowed)
 

@@ -50,18 +50,15 @@ class Cancelled:
         self.late = False
         """Whether it was not complete in time."""
         self._event = threading.Event()
-        self._arrived: Callable[[], object] | None = None
+        self.arrived: Callable[[], object] | None = None
+        """Called, on the generating thread, after each piece that is put."""
 
     def put(self, text: str | None) -> None:
         """Hand out a piece of text, or None at the end."""
         self.queue.put(text)
-        if self._arrived is not None:
+        if self.arrived is not None:
             with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
-                self._arrived()
-
-    def call_on_arrival(self, arrived: Callable[[], object]) -> None:
-        """Call this, on the generating thread, after each piece that is put."""
-        self._arrived = arrived
+                self.arrived()
 
     def cancel(self) -> None:
         """Ask the generating thread to stop."""
@@ -134,7 +131,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     async def __anext__(self) -> str:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._sink.call_on_arrival(lambda: loop.call_soon_threadsafe(arrived.set))
+        self._sink.arrived = lambda: loop.call_soon_threadsafe(arrived.set)
         self.begin()
         while not self._done:
             arrived.clear()  # what comes after this line sets it again

@@ -182,7 +182,8 @@ class Verifications:
         """
 
         def holds(one: _Waiting) -> bool:
-            return salt in (None, one.salt) and hold_some(one.texts, texts)
+            pairs = ((chunk, text) for chunk in one.texts if chunk for text in texts if text)
+            return salt in (None, one.salt) and any(text in chunk or chunk in text for chunk, text in pairs)
 
         with self._lock:
             given_up = [one for one in self._waiting if holds(one)]
@@ -256,8 +257,3 @@ class Verifications:
     def _add(self, **counts: int) -> None:
         status = self._status
         self._status = dataclasses.replace(status, **{name: getattr(status, name) + by for name, by in counts.items()})
-
-
-def hold_some(chunks: Iterable[str], texts: Collection[str]) -> bool:
-    """Whether a chunk holds one of some texts, or is part of one."""
-    return any(text in chunk or chunk in text for chunk in chunks if chunk for text in texts if text)

@@ -74,11 +74,6 @@ class Job:
         """Tokens that are computed for it."""
         return 0 if self.segment is None else len(self.segment.own_ids)
 
-    def shares_pass(self, other: Job) -> bool:
-        """Whether it and another may be done in one pass."""
-        one, two = self.segment, other.segment
-        return one is not None and two is not None and self.compute == other.compute and one.passes == two.passes
-
 
 NamedJobs = Sequence[tuple[str, Job]]
 
@@ -90,7 +85,10 @@ def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
     for name, job in jobs:
         longest, wanted = max(longest, job.tokens), wanted + job.tokens
         padded = (len(batch) + 1) * longest
-        if batch and not (job.shares_pass(batch[0][1]) and padded <= min(_PASS_TOKENS, (1 + _PADDING) * wanted)):
+        first = batch[0][1] if batch else job
+        one, two = job.segment, first.segment
+        alike = one is not None and two is not None and job.compute == first.compute and one.passes == two.passes
+        if batch and not (alike and padded <= min(_PASS_TOKENS, (1 + _PADDING) * wanted)):
             yield batch
             batch, longest, wanted = [], job.tokens, job.tokens
         batch.append((name, job))

@@ -121,6 +121,8 @@ _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning", "reasoning")
 _EFFORT, _BUDGET = "reasoning_effort", "thinking_budget"
 _SOFT_SWITCH = ("/no_think", "/think")  # words in a question, for templates that read them
 _OF_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what a message may call an earlier thought
+# Where a template reads a field of messages.
+_READ = r"\.{0}\b|\[\s*['\"]{0}['\"]\s*\]|get\(\s*['\"]{0}['\"]"
 
 
 class _Generation(Extension):
@@ -272,7 +274,7 @@ def turns_to_think(template: str, turns: Sequence[Mapping[str, Any]], reasoning:
     for turn in turns:
         thought = turn.get("reasoning_content")
         others = {name: value for name, value in turn.items() if name != "reasoning_content"}
-        wanted = [name for name in _OF_THOUGHTS if thought and _reads(template, name)]
+        wanted = [name for name in _OF_THOUGHTS if thought and re.search(_READ.format(name), template)]
         shown.append({**others, **dict.fromkeys(wanted, thought)} if wanted else others)
     if _SOFT_SWITCH[0] in template and not template_variables(template).intersection(_SWITCHES):
         word = _SOFT_SWITCH[bool(reasoning)]
@@ -283,11 +285,6 @@ def turns_to_think(template: str, turns: Sequence[Mapping[str, Any]], reasoning:
                     shown[at] = {**shown[at], "content": f"{content} {word}"}
                 break
     return shown
-
-
-def _reads(template: str, name: str) -> bool:
-    """Whether a template reads a field of messages."""
-    return re.search(rf"\.{name}\b|\[\s*['\"]{name}['\"]\s*\]|get\(\s*['\"]{name}['\"]", template) is not None
 
 
 def _quotes(template: str, word: str) -> bool:
@@ -483,14 +480,6 @@ class ChannelSplitter(ThoughtSplitter):
 def splitter_of(marks: ThoughtMarks, in_thought: bool = False, skip: str = "") -> ThoughtSplitter:
     """The splitter for a family; see `ThoughtSplitter`."""
     return (ChannelSplitter if marks.channels else ThoughtSplitter)(marks, in_thought, skip)
-
-
-def split_thought(marks: ThoughtMarks, text: str, in_thought: bool = False) -> tuple[str, str]:
-    """The thought and the answer of a whole text, its marks included."""
-    splitter = splitter_of(marks, in_thought)
-    pieces = [*splitter.feed(text), *splitter.end()]
-    thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
-    return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, str]:

@@ -14,9 +14,9 @@ from cacheblend_rag.prompt.chat import render_turns
 from cacheblend_rag.prompt.thoughts import (
     FAMILIES,
     Thought,
+    ThoughtMarks,
     has_switch,
     marks_of,
-    split_thought,
     splitter_of,
     switched,
     thinks,
@@ -45,6 +45,14 @@ def asked(engine: BlendEngine, reasoning: Any = True, **more: Any) -> str:
 
 
 # Splitting ----------------------------------------------------------------------------------
+
+
+def split_thought(marks: ThoughtMarks, text: str, in_thought: bool = False) -> tuple[str, str]:
+    """The thought and the answer of a whole text, its marks included."""
+    splitter = splitter_of(marks, in_thought)
+    pieces = [*splitter.feed(text), *splitter.end()]
+    thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
+    return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
 
 
 def test_every_family_is_known_by_its_template_or_its_tokens() -> None:

@@ -12,9 +12,9 @@ import statistics
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -27,6 +27,8 @@ from transformers.generation import LogitsProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag.app.cli.arguments import add_arguments
+from cacheblend_rag.calibration.profiler import timed
+from cacheblend_rag.calibration.quality import PrefillResult, time_once
 from cacheblend_rag.config import BlendConfig, check_choice, check_whole
 from cacheblend_rag.engine import pipeline, turns
 from cacheblend_rag.engine.engine import BlendEngine
@@ -708,3 +710,50 @@ def draw_ways(pyplot: Any, result: Mapping[str, Any], ranges: Mapping[str, Seque
     axis.set(xlabel="time a token (ms)", xlim=(0, None))
     figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
     return figure
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each method in every timed round, and what its last round gave."""
+
+    seconds: dict[str, list[float]]
+    last: dict[str, PrefillResult]
+
+
+def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int) -> Timings:
+    """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
+
+    The last round's results come without their caches: those of many methods take much memory.
+    """
+    timed = Timings({name: [] for name in methods}, {})
+    for number in range(rounds + 1):
+        for name, method in methods.items():
+            took, result = time_once(method)
+            timed.last[name] = replace(result, cache=None)
+            del result  # what it holds is released before the next method's time begins
+            if number:
+                timed.seconds[name].append(took)
+    return timed
+
+
+def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
+    """Bytes a second at which files are read and nothing is done with them, the best of some repeats.
+
+    Raises
+    ------
+    ConfigError
+        If there is nothing in them.
+    """
+    found = list(paths)
+    size = sum(path.stat().st_size for path in found)
+    if not size:
+        raise ConfigError("paths", found, "use files with something in them")
+    buffer = bytearray(max(path.stat().st_size for path in found))
+
+    def read() -> None:
+        for path in found:
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    return size / min(timed(read) for _ in range(repeats))

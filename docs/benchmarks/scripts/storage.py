@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.profiler import drop_cache, timed
-from cacheblend_rag.calibration.quality import Methods, PrefillResult, time_rounds
+from cacheblend_rag.calibration.quality import Methods, PrefillResult
 from cacheblend_rag.config import CODEC_NAMES, BlendConfig, check_choice
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -67,6 +67,7 @@ from docs.benchmarks.scripts.common import (
     show_result,
     shown_seconds,
     table,
+    time_rounds,
     titled,
     unboxed,
 )

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from langchain_core.messages import HumanMessage, SystemMessage
 
-from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
+from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory
 from cacheblend_rag.calibration.quality import METHODS as WAYS
-from cacheblend_rag.calibration.quality import Methods, PrefillResult, time_rounds
+from cacheblend_rag.calibration.quality import Methods, PrefillResult
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import known_chunks
@@ -45,11 +45,13 @@ from docs.benchmarks.scripts.common import (
     bench_prompt,
     draw_ttft,
     medians,
+    read_files,
     run_bench,
     script_parser,
     show_result,
     shown_seconds,
     table,
+    time_rounds,
     timed_result,
     warmed,
 )
