@@ -19,7 +19,7 @@ from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Pauses, Pipeline
 from cacheblend_rag.engine.route import Fused, Route
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
-from cacheblend_rag.engine.traces import SpanNames, traced
+from cacheblend_rag.engine.traces import SpanNames
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
@@ -102,7 +102,7 @@ class Answering:
         cancelled, pipeline = _cancelled_by(sink), self.pipeline
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
-        with read, traced(self.names, prompt, options, pipeline.config, sink) as trace, held as spent:
+        with read, self.names.traced(prompt, options, pipeline.config, sink) as trace, held as spent:
             trace.begins()
             if sink:
                 sink.model_time = spent

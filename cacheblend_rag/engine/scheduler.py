@@ -108,7 +108,7 @@ class Scheduler:
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
         self.preparations: list[Callable[[], None]] = []
-        """Called by each holder before it uses a model: weights that were put away come back to where they compute."""
+        """See `prepare`."""
 
     @contextmanager
     def entered(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
@@ -128,10 +128,14 @@ class Scheduler:
                 self._wait(self._queue, mine, mine)
                 self._begun += 1
         try:
-            self._prepare()
             yield mine
         finally:
             self._leave()
+
+    def prepare(self) -> None:
+        """Bring weights that were put away to where they compute. Called by a holder before it uses a model."""
+        for preparation in tuple(self.preparations):
+            preparation()
 
     @property
     def waiting(self) -> int:
@@ -222,7 +226,6 @@ class Scheduler:
         with self._condition:
             self._begin_background()
         try:
-            self._prepare()
             yield
         finally:
             with self._condition:
@@ -278,10 +281,6 @@ class Scheduler:
             self._hold(ModelTime(lambda: 0))
 
     # Holding ------------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        for preparation in tuple(self.preparations):
-            preparation()
 
     def _leave(self) -> None:
         with self._condition:

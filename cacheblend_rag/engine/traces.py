@@ -34,27 +34,6 @@ Operation = Literal["chat", "text_completion"]
 _OURS = "cacheblend_rag"
 
 
-@dataclass(frozen=True)
-class SpanNames:
-    """Names of an engine's answers in traces.
-
-    Parameters
-    ----------
-    model : str
-        Name or path of the model. Of a path only the last part is shown.
-    operation : str
-        ``"chat"`` or ``"text_completion"``.
-    """
-
-    model: str
-    operation: Operation = "text_completion"
-
-    @property
-    def shown(self) -> str:
-        """The model without the folders it lies in."""
-        return os.path.basename(os.path.abspath(self.model)) if os.path.exists(self.model) else self.model
-
-
 class Noted:
     """Notes of an answer on its way: when its turn came, and when all its tokens were there."""
 
@@ -77,58 +56,121 @@ class Noted:
         self.answer, self.took = answer, self.seconds
 
 
-@contextmanager
-def traced(
-    named: SpanNames, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
-) -> Iterator[Noted]:
-    """The span of an answer, current for all that is done within.
+@dataclass(frozen=True)
+class SpanNames:
+    """Names of an engine's answers in traces.
 
     Parameters
     ----------
-    named : SpanNames
-    prompt : Prompt
-    options : DecodeOptions
-    config : BlendConfig
-    sink : Cancelled or None
-        Tells whether its reader has gone.
+    model : str
+        Name or path of the model. Of a path only the last part is shown.
+    operation : str
+        ``"chat"`` or ``"text_completion"``.
     """
-    noted = Noted()
-    if trace is None:
-        yield noted
-        return
-    tracer, began = trace.get_tracer_provider().get_tracer(_OURS), time.time_ns()
-    about = {
-        "gen_ai.operation.name": named.operation,
-        "gen_ai.provider.name": _OURS,
-        "gen_ai.request.model": named.shown,
-    }
-    span = tracer.start_span(f"{named.operation} {named.shown}", attributes=about, start_time=began)
-    failure: BaseException | None = None
-    try:
-        with below(span):
+
+    model: str
+    operation: Operation = "text_completion"
+
+    @property
+    def shown(self) -> str:
+        """The model without the folders it lies in."""
+        return os.path.basename(os.path.abspath(self.model)) if os.path.exists(self.model) else self.model
+
+    @contextmanager
+    def traced(
+        self, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+    ) -> Iterator[Noted]:
+        """The span of an answer, current for all that is done within.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        options : DecodeOptions
+        config : BlendConfig
+        sink : Cancelled or None
+            Tells whether its reader has gone.
+        """
+        noted = Noted()
+        if trace is None:
             yield noted
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        ended = noted.seconds
-        if span.is_recording():
-            given_up = sink is not None and sink.cancelled()
-            span.set_attributes(_request(named, options, noted, given_up))
-            if (answer := noted.answer) is not None:
-                span.set_attributes(_answered(named, answer.report, noted, config, given_up))
-                _add_steps(tracer, span, answer.report, noted, began)
-            if failure is not None and not (given_up and isinstance(failure, GenerationError)):
-                _fail(span, type(failure), failure)
-            elif sink is not None and sink.late:
-                _fail(span, GenerationTimeoutError)
-            if _captures():
-                asked = prompt.written(config.separator).text
-                span.set_attributes({"gen_ai.input.messages": _message("user", asked), "input.value": asked})
-                if answer is not None:
-                    said = _message("assistant", answer.text, finish_reason=answer.report.finish_reason)
-                    span.set_attributes({"gen_ai.output.messages": said, "output.value": answer.text})
-        span.end(began + int(ended * 1e9))
+            return
+        tracer, began = trace.get_tracer_provider().get_tracer(_OURS), time.time_ns()
+        about = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": _OURS,
+            "gen_ai.request.model": self.shown,
+        }
+        span = tracer.start_span(f"{self.operation} {self.shown}", attributes=about, start_time=began)
+        failure: BaseException | None = None
+        try:
+            with below(span):
+                yield noted
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            ended = noted.seconds
+            if span.is_recording():
+                given_up = sink is not None and sink.cancelled()
+                span.set_attributes(self._request(options, noted, given_up))
+                if (answer := noted.answer) is not None:
+                    span.set_attributes(self._answered(answer.report, noted, config, given_up))
+                    _add_steps(tracer, span, answer.report, noted, began)
+                if failure is not None and not (given_up and isinstance(failure, GenerationError)):
+                    _fail(span, type(failure), failure)
+                elif sink is not None and sink.late:
+                    _fail(span, GenerationTimeoutError)
+                if _captures():
+                    asked = prompt.written(config.separator).text
+                    span.set_attributes({"gen_ai.input.messages": _message("user", asked), "input.value": asked})
+                    if answer is not None:
+                        said = _message("assistant", answer.text, finish_reason=answer.report.finish_reason)
+                        span.set_attributes({"gen_ai.output.messages": said, "output.value": answer.text})
+            span.end(began + int(ended * 1e9))
+
+    def _request(self, options: DecodeOptions, noted: Noted, given_up: bool) -> dict[str, Any]:
+        """Attributes of the request."""
+        attributes = {
+            "openinference.span.kind": "LLM",
+            "llm.model_name": self.shown,
+            "llm.provider": _OURS,
+            "gen_ai.system": _OURS,
+            "gen_ai.output.type": "json" if options.grammar is not None else None,
+            "gen_ai.request.max_tokens": options.requested_tokens,
+            **{f"gen_ai.request.{name}": getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")},
+            "cacheblend.seconds.wait": noted.waited,
+            "cacheblend.given_up": given_up or None,
+        }
+        return {name: value for name, value in attributes.items() if value is not None}
+
+    def _answered(self, report: BlendReport, noted: Noted, config: BlendConfig, given_up: bool) -> dict[str, Any]:
+        """Attributes of the answer."""
+        rule = config.selection
+        return {
+            "gen_ai.response.model": self.shown,
+            **({} if given_up else {"gen_ai.response.finish_reasons": [report.finish_reason]}),
+            "gen_ai.usage.input_tokens": report.prompt_tokens,
+            "gen_ai.usage.output_tokens": report.generated_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
+            "gen_ai.usage.cache_creation.input_tokens": report.tokens_to_store,
+            "llm.token_count.prompt": report.prompt_tokens,
+            "llm.token_count.completion": report.generated_tokens,
+            "llm.token_count.total": report.prompt_tokens + report.generated_tokens,
+            "llm.token_count.prompt_details.cache_read": report.cached_tokens,
+            "llm.token_count.prompt_details.cache_write": report.tokens_to_store,
+            "cacheblend.seconds.ttft": noted.waited + report.ttft,
+            "cacheblend.chunks": report.hits + report.misses,
+            "cacheblend.chunks_hit": report.hits,
+            "cacheblend.chunks_missed": report.misses,
+            "cacheblend.prefix_hit": report.prefix_hit,
+            "cacheblend.tokens_reused": report.reused_tokens,
+            "cacheblend.tokens_resumed": report.resumed_tokens,
+            "cacheblend.plain": report.plain,
+            "cacheblend.rule": rule if isinstance(rule, str) else type(rule).__name__,
+            "cacheblend.recompute_ratio": report.recompute_ratio,
+            "cacheblend.tokens_recomputed": (report.recomputed_tokens or (0,))[-1],
+            "cacheblend.work": report.work,
+        }
 
 
 @contextmanager
@@ -153,54 +195,6 @@ def below_this(answer: Callable[[Cancelled], Generation]) -> Callable[[Cancelled
             return answer(sink)
 
     return answered
-
-
-def _request(named: SpanNames, options: DecodeOptions, noted: Noted, given_up: bool) -> dict[str, Any]:
-    """Attributes of the request."""
-    attributes = {
-        "openinference.span.kind": "LLM",
-        "llm.model_name": named.shown,
-        "llm.provider": _OURS,
-        "gen_ai.system": _OURS,
-        "gen_ai.output.type": "json" if options.grammar is not None else None,
-        "gen_ai.request.max_tokens": options.requested_tokens,
-        **{f"gen_ai.request.{name}": getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")},
-        "cacheblend.seconds.wait": noted.waited,
-        "cacheblend.given_up": given_up or None,
-    }
-    return {name: value for name, value in attributes.items() if value is not None}
-
-
-def _answered(
-    named: SpanNames, report: BlendReport, noted: Noted, config: BlendConfig, given_up: bool
-) -> dict[str, Any]:
-    """Attributes of the answer."""
-    rule = config.selection
-    return {
-        "gen_ai.response.model": named.shown,
-        **({} if given_up else {"gen_ai.response.finish_reasons": [report.finish_reason]}),
-        "gen_ai.usage.input_tokens": report.prompt_tokens,
-        "gen_ai.usage.output_tokens": report.generated_tokens,
-        "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
-        "gen_ai.usage.cache_creation.input_tokens": report.tokens_to_store,
-        "llm.token_count.prompt": report.prompt_tokens,
-        "llm.token_count.completion": report.generated_tokens,
-        "llm.token_count.total": report.prompt_tokens + report.generated_tokens,
-        "llm.token_count.prompt_details.cache_read": report.cached_tokens,
-        "llm.token_count.prompt_details.cache_write": report.tokens_to_store,
-        "cacheblend.seconds.ttft": noted.waited + report.ttft,
-        "cacheblend.chunks": report.hits + report.misses,
-        "cacheblend.chunks_hit": report.hits,
-        "cacheblend.chunks_missed": report.misses,
-        "cacheblend.prefix_hit": report.prefix_hit,
-        "cacheblend.tokens_reused": report.reused_tokens,
-        "cacheblend.tokens_resumed": report.resumed_tokens,
-        "cacheblend.plain": report.plain,
-        "cacheblend.rule": rule if isinstance(rule, str) else type(rule).__name__,
-        "cacheblend.recompute_ratio": report.recompute_ratio,
-        "cacheblend.tokens_recomputed": (report.recomputed_tokens or (0,))[-1],
-        "cacheblend.work": report.work,
-    }
 
 
 def _add_steps(tracer: trace.Tracer, span: trace.Span, report: BlendReport, noted: Noted, began: int) -> None:

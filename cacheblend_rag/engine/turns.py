@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import DEFAULT_NEW_TOKENS, BlendConfig
+from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.decode import Step
 from cacheblend_rag.engine.pipeline import Pauses
 from cacheblend_rag.engine.prompt_lookup import TRIED_AT_ONCE, PromptLookup
@@ -53,16 +53,12 @@ class Turns:
     write_back: WriteBack
     lifetime: Lifetime
 
-    @property
-    def config(self) -> BlendConfig:
-        """The options."""
-        return self.segments.config
-
     @contextmanager
     def held(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
         """Hold the model and the store for one request; by default with no other under way."""
         with self.scheduler.entered(beside) as spent:
             self.check_open()
+            self.scheduler.prepare()
             self.segments.model.look()
             yield spent
 
@@ -78,15 +74,16 @@ class Turns:
         if not self.several:
             return self.held()
         # No tokenizer makes more tokens than there are bytes.
-        size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
+        size = len(prompt.written(self.segments.config.separator).text.encode(errors="surrogatepass"))
         tokens = size + (new_tokens or DEFAULT_NEW_TOKENS)
-        return self.held(lambda: self.config.max_concurrent - 1 if self.batched_decode.fit(tokens) else 0)
+        return self.held(lambda: self.segments.config.max_concurrent - 1 if self.batched_decode.fit(tokens) else 0)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
         with self.scheduler.entered(lambda: sys.maxsize):
             self.check_open()
+            self.scheduler.prepare()
             yield
 
     @contextmanager
@@ -97,6 +94,7 @@ class Turns:
         """
         with self.scheduler.background():
             self.check_open()
+            self.scheduler.prepare()
             self.segments.model.look()
             yield
 
@@ -108,7 +106,7 @@ class Turns:
     @property
     def several(self) -> bool:
         """Whether answers may be under way at once."""
-        return self.config.max_concurrent > 1 and self.batched_decode.possible
+        return self.segments.config.max_concurrent > 1 and self.batched_decode.possible
 
     # Within a turn -------------------------------------------------------------------------
 
