@@ -384,11 +384,7 @@ class LLMBase(DecodeFields):
         form, tools, grammar = given.get("response_format"), given.get("tools"), None
         if form is not None or tools:  # before the engine is made there is neither
             grammar = own["grammar"] = answer_grammar(form, tools, given.get("tool_choice"), self.engine.tokenizer)
-        config, given_stops = own["generation_config"], (stop, given.get("stop"))
-        called = [text for one in given_stops for text in stop_texts(one)]
-        # The model's own texts that end an answer, and those of its call, which may say that none does.
-        none_ends = not called and any(one is not None for one in given_stops)
-        stops = None if none_ends else [*stop_texts(self.stop), *called]
+        stops, config = self._stops(stop, given.get("stop")), own["generation_config"]
         if stops is None and getattr(config, "stop_strings", None):
             own["generation_config"] = copy.deepcopy(config)
             own["generation_config"].stop_strings = None
@@ -396,6 +392,11 @@ class LLMBase(DecodeFields):
         if begun and not grammar:
             stops.append(CALL_END)
         return cast(DecodeArguments, {"stop": stops, **own})
+
+    def _stops(self, *given: str | Sequence[str] | None) -> list[str] | None:
+        """Texts that end an answer: the model's own, and those of its call; None if the call says that none does."""
+        own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
+        return None if not called and any(one is not None for one in given) else [*own, *called]
 
     def _model_call(
         self,
