@@ -71,12 +71,17 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     if layers < depth:
         raise ConfigError("layers", layers, f"use {depth} or more, the layers of the model")
     added = layers - depth
-    seen = _CountCache()
-    spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
+    # Counted by tensor: each is copied from a GPU once, since a copy waits for queued work.
+    tensors = {id(rows): rows for rows in (*done.computed, *done.scored)}
+    seen = {key: _RowCounts(rows.tolist()) for key, rows in tensors.items()}
+    spent = [_work(layer, seen[id(rows)]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(check.rows * shape.layers[check.layer].values for check in done.projected)
-    scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
+    scoring = sum(_work(layer, seen[id(rows)]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = (
-        sum(spent) - _spared_work(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
+        sum(spent)
+        - _spared_work(shape.layers[-1], seen[id(done.computed[-1])], done.ended)
+        + added * spent[-1]
+        + checks
     )
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
@@ -155,18 +160,6 @@ class _RowCounts:
             seen = self.positions if window is None else [min(position, window - 1) for position in self.positions]
             self._keys[window] = float(len(seen) + sum(seen))
         return self._keys[window]
-
-
-class _CountCache:
-    """Caches `_RowCounts` by tensor. Each tensor is copied from a GPU once, since a copy waits for queued work."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, _RowCounts] = {}
-
-    def __getitem__(self, rows: torch.Tensor) -> _RowCounts:
-        if id(rows) not in self._known:
-            self._known[id(rows)] = _RowCounts(rows.tolist())
-        return self._known[id(rows)]
 
 
 def _spared_work(last: LayerShape, rows: _RowCounts, ended: int | None) -> float:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import cycle
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -46,31 +46,19 @@ _FAST = 10**9
 _AHEAD = 8
 
 
-class _Copier(Protocol):
-    """A way into buffers; one thread at a time uses it."""
+class _Copier:
+    """A way into buffers, straight for a CPU; one thread at a time uses it."""
 
     def open(self) -> AbstractContextManager[None]:
-        """Within it buffers are made and filled; behind it they are whole, for every stream."""
-        ...
-
-    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Bring one layer of a record into place; see `StoredKV.read_into`."""
-        ...
-
-
-class _PlainCopier:
-    """Copies where it stands: for a CPU, and the plain twin of `_PinnedCopier`."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """See `_Copier.open`."""
+        """Within it buffers are made and filled; after it they are whole, for every stream."""
         return nullcontext()
 
     def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `_Copier.put`."""
+        """Bring one layer of a record into place; see `StoredKV.read_into`."""
         place.copy_layer(layer, keys, values)
 
 
-class _PinnedCopier:
+class _PinnedCopier(_Copier):
     """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
 
     Of two pinned buffers one is read into while the other is copied.
@@ -250,7 +238,7 @@ class LayerReader:
     @cached_property
     def _copier(self) -> _Copier:
         if self.device.type != "cuda":
-            return _PlainCopier()
+            return _Copier()
         return _PinnedCopier([place.record for place in self.placements], self.dtype, self.device)
 
 

@@ -15,8 +15,7 @@ from cacheblend_rag import Prompt
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.loading import LayerReader, Placement, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
-from cacheblend_rag.models import adapter, rope
-from cacheblend_rag.models.attention import rows as attention
+from cacheblend_rag.models import adapter, rope, row_layers
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordFormat, RecordInfo, TieredStore
 from cacheblend_rag.store.memory import MemoryRecord
@@ -140,7 +139,7 @@ def test_cancelled_pass_waits_for_running_copies(mixed: LayerReader) -> None:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """From now on kernels are in use, and records come as they come to a GPU; whether they did."""
-    for user in (adapter, attention, rope, loader):
+    for user in (adapter, row_layers, rope, loader):
         monkeypatch.setattr(user, "has_kernels", lambda device: True)
     took: list[bool] = []
 

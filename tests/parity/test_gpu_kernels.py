@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import silu
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.models import adapter, gpu, rope
-from cacheblend_rag.models.attention import rows as attention
+from cacheblend_rag.models import adapter, gpu, rope, row_layers
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store import MemoryStore, RecordInfo
 from cacheblend_rag.store.codecs import CODECS
@@ -63,7 +62,7 @@ def _attended() -> Iterator[Any]:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are in use, on whatever device there is."""
     if DEVICE == "cpu":
-        for user in (adapter, attention, rope):
+        for user in (adapter, row_layers, rope):
             monkeypatch.setattr(user, "has_kernels", lambda device: True)
 
 
@@ -243,7 +242,7 @@ def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: 
 def test_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     monkeypatch.setattr(adapter.ModelAdapter, "plain_layers", None)
-    for user in (attention, rope):
+    for user in (row_layers, rope):
         monkeypatch.setattr(user, "has_kernels", lambda device: False)
     wanted = fused_by(family, recompute_ratio=0.3, selection_options={"check_layers": (1,)})
     assert found.report.computed_tokens == wanted.report.computed_tokens
