@@ -69,7 +69,13 @@ async function answer(turn) {
     say(`Answered. First token after ${time(ttft)}, ${hits} of ${count(hits + misses, "passage")} from the store.`);
     follow();
   } catch (error) {
-    fail(turn, error);
+    turn.status = error.name === "AbortError" ? "stopped" : "failed";
+    if (turn.status === "stopped") return say("Stopped.");
+    turn.error = error.message;
+    if (!(error instanceof ApiError)) throw error;
+    if (error.code !== "no_document") return;
+    choose({ documents: null });
+    turn.error = "A chosen document is not there any more. Now all documents are asked.";
   } finally {
     running = null;
     saveChat(chatOf(turn));
@@ -93,19 +99,6 @@ function take(turn, event, data) {
     if (data.verification) takeVerification(turn, data.verification);
   } else if (event === "done") turn.status = turn.report ? "done" : "failed";
   changed("turn", turn);
-}
-
-function fail(turn, error) {
-  if (error.name === "AbortError") {
-    turn.status = "stopped";
-    return say("Stopped.");
-  }
-  turn.status = "failed";
-  turn.error = error.message;
-  if (!(error instanceof ApiError)) throw error;
-  if (error.code !== "no_document") return;
-  choose({ documents: null });
-  turn.error = "A chosen document is not there any more. Now all documents are asked.";
 }
 
 const comparisons = new Map(); // turn id: AbortController

@@ -94,23 +94,17 @@ function show() {
   $("ask-all").hidden = !state.documents;
 }
 
-/** Why a file need not be sent; empty if it may be. */
-function refusal({ name, size }) {
-  const { upload_bytes: most, suffixes } = state.server.limits;
-  if (!suffixes.some((suffix) => name.toLowerCase().endsWith(suffix))) return `Files of this kind cannot be read. These can: ${suffixes.join(", ")}.`;
-  return size > most ? `It has ${bytes(size)}; at most ${bytes(most)} are taken.` : "";
-}
-
 /** Send files, each by itself: one that is refused keeps no other back. */
 async function sendFiles(files) {
   const refused = [];
+  const { upload_bytes: most, suffixes } = state.server.limits;
   for (const [at, file] of files.entries()) {
     Object.assign($("sending"), { hidden: false, textContent: `Sending ${file.name}, ${at + 1} of ${files.length}…` });
     const form = new FormData();
     form.append("files", file, file.name);
     try {
-      const reason = refusal(file);
-      if (reason) throw new ApiError(reason);
+      if (!suffixes.some((suffix) => file.name.toLowerCase().endsWith(suffix))) throw new ApiError(`Files of this kind cannot be read. These can: ${suffixes.join(", ")}.`);
+      if (file.size > most) throw new ApiError(`It has ${bytes(file.size)}; at most ${bytes(most)} are taken.`);
       await call("POST", "api/documents", form);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
@@ -129,7 +123,14 @@ function open() {
   refreshServer().catch(failed);
 }
 
-function startDropping() {
+export function startDocuments() {
+  for (const id of ["open-documents", "open-chosen"]) $(id).addEventListener("click", open);
+  $("find").addEventListener("input", show);
+  $("ask-all").addEventListener("click", () => choose({ documents: null }));
+  $("files").addEventListener("change", (event) => {
+    sendFiles([...event.target.files]);
+    event.target.value = ""; // the same file can be chosen again
+  });
   let depth = 0; // enter and leave come for every element on the way
   const mark = (by) => {
     depth = by === null ? 0 : Math.max(0, depth + by);
@@ -145,17 +146,6 @@ function startDropping() {
     open();
     if (state.server?.folder.writable) sendFiles([...event.dataTransfer.files]);
   });
-}
-
-export function startDocuments() {
-  for (const id of ["open-documents", "open-chosen"]) $(id).addEventListener("click", open);
-  $("find").addEventListener("input", show);
-  $("ask-all").addEventListener("click", () => choose({ documents: null }));
-  $("files").addEventListener("change", (event) => {
-    sendFiles([...event.target.files]);
-    event.target.value = ""; // the same file can be chosen again
-  });
-  startDropping();
   on("server", show);
   on("choices", show);
 }

@@ -77,8 +77,10 @@ function viewOf(token, inside) {
   return view ? view(token, inside) : el(token.tag, {}, inside);
 }
 
-/** The text in blocks: their tokens, their lines, and the source that they depend on. */
-function blocksOf(text) {
+const shown = new WeakMap(); // node: sources of its blocks
+
+/** Show Markdown in a node; blocks that have not changed since stay the elements they are. */
+export function showMarkdown(node, text) {
   const lines = text.split(/\r\n?|\n/);
   const known = {};
   const blocks = [];
@@ -87,14 +89,7 @@ function blocksOf(text) {
     blocks.at(-1).tokens.push(token);
   }
   const references = JSON.stringify(known.references ?? {}); // a line further down may change where a link leads
-  return blocks.map((block) => ({ ...block, source: `${references}\n${block.lines}` }));
-}
-
-const shown = new WeakMap(); // node: sources of its blocks
-
-/** Show Markdown in a node; blocks that have not changed since stay the elements they are. */
-export function showMarkdown(node, text) {
-  const blocks = blocksOf(text);
+  for (const block of blocks) block.source = `${references}\n${block.lines}`;
   const before = shown.get(node) ?? [];
   let same = 0;
   while (same < blocks.length && blocks[same].source === before[same]) same += 1;

@@ -29,28 +29,6 @@ const inputs = {
 };
 const reset = button("Reset to the server's settings", () => choose(Object.fromEntries(NAMES.map((name) => [name, null]))), { class: "quiet" });
 
-function build() {
-  const { top_k, max_tokens, recompute_ratio, instructions, verify, reasoning } = inputs;
-  $("settings").querySelector(".body").append(
-    field("top_k", "Passages", "How many passages an answer is made from.", top_k),
-    field("max_tokens", "Longest answer", "In tokens; about four letters each.", max_tokens),
-    field("recompute_ratio", "Recompute ratio", "", recompute_ratio),
-    field("instructions", "Instructions", "What the model is told before the passages. Empty: as shown.", instructions),
-    field("verify", "Check answers", "Holds each answer against the full model when nothing else is asked, and corrects it.", verify),
-    hint("", { id: "verified" }),
-    field("reasoning", "Think first", "The model thinks before it answers. That can take minutes.", reasoning),
-    el("div", { class: "row" }, hint("The next answer is made with these."), reset),
-  );
-  for (const input of [top_k, max_tokens]) {
-    // What is outside of the bounds becomes the nearest that is within; empty, it is as the server has it.
-    input.addEventListener("change", () => choose({ [input.id]: input.value ? Math.min(Math.max(Math.round(input.value), 1), input.max) : null }));
-  }
-  recompute_ratio.addEventListener("input", () => choose({ recompute_ratio: recompute_ratio.value / 100 }));
-  instructions.addEventListener("change", () => choose({ instructions: instructions.value.trim() || null }));
-  verify.addEventListener("change", () => choose({ verify: verify.checked ? null : false }));
-  reasoning.addEventListener("change", () => choose({ reasoning: reasoning.checked }));
-}
-
 function refresh() {
   if (!state.server) return;
   const { settings, limits } = state.server;
@@ -75,7 +53,25 @@ function refresh() {
 }
 
 export function startSettings() {
-  build();
+  const { top_k, max_tokens, recompute_ratio, instructions, verify, reasoning } = inputs;
+  $("settings").querySelector(".body").append(
+    field("top_k", "Passages", "How many passages an answer is made from.", top_k),
+    field("max_tokens", "Longest answer", "In tokens; about four letters each.", max_tokens),
+    field("recompute_ratio", "Recompute ratio", "", recompute_ratio),
+    field("instructions", "Instructions", "What the model is told before the passages. Empty: as shown.", instructions),
+    field("verify", "Check answers", "Holds each answer against the full model when nothing else is asked, and corrects it.", verify),
+    hint("", { id: "verified" }),
+    field("reasoning", "Think first", "The model thinks before it answers. That can take minutes.", reasoning),
+    el("div", { class: "row" }, hint("The next answer is made with these."), reset),
+  );
+  for (const input of [top_k, max_tokens]) {
+    // What is outside of the bounds becomes the nearest that is within; empty, it is as the server has it.
+    input.addEventListener("change", () => choose({ [input.id]: input.value ? Math.min(Math.max(Math.round(input.value), 1), input.max) : null }));
+  }
+  recompute_ratio.addEventListener("input", () => choose({ recompute_ratio: recompute_ratio.value / 100 }));
+  instructions.addEventListener("change", () => choose({ instructions: instructions.value.trim() || null }));
+  verify.addEventListener("change", () => choose({ verify: verify.checked ? null : false }));
+  reasoning.addEventListener("change", () => choose({ reasoning: reasoning.checked }));
   on("server", refresh);
   on("choices", refresh);
   $("open-settings").addEventListener("click", async () => {
