@@ -31,7 +31,6 @@ from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_s
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
@@ -99,7 +98,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         parts = EngineParts(
             tokenizer=tokenizer,
             pipeline=pipeline,
-            turns=Turns(scheduler, pipeline.segments, BatchedDecode(adapter), write_back, lifetime),
+            turns=Turns(scheduler, pipeline.segments, in_use.decode(), write_back, lifetime),
             verifications=Verifications(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),

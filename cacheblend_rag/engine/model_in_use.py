@@ -12,7 +12,11 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.self_check import check_adapter
+from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
+from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
+from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cpu.products import Products, products_of
 from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.identity import ModelIdentity
@@ -73,8 +77,14 @@ class ModelInUse:
         each_layer: Callable[[], object] | None = None,
     ) -> tuple[Fusion, Any]:
         """Run the blended pass; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
+        if isinstance(self.adapter, LlamaAdapter):
+            return fuse_in_llama_cpp(self.adapter, plan, layers, rule)
         fusion = fuse(self.blended, plan, layers, rule, each_layer)
         return fusion, self.blended.new_cache(fusion.layers)
+
+    def decode(self) -> BatchedDecode | LlamaDecode:
+        """What takes the steps of answers."""
+        return LlamaDecode(self.adapter) if isinstance(self.adapter, LlamaAdapter) else BatchedDecode(self.adapter)
 
     @property
     def fingerprint(self) -> str:
@@ -118,6 +128,8 @@ def adapter_of(model: Any) -> PlainAdapter:
     UnsupportedModelError
         If transformers cannot go on from a prompt with it, or it is not shaped like the family it was registered as.
     """
+    if isinstance(model, LlamaModel):
+        return cast(PlainAdapter, LlamaAdapter(model))
     try:
         adapter = ModelAdapter(model)
         check_adapter(adapter)

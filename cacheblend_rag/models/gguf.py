@@ -81,7 +81,7 @@ def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
     path = Path(file).expanduser()
     _check_start(path)
     if keep:
-        sha256 = _content(path)
+        sha256 = content_sha256(path)
         folder, about = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}", {"weights": sha256}
         yield made_once(folder, about | {"converter": str(CONVERTER)}, lambda part: convert(path, part))
     else:
@@ -162,10 +162,7 @@ def convert(file: Path, folder: Path) -> None:
             f"{file} does not hold all weights of a model of the architecture {architecture!r}; {len(missing)} are "
             f"missing, such as {missing[0]}"
         )
-    if fields.get("tokenizer.ggml.pre") in _DIGITS_APART:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    _split_digits(tokenizer, fields)
     try:
         plain = _plain(model, config)
         plain.save_pretrained(folder)
@@ -176,6 +173,42 @@ def convert(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
         raise OSError(code, str(error)) from error
+
+
+def write_settings(file: Path, folder: Path) -> None:
+    """Write what a GGUF file says of a model, weights apart, into an empty folder: config, tokenizer, chat template.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file is damaged.
+    UnsupportedModelError
+        If its architecture is not supported.
+    """
+    _check_start(file)
+    reader, fields = _header(file)
+    architecture = str(fields.get("general.architecture"))
+    _check_supported(file, architecture, fields)
+    names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
+    try:
+        with _read_by(reader), _without_advice():
+            config = AutoConfig.from_pretrained(**names)
+            _settle(config, architecture, fields, reader)
+            tokenizer = AutoTokenizer.from_pretrained(**names)
+    except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
+        raise ModelLoadError(f"the tokenizer of {file} cannot be read: {type(error).__name__}: {error}") from error
+    _split_digits(tokenizer, fields)
+    tokenizer.save_pretrained(folder)
+    config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+    config.save_pretrained(folder)
+    _generation(config, fields, tokenizer).save_pretrained(folder)
+
+
+def _split_digits(tokenizer: Any, fields: Mapping[str, Any]) -> None:
+    if fields.get("tokenizer.ggml.pre") in _DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
 
 
 @contextmanager
@@ -203,7 +236,7 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _content(path: Path) -> str:
+def content_sha256(path: Path) -> str:
     """SHA-256 of a file; it is read through once, as long as neither its size nor its times change."""
     state = path.resolve().stat()
     seen = [str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]

@@ -1,0 +1,296 @@
+"""A model in llama.cpp, taken apart into what the engine asks of one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from cacheblend_rag.llama_cpp.cache import SequenceCache
+from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.llama_cpp.runtime import BATCH
+from cacheblend_rag.models.cache import PreallocatedLayer
+from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
+from cacheblend_rag.models.memory import free_memory
+from cacheblend_rag.models.modules import cache_argument
+from cacheblend_rag.models.plain import Going
+from cacheblend_rag.models.shape import LayerShape, ModelShape
+
+
+class FileIdentity:
+    """Identity of a model whose weights are a file's: they never change.
+
+    Parameters
+    ----------
+    value : str
+    """
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def refresh(self) -> bool:
+        """Whether the weights are others now."""
+        return False
+
+
+class LlamaAdapter:
+    """A model in llama.cpp as the engine runs it.
+
+    KV of segments has its keys rotated as if the segment's first token stood at position 0. llama.cpp moves it from
+    there, so no rotation is computed here.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float16
+    goes_on: Going = "slices"
+    mixes_rows = False
+    steps_alone = False
+    plain_layers = None
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.model, self.config, self.runtime = model, model.config, model.runtime
+        self.num_layers, self.kv_heads = self.runtime.layers, self.runtime.kv_heads
+        self.plain_reason = "" if self.runtime.shifts else "llama.cpp cannot move its KV to other positions"
+        self.head_dim = self.runtime.layout.head_dim if self.runtime.shifts else 0
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return self.runtime.window
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """How much arithmetic the model does for a row."""
+        config = self.config
+        attended = 2.0 * config.num_attention_heads * self.head_dim
+        keys = float(config.hidden_size * self.kv_heads * self.head_dim)
+        linear = 2 * keys + config.hidden_size * attended + 3.0 * config.hidden_size * config.intermediate_size
+        layer = LayerShape(linear, keys, keys, attended, None)
+        return ModelShape((layer,) * self.num_layers, float(config.vocab_size * config.hidden_size))
+
+    def identity(self, own: str | None = None) -> FileIdentity:
+        """Identity of the model: its file, and the library whose KV it has."""
+        said = f"ggml {self.runtime.version} F16 {own or self.model.identity}"
+        return FileIdentity(hashlib.sha256(said.encode()).hexdigest())
+
+    def fingerprint(self) -> str:
+        """See `identity`."""
+        return self.identity().value
+
+    def regime(self, tokens: int) -> int | None:
+        """0: stored KV fits prompts of every length."""
+        return None if self.plain_reason else 0
+
+    @property
+    def regimes(self) -> tuple[int, ...]:
+        """All frequency regimes in which KV of chunks may be stored."""
+        return () if self.plain_reason else (0,)
+
+    def reusable(self, tokens: int) -> bool:
+        """Whether stored KV of chunks is of use to a prompt of this length."""
+        return not self.plain_reason
+
+    def rotation(self, tokens: int) -> None:
+        """Nothing is rotated as it is read."""
+
+    # Passes ------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> SequenceCache:
+        """A cache that holds nothing yet."""
+        return SequenceCache(self.runtime, self.runtime.take(), 0)
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        between: Callable[[float], object] | None = None,
+        each_layer: Callable[[], object] | None = None,
+        begun: Cache | None = None,
+    ) -> Prefill:
+        """Full prefill: all ids in batches of one size.
+
+        Parameters
+        ----------
+        ids : sequence of int
+        between : callable, optional
+            Called between two batches with the seconds that the last one took; others may use the model then.
+        each_layer : callable, optional
+            Not called: llama.cpp runs all layers at once.
+        begun : Cache, optional
+            KV that such a pass gives to the first ids, but for the last one at least.
+        """
+        cache = self.empty_cache() if begun is None else self.live(begun)
+        return self.go_on(cache, ids[cache.length :], between)
+
+    def go_on(
+        self,
+        cache: SequenceCache,
+        ids: Sequence[int],
+        between: Callable[[float], object] | None = None,
+        each_layer: Callable[[], object] | None = None,
+    ) -> Prefill:
+        """`prefill` of ids that stand behind what a cache holds; it grows."""
+        for start in range(0, len(ids), BATCH):
+            began, part = time.perf_counter(), ids[start : start + BATCH]
+            logits = self.runtime.compute(part, cache.length, cache.sequence, int(start + BATCH >= len(ids)))
+            cache.length += len(part)
+            if between is not None and start + BATCH < len(ids):
+                between(time.perf_counter() - began)
+        return Prefill(cache, logits[-1])
+
+    def extend(self, cache: SequenceCache, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
+        """Compute ids behind a cache, which grows by them; logits of the last ``logits_to_keep``, 0 for all.
+
+        Returns
+        -------
+        Tensor, [positions, vocab]
+        """
+        logits = self.runtime.compute(ids, cache.length, cache.sequence, logits_to_keep or len(ids))
+        cache.length += len(ids)
+        return logits
+
+    def segments_kv(
+        self,
+        context_ids: Sequence[int],
+        segments: Sequence[Sequence[int]],
+        regime: int = 0,
+        heads: Sequence[int] = (),
+        behind: Sequence[LayerKV] = (),
+    ) -> list[SegmentKV]:
+        """KV of several segments, each computed behind the context as if it were alone; see `ModelAdapter`."""
+        runtime, kept, before = self.runtime, list[tuple[list[torch.Tensor], list[torch.Tensor]]](), 0
+        with runtime.sequence() as context:
+            if behind:
+                before = behind[0].keys.shape[2]
+                runtime.place(runtime.layout.write(*_parts(behind, slice(0, before)), 0), context)
+            runtime.compute(context_ids, before, context)
+            before += len(context_ids)
+            for ids, head in zip(segments, heads or [0] * len(segments), strict=True):
+                with runtime.sequence() as own:
+                    runtime.copy(context, own, 0, before)
+                    runtime.compute(ids, before, own)
+                    kept.append(runtime.kv(own, before + head, before + len(ids)))
+        return [self._moved(keys, values, before + head) for (keys, values), head in zip(kept, heads or [0] * len(kept), strict=True)]
+
+    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
+        """KV of one segment; see `segments_kv`."""
+        return self.segments_kv(context_ids, [ids], regime)[0]
+
+    def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
+        """KV of what opens a text, layer by layer: what segments are computed behind."""
+        with self.runtime.sequence() as sequence:
+            self.runtime.compute(ids, 0, sequence)
+            return tuple(self._layers(sequence, len(ids)))
+
+    # KV --------------------------------------------------------------------------------------
+
+    def new_cache(self, layers: Sequence[LayerKV]) -> SequenceCache:
+        """A cache that holds these layers, ready for generation."""
+        cache = self.empty_cache()
+        cache.length = layers[0].keys.shape[2]
+        self.runtime.place(self.runtime.layout.write(*_parts(layers, slice(None)), 0), cache.sequence)
+        return cache
+
+    def live(self, cache: Cache) -> SequenceCache:
+        """A cache within llama.cpp, of one that may be in memory."""
+        return cache if isinstance(cache, SequenceCache) else self.new_cache(self.layers_of(cache.layers))
+
+    def at_rest(self, cache: Cache, tokens: int) -> Cache:
+        """A copy of a cache's first tokens in memory, which takes no cells of llama.cpp."""
+        layers = []
+        for kv in self._layers(self.live(cache).sequence, tokens):
+            layer = PreallocatedLayer()
+            layer.hold(kv.keys, kv.values)
+            layers.append(layer)
+        return Cache(layers=layers)
+
+    def layers_of(self, layers: Sequence[Any]) -> list[LayerKV]:
+        """KV in layers of a cache in memory."""
+        return [LayerKV(layer.keys, layer.values, rotated=True) for layer in layers]
+
+    def whole_layers(self, cache: Cache) -> Sequence[LayerKV]:
+        """KV of all tokens that a cache holds, keys rotated; it is copied from llama.cpp once it is asked for."""
+        return _LayersInLlama(self, self.live(cache))
+
+    def cut(self, layers: Sequence[LayerKV], rows: slice, regime: int = 0) -> SegmentKV:
+        """A copy of the KV of some positions of a prompt, as if they were the first."""
+        return self._moved(*_parts(layers, rows), rows.start)
+
+    def _layers(self, sequence: int, tokens: int) -> list[LayerKV]:
+        keys, values = self.runtime.kv(sequence, 0, tokens)
+        return [LayerKV(k[None], v[None], rotated=True) for k, v in zip(keys, values, strict=True)]
+
+    def _moved(self, keys: list[torch.Tensor], values: list[torch.Tensor], start: int) -> SegmentKV:
+        """KV of tokens that stood from some position on, as if they stood from 0."""
+        runtime = self.runtime
+        if start:
+            with runtime.sequence() as moved:
+                runtime.place(runtime.layout.write(keys, values, start), moved)
+                runtime.shift(moved, -start)
+                runtime.settle()
+                keys, _ = runtime.kv(moved, 0, keys[0].shape[1])
+        return SegmentKV(tuple(keys), tuple(values), rotated=False)
+
+
+def _parts(layers: Sequence[LayerKV], rows: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values of some rows, layer by layer, each ``[kv_heads, rows, head_dim]``."""
+    return [kv.keys[0, :, rows] for kv in layers], [kv.values[0, :, rows] for kv in layers]
+
+
+class _LayersInLlama(Sequence[LayerKV]):
+    """KV of a cache as it is now, layer by layer.
+
+    Parameters
+    ----------
+    adapter : LlamaAdapter
+    cache : SequenceCache
+    """
+
+    def __init__(self, adapter: LlamaAdapter, cache: SequenceCache) -> None:
+        self._adapter, self._cache, self._tokens = adapter, cache, cache.length
+
+    @cached_property
+    def _read(self) -> list[LayerKV]:
+        return self._adapter._layers(self._cache.sequence, self._tokens)
+
+    def __len__(self) -> int:
+        return self._adapter.num_layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._read[layer]
+
+
+class LlamaDecode:
+    """Takes the next step of answers, all in one pass; see `BatchedDecode`."""
+
+    possible = True
+    takes_several = True
+
+    def __init__(self, adapter: LlamaAdapter) -> None:
+        self._adapter, self._runtime = adapter, adapter.runtime
+        self._token_bytes = 4 * adapter.num_layers * adapter.kv_heads * adapter.head_dim
+
+    def fit(self, tokens: int) -> bool:
+        """Whether memory has room for the KV of so many tokens, and as much again for what is enlarged."""
+        free = free_memory()
+        return free is None or 2 * tokens * self._token_bytes <= free
+
+    def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """Logits of each step, ``[1, tokens, vocab]``; caches grow."""
+        name = cache_argument(self._adapter.model)
+        rows, counts = [], []
+        for one in inputs:
+            cache, ids = one[name], one["input_ids"][0].tolist()
+            rows += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
+            cache.length += len(ids)
+            counts.append(len(ids))
+        return [logits[None] for logits in self._runtime.step(rows).split(counts)]
+

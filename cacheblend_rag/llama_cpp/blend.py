@@ -1,0 +1,158 @@
+"""The blended pass inside llama.cpp: stored KV is put in place, and chosen rows are computed again from left to right.
+
+llama.cpp computes all layers of a token at once, and only at the end of a sequence. So a rule decides once for all
+layers. The rows that it chooses are computed in their order, each behind the final KV of everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from cacheblend_rag.fusor.blend import Fusion, FusionPlan
+from cacheblend_rag.fusor.selection.base import SelectionRule, StartView
+from cacheblend_rag.fusor.work import RowsDone
+from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
+from cacheblend_rag.llama_cpp.cache import SequenceCache
+from cacheblend_rag.models.kv import LayerKV
+
+BLOCK = 16
+"""Rows that are chosen together: each stretch of rows is a call of llama.cpp."""
+
+
+def fuse(
+    adapter: LlamaAdapter,
+    plan: FusionPlan,
+    layers: Iterable[LayerKV],
+    rule: SelectionRule,
+) -> tuple[Fusion, SequenceCache]:
+    """Run the blended pass; parameters as for `cacheblend_rag.fusor.fuse`.
+
+    Returns
+    -------
+    Fusion, SequenceCache
+        The cache has the KV of the whole prompt.
+    """
+    return _Pass(adapter, plan, rule.fit(adapter.num_layers)).run(list(layers))
+
+
+class _Pass:
+    """State of one blended pass."""
+
+    def __init__(self, adapter: LlamaAdapter, plan: FusionPlan, rule: SelectionRule) -> None:
+        self._adapter, self._runtime, self._plan, self._rule = adapter, adapter.runtime, plan, rule
+        self._ids, self._tokens = list(plan.input_ids), len(plan.input_ids)
+        spans = sorted((*plan.exact, *plan.reused), key=lambda span: span.start)
+        self._stored = [span for span in spans if len(span)]
+        # The last row is always computed, because its logits are needed.
+        self._question = min(max((span.stop for span in self._stored), default=0), self._tokens - 1)
+        if plan.question is not None:
+            self._question = min(self._tokens - 1, max(self._question, plan.question.start))
+
+    def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
+        runtime = self._runtime
+        placed = self._adapter.empty_cache()
+        self._put_in_place(layers, placed.sequence)
+        scored, attention = self._score(placed, layers)
+        chosen = self._chosen(attention)
+        final = self._adapter.empty_cache()
+        at = 0
+        for stretch in _stretches(chosen):
+            runtime.copy(placed.sequence, final.sequence, at, stretch.start)
+            runtime.compute(self._ids[stretch.start : stretch.stop], stretch.start, final.sequence)
+            at = stretch.stop
+        if at < self._question:
+            runtime.copy(placed.sequence, final.sequence, at, self._question)
+        logits = runtime.compute(self._ids[self._question :], self._question, final.sequence, 1)[-1]
+        final.length = self._tokens
+        return self._fusion(final, chosen, logits, scored), final
+
+    def _put_in_place(self, layers: Sequence[LayerKV], target: int) -> None:
+        """Build a sequence of stored KV, from left to right; what is not stored is computed on the way."""
+        runtime, at = self._runtime, 0
+        for span in self._stored:
+            if at < span.start:
+                runtime.compute(self._ids[at : span.start], at, target)
+            stop = min(span.stop, self._question)
+            with runtime.sequence() as own:
+                keys = [kv.keys[0, :, span.start : span.stop] for kv in layers]
+                values = [kv.values[0, :, span.start : span.stop] for kv in layers]
+                runtime.place(runtime.layout.write(keys, values, 0), own)
+                runtime.shift(own, span.start)
+                runtime.copy(own, target, span.start, stop)
+            at = stop
+        if at < self._question:
+            runtime.compute(self._ids[at : self._question], at, target)
+
+    def _score(self, placed: SequenceCache, layers: Sequence[LayerKV]) -> tuple[bool, torch.Tensor | None]:
+        """The question's attention to all positions, if the rule wants it."""
+        if not self._rule.score_layers or not any(map(len, self._plan.reused)):
+            return False, None
+        runtime, layer = self._runtime, self._rule.score_layers[-1]
+        queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layer)
+        keys = runtime.kv(placed.sequence, 0, self._tokens)[0][layer].float()  # [kv_heads, tokens, head_dim]
+        runtime.cut(placed.sequence, self._question)
+        return True, _attention(queries, keys, self._question)
+
+    def _chosen(self, attention: torch.Tensor | None) -> torch.Tensor:
+        """Positions that are recomputed, rising."""
+        positions, offsets, blocks = [], [], []
+        for number, span in enumerate(self._plan.reused):
+            for offset, position in enumerate(span):
+                if position < self._question:
+                    positions.append(position)
+                    offsets.append(offset)
+                    blocks.append((number, offset // BLOCK))
+        if not positions:
+            return torch.empty(0, dtype=torch.long)
+        at = torch.tensor(positions)
+        seen = None
+        if attention is not None:
+            numbers = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+            index = torch.tensor([numbers[block] for block in blocks])
+            sums = torch.zeros(len(numbers)).index_add_(0, index, attention[at])
+            seen = (sums / torch.bincount(index, minlength=len(numbers)))[index]
+        reused = sum(map(len, self._plan.reused))
+        return at[self._rule.begin(StartView(at, torch.tensor(offsets), reused, seen))]
+
+    def _fusion(self, final: SequenceCache, chosen: torch.Tensor, logits: torch.Tensor, scored: bool) -> Fusion:
+        always = torch.ones(self._tokens, dtype=torch.bool)
+        for span in self._stored:
+            always[span.start : min(span.stop, self._question)] = False
+        rows = always.clone()
+        rows[chosen] = True
+        layers = self._adapter.num_layers
+        computed = (rows.nonzero()[:, 0],) * layers
+        question = torch.arange(self._question, self._tokens)
+        done = RowsDone(computed, scored=(question,) * layers if scored else ())
+        reused = sum(map(len, self._plan.reused))
+        return Fusion(self._adapter.whole_layers(final), logits, computed, (len(chosen),) * layers, reused, None, done)
+
+
+def _attention(queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.Tensor:
+    """Mean attention of the question's rows to each position, over heads and rows.
+
+    Parameters
+    ----------
+    queries : Tensor, [rows, heads, head_dim]
+    keys : Tensor, [kv_heads, tokens, head_dim]
+    first : int
+        Position of the first row.
+    """
+    rows, heads, width = queries.shape
+    kv_heads, tokens, _ = keys.shape
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)  # [kv_heads, shared, rows, width]
+    scores = grouped @ keys[:, None].transpose(2, 3) / width**0.5  # [kv_heads, shared, rows, tokens]
+    hidden = torch.arange(tokens) > first + torch.arange(rows)[:, None]
+    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).mean(dim=(0, 1, 2))
+
+
+def _stretches(positions: torch.Tensor) -> Iterator[range]:
+    """Rising positions as ranges of neighbours."""
+    found = positions.tolist()
+    start = 0
+    for at in range(1, len(found) + 1):
+        if at == len(found) or found[at] != found[at - 1] + 1:
+            yield range(found[start], found[at - 1] + 1)
+            start = at

@@ -1,0 +1,46 @@
+"""GGUF files as models: their settings through transformers, their weights in llama.cpp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.llama_cpp.runtime import Runtime
+from cacheblend_rag.models.gguf import CONVERTER, content_sha256, write_settings
+from cacheblend_rag.models.model_folders import made_once, models_path
+
+
+def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
+    """The model in a GGUF file, and its tokenizer.
+
+    Config and tokenizer are read from the file once and kept in the user's cache.
+
+    Parameters
+    ----------
+    file : str or path
+
+    Raises
+    ------
+    ModelLoadError
+        If the file is missing or damaged, or llama.cpp is not installed or cannot load it.
+    UnsupportedModelError
+        If its architecture is not supported.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ModelLoadError(f"the GGUF file {str(path)!r} does not exist")
+    sha256 = content_sha256(path)
+    folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
+    about = {"weights": sha256, "reader": str(CONVERTER)}
+    made_once(folder, about, lambda part: write_settings(path, part))
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder)
+    runtime = Runtime(path, torch.get_num_threads())
+    config._name_or_path = str(path)
+    return LlamaModel(path, runtime, config, generation, sha256), tokenizer

@@ -1,0 +1,286 @@
+"""A model in llama.cpp: its weights, one context, and sequences within it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cacheblend_rag.errors import GenerationError, ModelLoadError
+from cacheblend_rag.llama_cpp.library import F16, Batch, ContextOptions, Library, ModelOptions, Observer, library
+from cacheblend_rag.llama_cpp.state import StateLayout
+
+BATCH = 512
+"""Tokens of one call of `llama_decode`. A prefill is always cut so, since other batches round otherwise."""
+_CELLS = 8192  # of the context at first
+_SEQUENCES = 64
+_FLASH_ATTENTION = 1
+_NO_ROOM = 1  # llama_decode: there are too few cells
+
+
+class Runtime:
+    """Computes tokens, and moves KV between sequences.
+
+    Not safe for use by several threads at once.
+
+    Parameters
+    ----------
+    path : Path
+        The GGUF file; it is mapped into memory, not copied.
+    threads : int
+        Threads of the CPU.
+
+    Raises
+    ------
+    ModelLoadError
+        If llama.cpp cannot load the file.
+
+    Attributes
+    ----------
+    vocabulary, layers, heads, kv_heads, window : int
+        ``window`` is the context that the model was trained with.
+    shifts : bool
+        Whether KV can be moved to other positions.
+    layout : StateLayout
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self._lib = lib = library()
+        self._threads = threads
+        options: ModelOptions = lib.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(os.fsencode(path), options)
+        if not self._model:
+            raise ModelLoadError(f"llama.cpp cannot load {str(path)!r}: it is damaged, or of an unknown architecture")
+        self.vocabulary = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self.layers, self.heads, self.kv_heads, self.window = (
+            int(getattr(lib, f"llama_model_{name}")(self._model))
+            for name in ("n_layer", "n_head", "n_head_kv", "n_ctx_train")
+        )
+        self.version = lib.version
+        self._held: list[int] = []  # what is given back in the end
+        self._wanted: bytes | None = None
+        self._seen: np.ndarray | None = None
+        self._observer = Observer(self._observe)
+        self._cells = 0
+        self._batch: Batch = lib.llama_batch_init(BATCH, 0, 1)
+        self._free = list(range(_SEQUENCES - 1, -1, -1))
+        self._left = deque[int]()
+        self._open(_CELLS)
+        weakref.finalize(self, _end, lib, self._held)
+        states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
+        windowed = lib.llama_model_n_swa(self._model) > 0
+        self.shifts = bool(lib.llama_memory_can_shift(self._memory)) and not states and not windowed
+        if self.shifts:
+            with self.sequence() as probe:
+                self.compute([1, 2], 0, probe)
+                self.layout = StateLayout(self.state(probe), self.layers, self.kv_heads)
+
+    # Sequences -------------------------------------------------------------------------------
+
+    def take(self) -> int:
+        """A sequence that is empty; `drop` gives it back.
+
+        Raises
+        ------
+        GenerationError
+            If all are in use.
+        """
+        self._clear()
+        if not self._free:
+            raise GenerationError(f"{_SEQUENCES} prompts and answers are under way at once, and no more can be")
+        return self._free.pop()
+
+    def drop(self, sequence: int) -> None:
+        """Empty a sequence and give it back."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._free.append(sequence)
+
+    def leave(self, sequence: int) -> None:
+        """Have a sequence dropped before the next one is taken. May be called on any thread."""
+        self._left.append(sequence)
+
+    def _clear(self) -> None:
+        while self._left:
+            self.drop(self._left.popleft())
+
+    @contextmanager
+    def sequence(self) -> Iterator[int]:
+        """A sequence that is dropped afterwards."""
+        taken = self.take()
+        try:
+            yield taken
+        finally:
+            self.drop(taken)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, length, -1)
+
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Let one sequence have some positions of another, too. Their KV is shared."""
+        if stop > start:
+            self._lib.llama_memory_seq_cp(self._memory, source, target, start, stop)
+
+    def shift(self, sequence: int, by: int) -> None:
+        """Move a whole sequence to other positions. llama.cpp rotates its keys before it computes next."""
+        if by:
+            self._lib.llama_memory_seq_add(self._memory, sequence, -1, -1, by)
+
+    def settle(self) -> None:
+        """Have llama.cpp rotate the keys that were moved: it does so before it computes a token, whichever that is."""
+        with self.sequence() as one:
+            self.compute([0], 0, one)
+
+    def state(self, sequence: int) -> np.ndarray:
+        """The state of a sequence as llama.cpp writes it, uint8."""
+        size = self._lib.llama_state_seq_get_size(self._context, sequence)
+        state = np.empty(size, np.uint8)
+        written = self._lib.llama_state_seq_get_data(self._context, _bytes_of(state), size, sequence)
+        return state[:written]
+
+    def place(self, state: np.ndarray, sequence: int) -> None:
+        """Let an empty sequence have a state.
+
+        Raises
+        ------
+        GenerationError
+            If llama.cpp refuses it.
+        """
+        for last in (False, True):
+            if self._lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, sequence):
+                return
+            if not last:
+                self._grow()
+        raise GenerationError("llama.cpp refused stored KV; the prompt is computed without it")
+
+    def kv(self, sequence: int, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of some positions of a sequence; see `StateLayout.read`."""
+        return self.layout.read(self.state(sequence), start, stop)
+
+    # Computing -------------------------------------------------------------------------------
+
+    def compute(self, ids: Sequence[int], start: int, sequence: int, wanted: int = 0) -> torch.Tensor:
+        """Compute tokens that stand at the end of a sequence.
+
+        Parameters
+        ----------
+        ids : sequence of int
+        start : int
+            Position of the first, directly behind the sequence's last one.
+        sequence : int
+        wanted : int
+            How many of the last tokens give logits.
+
+        Returns
+        -------
+        Tensor, [wanted, vocab] float32
+        """
+        logits, first = torch.empty(wanted, self.vocabulary), len(ids) - wanted
+        for begin in range(0, len(ids), BATCH):
+            end = min(len(ids), begin + BATCH)
+            rows = [(ids[at], start + at, sequence, at >= first) for at in range(begin, end)]
+            self._decode(rows, logits[max(0, begin - first) : max(0, end - first)])
+        return logits
+
+    def step(self, rows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Compute one token of each of several sequences; logits ``[rows, vocab]``.
+
+        Parameters
+        ----------
+        rows : sequence of (id, position, sequence)
+        """
+        logits = torch.empty(len(rows), self.vocabulary)
+        for begin in range(0, len(rows), BATCH):
+            self._decode([(*row, True) for row in rows[begin : begin + BATCH]], logits[begin : begin + BATCH])
+        return logits
+
+    def queries(self, ids: Sequence[int], start: int, sequence: int, layer: int) -> torch.Tensor:
+        """Compute tokens as `compute` does, and give their queries of a layer, rotated, ``[rows, heads, head_dim]``."""
+        found = []
+        for begin in range(0, len(ids), BATCH):
+            end = min(len(ids), begin + BATCH)
+            self._wanted, self._seen = f"Qcur-{layer}".encode(), None
+            try:
+                self._decode([(ids[at], start + at, sequence, False) for at in range(begin, end)], torch.empty(0))
+            finally:
+                self._wanted = None
+            if self._seen is None:
+                raise GenerationError(f"llama.cpp's graph has no queries of layer {layer}")
+            found.append(torch.from_numpy(self._seen).view(end - begin, self.heads, -1))
+        return torch.cat(found)
+
+    def _decode(self, rows: Sequence[tuple[int, int, int, bool]], logits: torch.Tensor) -> None:
+        batch, lib = self._batch, self._lib
+        batch.n_tokens = len(rows)
+        for at, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[at], batch.pos[at] = token, position
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+            batch.logits[at] = wanted
+        code = lib.llama_decode(self._context, batch)
+        if code == _NO_ROOM:
+            self._grow()
+            code = lib.llama_decode(self._context, batch)
+        if code:
+            raise GenerationError(f"llama.cpp could not compute {len(rows)} tokens (code {code})")
+        found = iter(logits)
+        for at, row in enumerate(rows):
+            if row[3]:
+                pointer = lib.llama_get_logits_ith(self._context, at)
+                next(found).copy_(torch.from_numpy(np.ctypeslib.as_array(pointer, (self.vocabulary,))))
+
+    def _observe(self, tensor: int, ask: bool, data: object) -> bool:
+        if self._wanted is None:
+            return not ask
+        wanted = bool(self._lib.ggml_get_name(tensor) == self._wanted)
+        if wanted and not ask:  # the last tensor of this name is the rotated one
+            seen = np.empty(self._lib.ggml_nbytes(tensor) // 4, np.float32)
+            self._lib.ggml_backend_tensor_get(tensor, seen.ctypes.data, 0, seen.nbytes)
+            self._seen = seen
+        return wanted or not ask
+
+    # Memory ----------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Give the context twice its cells; sequences are carried over."""
+        states = {one: self.state(one) for one in range(_SEQUENCES) if one not in self._free and self._length(one)}
+        old = self._context
+        self._open(2 * self._cells)
+        self._lib.llama_free(old)
+        for sequence, state in states.items():
+            if not self._lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, sequence):
+                raise GenerationError("llama.cpp's context could not be enlarged")
+
+    def _length(self, sequence: int) -> int:
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    def _open(self, cells: int) -> None:
+        options: ContextOptions = self._lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = cells, BATCH, BATCH, _SEQUENCES
+        options.n_threads = options.n_threads_batch = self._threads
+        options.kv_unified, options.flash_attn_type, options.no_perf = True, _FLASH_ATTENTION, True
+        options.type_k = options.type_v = F16
+        options.cb_eval = self._observer
+        context = self._lib.llama_init_from_model(self._model, options)
+        if not context:
+            raise GenerationError(f"llama.cpp could not make a context of {cells} tokens; memory may be too small")
+        self._context, self._cells, self._held[:] = context, cells, (context, self._model)
+        self._memory = self._lib.llama_get_memory(context)
+
+
+def _bytes_of(state: np.ndarray) -> ctypes._Pointer[ctypes.c_uint8]:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _end(lib: Library, held: list[int]) -> None:
+    """Give back the memory of a context and its model."""
+    context, model = held
+    lib.llama_free(context)
+    lib.llama_model_free(model)
