@@ -17,10 +17,11 @@ import torch
 from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
 from cacheblend_rag.engine.at_exit import prepare_end
+from cacheblend_rag.engine.backends import adapter_of, decode_of, load
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.model_in_use import ModelInUse, adapter_of
+from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
@@ -29,9 +30,9 @@ from cacheblend_rag.engine.turns import Lifetime, Turns
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrap
 from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.finder import Finder
@@ -98,7 +99,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         parts = EngineParts(
             tokenizer=tokenizer,
             pipeline=pipeline,
-            turns=Turns(scheduler, pipeline.segments, in_use.decode(), write_back, lifetime),
+            turns=Turns(scheduler, pipeline.segments, decode_of(adapter), write_back, lifetime),
             verifications=Verifications(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
@@ -301,7 +302,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         **model_kwargs
-            Passed on to ``from_pretrained``.
+            Passed on to ``from_pretrained``. A ``backend`` among them says what computes: ``"torch"``, ``"llama.cpp"``
+            (GGUF files alone), or by default llama.cpp for GGUF files on a CPU and PyTorch for all else.
 
         Raises
         ------
@@ -314,8 +316,8 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """
         config = check_config(config)
         arguments = {"device": device, "dtype": dtype, **model_kwargs}
-        loaded = load_model(model, **arguments)
-        fingerprint = loaded.fingerprint()
+        loaded = load(model, **arguments)
+        fingerprint = None if isinstance(loaded.model, LlamaModel) else loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
         again = partial(cls.from_pretrained, os.fspath(model), **arguments)
         parts = dataclasses.replace(made._parts, names=SpanNames(loaded.name))

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.selection import SelectionRule
-from cacheblend_rag.fusor.self_check import check_adapter
-from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
-from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
-from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cpu.products import Products, products_of
-from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.identity import ModelIdentity
-from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter, check_blends
-
-_log = logging.getLogger(__name__)
+from cacheblend_rag.models.plain import PlainAdapter, check_blends
 
 
 class ModelInUse:
@@ -69,23 +56,6 @@ class ModelInUse:
             check_blends(self.adapter)
         return cast(ModelAdapter, self.adapter)
 
-    def fuse(
-        self,
-        plan: FusionPlan,
-        layers: Iterable[LayerKV],
-        rule: SelectionRule,
-        each_layer: Callable[[], object] | None = None,
-    ) -> tuple[Fusion, Any]:
-        """Run the blended pass; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
-        if isinstance(self.adapter, LlamaAdapter):
-            return fuse_in_llama_cpp(self.adapter, plan, layers, rule)
-        fusion = fuse(self.blended, plan, layers, rule, each_layer)
-        return fusion, self.blended.new_cache(fusion.layers)
-
-    def decode(self) -> BatchedDecode | LlamaDecode:
-        """What takes the steps of answers."""
-        return LlamaDecode(self.adapter) if isinstance(self.adapter, LlamaAdapter) else BatchedDecode(self.adapter)
-
     @property
     def fingerprint(self) -> str:
         """Identity when the model was last looked at; see `look`."""
@@ -108,37 +78,8 @@ class ModelInUse:
     def _find_products(self, anew: bool) -> Products | None:
         if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
             if self._option is True:
-                raise ConfigError(
-                    "prepack_weights", True, f'use "auto"; the model is not blended: {self.adapter.plain_reason}'
-                )
+                why = self.adapter.plain_reason or "llama.cpp packs the weights itself"
+                raise ConfigError("prepack_weights", True, f'use "auto"; {why}')
             return None
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)
         return products_of(model, parts, self._option, anew=anew)
-
-
-def adapter_of(model: Any) -> PlainAdapter:
-    """The model taken apart for the blended pass; if it is not blended, what its plain answers need.
-
-    Parameters
-    ----------
-    model : transformers PreTrainedModel
-
-    Raises
-    ------
-    UnsupportedModelError
-        If transformers cannot go on from a prompt with it, or it is not shaped like the family it was registered as.
-    """
-    if isinstance(model, LlamaModel):
-        return cast(PlainAdapter, LlamaAdapter(model))
-    try:
-        adapter = ModelAdapter(model)
-        check_adapter(adapter)
-    except UnsupportedModelError as error:
-        if registered_as(model.config) is not None:
-            raise
-        check_runs(model.config)
-        plain = PlainAdapter(model, error.reason)
-        name = getattr(model.config, "_name_or_path", "") or model.config.model_type
-        _log.warning("model %s is answered plainly, %s: %s", name, BEGINNINGS[plain.goes_on], plain.plain_reason)
-        return plain
-    return adapter

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.backends import check_rule, fuse
 from cacheblend_rag.engine.keeping import Keeping, has_few_chunks
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import Begun, PromptCache, Ticket
@@ -315,7 +316,7 @@ class Pipeline:
             try:
                 with contextlib.closing(layers), self.segments.model.products():
                     each_layer = pauses and pauses.each_layer
-                    fusion, cache = self.segments.model.fuse(self.plan(blend), layers, blend.rule, each_layer)
+                    fusion, cache = fuse(adapter, self.plan(blend), layers, blend.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
@@ -385,7 +386,7 @@ class Pipeline:
             logits=result.logits,
             computed=rows,
             seconds=Seconds(fuse=ready_at - started),
-            exact=True,
+            exact=bool(adapter.plain_reason) or model.blended.aligned(resumed) == resumed,
             resumed=resumed,
             work=work,
             ready_at=ready_at,
@@ -423,6 +424,7 @@ def open_pipeline(
     """
     controller = controller_beside(store) if earlier is None else earlier.policy.controller
     policy = RatioPolicy(config, model.adapter.num_layers, model.fingerprint, controller)
+    check_rule(model.adapter, config.selection, policy.rule)
     condition = "context" if policy.config.condition == "auto" else policy.config.condition
     if earlier is None:
         segments = Segments(model, tokenizer, config, condition)

@@ -360,7 +360,8 @@ class Ticket:
     def exact_cache(self, ids: Sequence[int]) -> Any:
         """A cache with the KV that a full prefill gives to the first of some ids; None without any."""
         found = self._cache.find(self.kind, ids) if self._limit else None
-        return None if found is None else first_rows(found[0].cache, found[1])
+        tokens = 0 if found is None else self._segments.model.blended.aligned(found[1])
+        return first_rows(found[0].cache, tokens) if found is not None and tokens else None
 
     def keep(
         self,

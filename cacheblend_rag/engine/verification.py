@@ -104,7 +104,7 @@ def check(
         exact = adapter.prefill(input_ids, pauses and pauses.between, pauses and pauses.each_layer, begun)
     steps = _DraftSteps(adapter, exact.cache, draft.token_ids, step, pauses)
     ties = _KeptTies(draft.token_ids, len(input_ids), adapter.dtype)
-    if not options.samples(adapter.model, tokenizer):
+    if not adapter.repeats_exactly and not options.samples(adapter.model, tokenizer):
         options = options.model_copy(update={"logits_processor": [*options.logits_processor, ties]})
     decoded = decode(
         adapter.model,
@@ -202,6 +202,7 @@ class _DraftSteps:
         self, adapter: ModelAdapter, cache: Any, draft: Sequence[int], step: Step, pauses: Pauses | None
     ) -> None:
         self._adapter, self._cache, self._step, self._pauses = adapter, cache, step, pauses
+        self._size = 1 if adapter.repeats_exactly else _SLICE
         self._left = deque(draft[:-1])  # behind the last one nothing is chosen
         self._pass: list[int] = []  # ids of the last pass that took several
         self._rows = deque[torch.Tensor]()  # logits behind those that were not chosen again yet
@@ -213,7 +214,7 @@ class _DraftSteps:
         if self._left and token == self._left[0]:
             if not self._rows:
                 began = time.perf_counter()
-                self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, _SLICE))
+                self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, self._size))
                 self._rows.extend(self._adapter.extend(self._cache, self._pass))
                 if self._pauses is not None:
                     self._pauses.between(time.perf_counter() - began)

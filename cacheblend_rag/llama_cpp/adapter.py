@@ -53,6 +53,7 @@ class LlamaAdapter:
     dtype = torch.float16
     goes_on: Going = "slices"
     mixes_rows = False
+    repeats_exactly = True
     steps_alone = False
     plain_layers = None
 
@@ -166,19 +167,21 @@ class LlamaAdapter:
         behind: Sequence[LayerKV] = (),
     ) -> list[SegmentKV]:
         """KV of several segments, each computed behind the context as if it were alone; see `ModelAdapter`."""
-        runtime, kept, before = self.runtime, list[tuple[list[torch.Tensor], list[torch.Tensor]]](), 0
+        runtime, kept, before = self.runtime, list[SegmentKV](), 0
+        heads = heads or [0] * len(segments)
         with runtime.sequence() as context:
             if behind:
                 before = behind[0].keys.shape[2]
                 runtime.place(runtime.layout.write(*_parts(behind, slice(0, before)), 0), context)
             runtime.compute(context_ids, before, context)
             before += len(context_ids)
-            for ids, head in zip(segments, heads or [0] * len(segments), strict=True):
+            for ids, head in zip(segments, heads, strict=True):
                 with runtime.sequence() as own:
                     runtime.copy(context, own, 0, before)
                     runtime.compute(ids, before, own)
-                    kept.append(runtime.kv(own, before + head, before + len(ids)))
-        return [self._moved(keys, values, before + head) for (keys, values), head in zip(kept, heads or [0] * len(kept), strict=True)]
+                    keys, values = runtime.kv(own, before + head, before + len(ids))
+                kept.append(self._moved(keys, values, before + head))
+        return kept
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
         """KV of one segment; see `segments_kv`."""
@@ -198,6 +201,10 @@ class LlamaAdapter:
         cache.length = layers[0].keys.shape[2]
         self.runtime.place(self.runtime.layout.write(*_parts(layers, slice(None)), 0), cache.sequence)
         return cache
+
+    def aligned(self, tokens: int) -> int:
+        """How many of a kept prompt's exact first tokens a check may go on from: those of whole batches."""
+        return tokens // BATCH * BATCH
 
     def live(self, cache: Cache) -> SequenceCache:
         """A cache within llama.cpp, of one that may be in memory."""
@@ -272,7 +279,8 @@ class LlamaDecode:
     """Takes the next step of answers, all in one pass; see `BatchedDecode`."""
 
     possible = True
-    takes_several = True
+    takes_several = False
+    """Several tokens of an answer at once round in other ways than one by one."""
 
     def __init__(self, adapter: LlamaAdapter) -> None:
         self._adapter, self._runtime = adapter, adapter.runtime
@@ -293,4 +301,3 @@ class LlamaDecode:
             cache.length += len(ids)
             counts.append(len(ids))
         return [logits[None] for logits in self._runtime.step(rows).split(counts)]
-

@@ -142,7 +142,8 @@ def _attention(queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.T
     """
     rows, heads, width = queries.shape
     kv_heads, tokens, _ = keys.shape
-    grouped = queries.view(rows, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)  # [kv_heads, shared, rows, width]
+    # [kv_heads, heads that share one, rows, width]
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)
     scores = grouped @ keys[:, None].transpose(2, 3) / width**0.5  # [kv_heads, shared, rows, tokens]
     hidden = torch.arange(tokens) > first + torch.arange(rows)[:, None]
     return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).mean(dim=(0, 1, 2))

@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
 from functools import cache
@@ -204,6 +203,11 @@ def _candidates() -> Iterator[Path]:
         found = importlib.util.find_spec(package)
         if found is not None and found.origin is not None:
             yield from sorted(Path(found.origin).parent.glob(pattern))
+
+
+def is_installed() -> bool:
+    """Whether there is a library that can be looked for: one of one's own, or that of a package."""
+    return bool(os.environ.get(PATH)) or next(_candidates(), None) is not None
 
 
 @cache

@@ -45,6 +45,7 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
         super().__init__()
         self.file, self.runtime, self.identity = file, runtime, identity
         self.config, self.generation_config = config, generation_config
+        self.eval()
 
     @property
     def base_model(self) -> LlamaModel:

@@ -53,6 +53,8 @@ class PlainAdapter:
     ----------
     plain_reason : str
         Why it is not blended; empty for a model that is.
+    repeats_exactly : bool
+        Whether an answer is checked token by token, so that it has the very bits of one that was never blended.
     goes_on : {"slices", "steps", "whole"}
         ``"slices"``: a prompt may be read in pieces, so what is behind its first piece can be kept for others.
         ``"steps"``: a pass over several tokens begins anew, so a prompt is read at once, and only its answer goes on
@@ -61,6 +63,7 @@ class PlainAdapter:
     """
 
     plain_reason: str = ""
+    repeats_exactly = False
     goes_on: Going = "slices"
 
     def __init__(self, model: Any, reason: str) -> None:

@@ -1,0 +1,135 @@
+"""The two backends of the engine: transformers' models in PyTorch, and GGUF files in llama.cpp."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+
+from cacheblend_rag.config import check_choice
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.fusor import Fusion, FusionPlan
+from cacheblend_rag.fusor import fuse as fuse_in_torch
+from cacheblend_rag.fusor.selection import SelectionRule
+from cacheblend_rag.fusor.self_check import check_adapter
+from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
+from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
+from cacheblend_rag.llama_cpp.library import is_installed
+from cacheblend_rag.llama_cpp.loading import load_gguf
+from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.families import check_runs, registered_as
+from cacheblend_rag.models.gguf import is_gguf
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.loading import LoadedModel, load_model, loading_arguments
+from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter
+
+_log = logging.getLogger(__name__)
+_BACKENDS = ("auto", "torch", "llama.cpp")
+
+
+def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Parameters
+    ----------
+    model : str or path
+        As for `load_model`.
+    backend : str
+        ``"torch"``, ``"llama.cpp"``, or ``"auto"``: llama.cpp for GGUF files on a CPU, where it is installed.
+    **arguments
+        ``device``, ``dtype`` and others, as for `load_model`.
+
+    Raises
+    ------
+    ConfigError
+        If llama.cpp is named for what is no GGUF file, or together with arguments of PyTorch.
+    """
+    check_choice("backend", backend, _BACKENDS)
+    if backend == "torch" or not is_gguf(model):
+        if backend == "llama.cpp":
+            raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
+        return load_model(model, **arguments)
+    device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
+    own = {name: value for name, value in {"device": device, "dtype": dtype}.items() if value != "auto"} | others
+    own = {name: value for name, value in own.items() if (name, value) != ("device", "cpu")}
+    if backend == "auto":
+        if own or torch.cuda.is_available():
+            return load_model(model, device=device, dtype=dtype, **others)
+        if not is_installed():
+            _log.warning(
+                "llama.cpp is not installed, so %s is converted, which takes several times its size in memory: "
+                'pip install "cacheblend-rag[llama-cpp]"',
+                os.fspath(model),
+            )
+            return load_model(model, device=device, dtype=dtype, **others)
+    elif own:
+        name, value = next(iter(own.items()))
+        remedy = 'leave it out: llama.cpp computes with the file as it is; or use backend="torch"'
+        raise ConfigError(name, value, remedy)
+    return LoadedModel(*load_gguf(model), os.fspath(model), None)
+
+
+def adapter_of(model: Any) -> PlainAdapter:
+    """The model taken apart for the blended pass; if it is not blended, what its plain answers need.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel or LlamaModel
+
+    Raises
+    ------
+    UnsupportedModelError
+        If transformers cannot go on from a prompt with it, or it is not shaped like the family it was registered as.
+    """
+    if isinstance(model, LlamaModel):
+        return cast(PlainAdapter, LlamaAdapter(model))
+    try:
+        adapter = ModelAdapter(model)
+        check_adapter(adapter)
+    except UnsupportedModelError as error:
+        if registered_as(model.config) is not None:
+            raise
+        check_runs(model.config)
+        plain = PlainAdapter(model, error.reason)
+        name = getattr(model.config, "_name_or_path", "") or model.config.model_type
+        _log.warning("model %s is answered plainly, %s: %s", name, BEGINNINGS[plain.goes_on], plain.plain_reason)
+        return plain
+    return adapter
+
+
+def decode_of(adapter: PlainAdapter) -> BatchedDecode | LlamaDecode:
+    """What takes the steps of a model's answers."""
+    return LlamaDecode(adapter) if isinstance(adapter, LlamaAdapter) else BatchedDecode(adapter)
+
+
+def fuse(
+    adapter: ModelAdapter,
+    plan: FusionPlan,
+    layers: Iterable[LayerKV],
+    rule: SelectionRule,
+    each_layer: Callable[[], object] | None = None,
+) -> tuple[Fusion, Any]:
+    """Run the blended pass of a model; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
+    if isinstance(adapter, LlamaAdapter):
+        return fuse_in_llama_cpp(adapter, plan, layers, rule)
+    fusion = fuse_in_torch(adapter, plan, layers, rule, each_layer)
+    return fusion, adapter.new_cache(fusion.layers)
+
+
+def check_rule(adapter: PlainAdapter, name: Any, rule: SelectionRule) -> None:
+    """Refuse a rule that a backend cannot follow.
+
+    Raises
+    ------
+    ConfigError
+        If it drops rows between layers, and the model is in llama.cpp.
+    """
+    layers = range(1, adapter.num_layers)
+    if isinstance(adapter, LlamaAdapter) and any(rule.fit(adapter.num_layers).checks(layer) for layer in layers):
+        remedy = "use 'query', 'boundary', 'none' or 'all': llama.cpp computes a token on all layers at once"
+        raise ConfigError("selection", name, remedy)

@@ -1,0 +1,218 @@
+"""GGUF files in llama.cpp: what is computed, stored, blended, verified and refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.llama_cpp.loading import load_gguf
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.prompt import Prompt
+from tests import gguf_files, tiny
+
+CHUNKS = [
+    "The harbour of Reval froze in January, and no ship came in before the end of March that year.",
+    "Copper was paid for in salt: one pound for three, as the guild had written down in its book.",
+    "A letter from Bruges took five weeks, and the answer as long again if the straits were open.",
+]
+
+
+@pytest.fixture(scope="module")
+def torch_model():
+    return tiny.model("qwen3").float().eval()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, torch_model) -> Path:
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", torch_model)
+
+
+@pytest.fixture(scope="module")
+def loaded(file):
+    return load_gguf(file)
+
+
+def engine_of(loaded, store=None, **options) -> BlendEngine:
+    settings = {"prompt_cache": 0, "min_tokens": 1, "write_back": "inline"} | options
+    return BlendEngine(*loaded, config=BlendConfig(**settings), store=store)
+
+
+def prompt_of(chunks=CHUNKS, question="How long did a letter take?") -> Prompt:
+    return Prompt(prefix="Answer from the notes.\n", chunks=list(chunks), suffix=f"\n{question}\n")
+
+
+def ids_of(engine: BlendEngine, prompt: Prompt) -> list[int]:
+    return list(engine.tokenize(prompt).input_ids)
+
+
+def test_logits_are_those_of_the_same_weights_in_pytorch(loaded, torch_model):
+    ids = list(range(5, 45))
+    own = engine_of(loaded).adapter.prefill(ids).logits
+    expected = ModelAdapter(torch_model).prefill(ids).logits
+    assert float((own - expected).norm() / expected.norm()) < 5e-3
+
+
+def test_state_is_read_and_written_as_llama_cpp_does(loaded):
+    runtime = loaded[0].runtime
+    with runtime.sequence() as one:
+        runtime.compute(list(range(5, 25)), 0, one)
+        state = runtime.state(one)
+    keys, values = runtime.layout.read(state, 0, 20)
+    again = runtime.layout.write(keys, values, 0)
+    assert np.array_equal(state[8:], again[8:])  # the sequence's number aside
+
+
+def test_moved_kv_is_that_of_its_new_place(loaded):
+    """Keys of the first layer depend on a token and its position alone."""
+    adapter = engine_of(loaded).adapter
+    ids = list(range(40, 60))
+    kv = adapter.segment_kv(list(range(5, 30)), ids)
+    own = adapter.segment_kv((), ids)
+    assert torch.allclose(kv.keys[0].float(), own.keys[0].float(), atol=2e-2, rtol=1e-2)
+    assert torch.allclose(kv.values[0].float(), own.values[0].float(), atol=2e-2, rtol=1e-2)
+    assert not torch.allclose(kv.values[-1].float(), own.values[-1].float(), atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rule", ["all", "query", "boundary"])
+def test_recomputing_everything_is_full_prefill(loaded, rule):
+    engine = engine_of(loaded, selection=rule, recompute_ratio=1.0)
+    engine.chunks.warm(CHUNKS)
+    prompt = prompt_of()
+    fused = engine.fuse(prompt)
+    expected = engine.adapter.prefill(ids_of(engine, prompt)).logits
+    assert fused.report.hits == (0 if rule == "all" else 3)
+    assert float((fused.logits - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_chunks_are_reused_in_another_order_and_few_rows_computed(loaded):
+    engine = engine_of(loaded)
+    first = engine.generate(prompt_of(), max_new_tokens=4)
+    again = engine.generate(prompt_of(CHUNKS[::-1], "Who paid in salt?"), max_new_tokens=4)
+    assert (first.report.hits, first.report.misses) == (0, 3)
+    assert (again.report.hits, again.report.misses, again.report.plain) == (3, 0, False)
+    whole = len(ids_of(engine, prompt_of(CHUNKS[::-1], "Who paid in salt?")))
+    assert again.report.computed_tokens[0] < 0.6 * whole
+
+
+def test_records_outlive_the_engine_and_a_damaged_one_is_a_miss(loaded, tmp_path):
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        engine.chunks.warm(CHUNKS)
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        assert engine.generate(prompt_of(), max_new_tokens=2).report.hits == 3
+    record = max((path for path in (tmp_path / "kv").rglob("*.val")), key=lambda path: path.stat().st_size)
+    data = bytearray(record.read_bytes())
+    for at in range(len(data) // 4, len(data), 64):
+        data[at] ^= 0xFF
+    record.write_bytes(data)
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        answer = engine.generate(prompt_of(), max_new_tokens=2)
+        assert answer.report.misses + answer.report.lost >= 1
+
+
+def test_records_of_another_library_are_misses(loaded, tmp_path, monkeypatch):
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        engine.chunks.warm(CHUNKS)
+    monkeypatch.setattr(loaded[0].runtime, "version", "0.27.0")
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        assert engine.generate(prompt_of(), max_new_tokens=2).report.hits == 0
+
+
+def test_verified_answer_is_llama_cpps_own(loaded):
+    engine = engine_of(loaded, recompute_ratio=0.05)
+    engine.chunks.warm(CHUNKS)
+    for question in ("How long did a letter take?", "Who paid in salt?", "When did the harbour freeze?"):
+        prompt = prompt_of(CHUNKS[::-1], question)
+        answer = engine.generate(prompt, max_new_tokens=12, verify="always")
+        own = engine.generate(prompt, max_new_tokens=12, verify="held")
+        assert answer.verification.status in ("verified", "corrected")
+        assert answer.token_ids == own.token_ids == greedy(engine, ids_of(engine, prompt), 12)
+
+
+def greedy(engine: BlendEngine, ids: list[int], most: int) -> list[int]:
+    """The answer of llama.cpp alone: full prefill, then token by token."""
+    adapter = engine.adapter
+    made = adapter.prefill(ids)
+    logits, answer = made.logits, list[int]()
+    ends = engine.model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    while len(answer) < most:
+        answer.append(int(logits.argmax()))
+        if answer[-1] in ends:
+            break
+        logits = adapter.extend(made.cache, answer[-1:])[-1]
+    return answer
+
+
+def test_kept_prompt_is_gone_on_from(loaded):
+    engine = engine_of(loaded, prompt_cache=10**8)
+    first = engine.generate(prompt_of(), max_new_tokens=4)
+    text = prompt_of().written(engine.config.separator).text + first.text + " And then what came by sea to the town?"
+    answer = engine.generate(text, max_new_tokens=4)
+    assert answer.report.resumed_tokens > 32
+    assert answer.token_ids == engine_of(loaded).generate(text, max_new_tokens=4).token_ids
+
+
+def test_answers_at_once_are_those_of_one_after_another(loaded):
+    engine = engine_of(loaded, max_concurrent=3)
+    engine.chunks.warm(CHUNKS)
+    prompts = [prompt_of(CHUNKS, question) for question in ("Who?", "When was it?", "How long did it take?")]
+    alone = [engine.generate(prompt, max_new_tokens=6).token_ids for prompt in prompts]
+    together = [answer.token_ids for answer in engine.generate_batch(prompts, max_new_tokens=6)]
+    assert together == alone
+
+
+def test_context_grows_with_what_it_must_hold(loaded, monkeypatch, file):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    model, tokenizer = load_gguf(file)
+    engine = engine_of((model, tokenizer))
+    ids = [5 + number % 40 for number in range(700)]
+    long, short = engine.adapter.prefill(ids), engine.adapter.prefill(ids[:300])
+    assert long.cache.length == 700
+    expected = engine_of(loaded).adapter
+    assert torch.allclose(long.logits, expected.prefill(ids).logits, atol=1e-3)
+    assert torch.allclose(short.logits, expected.prefill(ids[:300]).logits, atol=1e-3)
+
+
+def test_rule_that_drops_rows_between_layers_is_refused(loaded):
+    with pytest.raises(ConfigError, match=r"'gradual'.*use 'query'"):
+        engine_of(loaded, selection="gradual")
+
+
+def test_backend_is_llama_cpp_for_files_and_pytorch_where_it_is_named(file, caplog):
+    with BlendEngine.from_pretrained(file) as engine:
+        assert type(engine.model).__name__ == "LlamaModel"
+    with BlendEngine.from_pretrained(file, backend="torch") as engine:
+        assert type(engine.model).__name__ == "Qwen3ForCausalLM"
+    with pytest.raises(ConfigError, match="backend"):
+        BlendEngine.from_pretrained(file, backend="llama")
+    with pytest.raises(ConfigError, match="name a GGUF file"):
+        BlendEngine.from_pretrained("smollm2", backend="llama.cpp")
+    with pytest.raises(ConfigError, match="dtype"):
+        BlendEngine.from_pretrained(file, backend="llama.cpp", dtype="float32")
+
+
+def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"no model at all" * 100)
+    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+        load_gguf(other)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(ModelLoadError):
+        load_gguf(cut)
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        load_gguf(tmp_path / "none.gguf")
+
+
+def test_missing_library_is_named_with_its_remedy(file, monkeypatch, caplog):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.library._candidates", lambda: iter(()))
+    with caplog.at_level(logging.WARNING), BlendEngine.from_pretrained(file) as engine:
+        assert type(engine.model).__name__ == "Qwen3ForCausalLM"
+    assert "cacheblend-rag[llama-cpp]" in caplog.text
