@@ -331,7 +331,8 @@ def another_order(prompt: Prompt) -> Prompt:
 def shared_cache(cache: Any) -> Any:
     """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
     other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
+    if other.layers is cache.layers:  # else it has layers of its own already
+        other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
 
 

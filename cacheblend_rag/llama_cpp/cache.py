@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -30,6 +31,15 @@ class SequenceCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions that it holds."""
         return self.length
+
+    def __copy__(self) -> SequenceCache:
+        """Another cache of the same positions; what each adds is its own."""
+        other = SequenceCache(self.runtime, self.runtime.take(), self.length)
+        self.runtime.copy(self.sequence, other.sequence, 0, self.length)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCache:
+        return copy.copy(self)
 
     def take_back(self, rows: int) -> None:
         """Forget the newest positions."""

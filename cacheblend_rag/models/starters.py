@@ -109,6 +109,21 @@ def starter_folder(name: str) -> Path:
     return made_once(starter_path(name), starter.about(), lambda part: _make(name, starter, part))
 
 
+def starter_gguf(name: str) -> Path:
+    """The GGUF file of a starter that is a language model; fetched on first use, and not converted.
+
+    Raises
+    ------
+    ModelLoadError
+        As for `starter_folder`.
+    """
+    starter, folder = STARTERS[name], starter_path(name)
+    if not is_fetched(name):
+        folder = folder.with_name(f"{name}-gguf")
+        made_once(folder, {"weights": starter.weights_sha256}, lambda part: _fetch(name, starter, part))
+    return folder / starter.weights
+
+
 def _make(name: str, starter: Starter, part: Path) -> None:
     """Write a starter's files into an empty folder."""
     known, weights = starter_path(name) / starter.weights, part / starter.weights

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, ModelLoadError
@@ -178,6 +179,25 @@ def test_context_grows_with_what_it_must_hold(loaded, monkeypatch, file):
     expected = engine_of(loaded).adapter
     assert torch.allclose(long.logits, expected.prefill(ids).logits, atol=1e-3)
     assert torch.allclose(short.logits, expected.prefill(ids[:300]).logits, atol=1e-3)
+
+
+def test_methods_of_a_comparison_are_told(loaded):
+    engine = engine_of(loaded)
+    engine.chunks.warm(CHUNKS)
+    *_, results = (step for step in Methods(engine, prompt_of()).compare(max_new_tokens=6) if step)
+    found = {one.name: one for one in results}
+    assert found["prefix caching"].nearness.kl < 1e-3
+    assert found["blended"].nearness.kl < found["full reuse"].nearness.kl + 1e-3
+
+
+def test_model_with_a_window_is_answered_plainly_and_its_beginnings_are_reused(tmp_path):
+    file = gguf_files.write(tmp_path / "window.gguf", tiny.model("gemma3_text"))
+    engine = engine_of(load_gguf(file), prompt_cache=10**8)
+    prompt = prompt_of()
+    first, again = engine.generate(prompt, max_new_tokens=4), engine.generate(prompt, max_new_tokens=4)
+    assert first.report.plain and "cannot move its KV" in first.report.plain_reason
+    assert again.token_ids == first.token_ids == greedy(engine, ids_of(engine, prompt), 4)
+    assert engine.chunks.warm(CHUNKS).computed == 0
 
 
 def test_rule_that_drops_rows_between_layers_is_refused(loaded):
