@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.llama_cpp.runtime import Runtime
+from cacheblend_rag.models.modules import CACHE_FIELD
 
 
 class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
-    """A model in llama.cpp. It chooses tokens as transformers' models do; its passes are those of a `LlamaAdapter`.
+    """A model in llama.cpp. Tokens are chosen by transformers, and computed by llama.cpp.
 
     Parameters
     ----------
@@ -63,11 +65,13 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
 
     def forward(
         self,
-        input_ids: Any = None,
+        input_ids: torch.Tensor,
         attention_mask: Any = None,
         past_key_values: Any = None,
-        use_cache: Any = None,
-        logits_to_keep: Any = None,
-    ) -> Any:
-        """Not called: the engine takes each step."""
-        raise NotImplementedError("a model in llama.cpp is run by the engine alone")
+        return_dict: bool = True,
+    ) -> CausalLMOutputWithPast:
+        """Compute the next tokens of one sequence, whose `SequenceCache` grows by them."""
+        ids, cache = input_ids[0].tolist(), past_key_values
+        logits = self.runtime.compute(ids, cache.length, cache.sequence, len(ids))
+        cache.length += len(ids)
+        return CausalLMOutputWithPast(logits=logits[None], **{CACHE_FIELD: cache})
