@@ -24,6 +24,7 @@ ORDER = (
     ("calibration",),
     ("langchain", "llama_index"),
     ("retrieval", "engine"),
+    ("llama_cpp",),
     ("fusor", "loading"),
     ("store",),
     ("models", "prompt"),
@@ -47,6 +48,7 @@ REMEMBERED = {
         "agrees",
         "has_float16_products",
         "kernels_run_on",
+        "library",
     ),
     *("rows_worth_it", "_arguments", "_options_of"),
     # a text of ours, numbers of samples, and models' own templates
@@ -55,7 +57,7 @@ REMEMBERED = {
 # The only homes of an outside package, at module level or within a function.
 HOMES = {
     # The fusor's check at load names transformers' version, no more.
-    "transformers": ("models", "engine", "fusor.self_check", "retrieval"),
+    "transformers": ("models", "llama_cpp", "engine", "fusor.self_check", "retrieval"),
     "diskcache": ("store.disk",),
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),

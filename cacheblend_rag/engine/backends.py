@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from cacheblend_rag.models.gguf import is_gguf
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.loading import LoadedModel, load_model, loading_arguments
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter
+from cacheblend_rag.models.starters import starter_gguf, starter_named
 
 _log = logging.getLogger(__name__)
 _BACKENDS = ("auto", "torch", "llama.cpp")
@@ -50,28 +51,37 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         If llama.cpp is named for what is no GGUF file, or together with arguments of PyTorch.
     """
     check_choice("backend", backend, _BACKENDS)
-    if backend == "torch" or not is_gguf(model):
+    starter = starter_named(model, "language model")
+    if starter is None and not is_gguf(model):
         if backend == "llama.cpp":
             raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
-    own = {name: value for name, value in {"device": device, "dtype": dtype}.items() if value != "auto"} | others
-    own = {name: value for name, value in own.items() if (name, value) != ("device", "cpu")}
     if backend == "auto":
-        if own or torch.cuda.is_available():
-            return load_model(model, device=device, dtype=dtype, **others)
-        if not is_installed():
-            _log.warning(
-                "llama.cpp is not installed, so %s is converted, which takes several times its size in memory: "
-                'pip install "cacheblend-rag[llama-cpp]"',
-                os.fspath(model),
-            )
-            return load_model(model, device=device, dtype=dtype, **others)
-    elif own:
-        name, value = next(iter(own.items()))
-        remedy = 'leave it out: llama.cpp computes with the file as it is; or use backend="torch"'
-        raise ConfigError(name, value, remedy)
-    return LoadedModel(*load_gguf(model), os.fspath(model), None)
+        backend = _backend_for(model, device, dtype, others)
+    if backend == "torch":
+        return load_model(model, device=device, dtype=dtype, **others)
+    given = ({} if device == "cpu" else {"device": device}) | {"dtype": dtype} | others
+    for name, value in given.items():
+        if value != "auto":
+            remedy = 'leave it out: llama.cpp computes with the file as it is; or use backend="torch"'
+            raise ConfigError(name, value, remedy)
+    file = model if starter is None else starter_gguf(starter)
+    return LoadedModel(*load_gguf(file), os.fspath(model), None)
+
+
+def _backend_for(model: str | os.PathLike[str], device: str, dtype: str, others: Mapping[str, Any]) -> str:
+    """The backend of a GGUF file where none is named: PyTorch if an argument needs it, or a GPU is there."""
+    if others or dtype != "auto" or device not in ("auto", "cpu") or torch.cuda.is_available():
+        return "torch"
+    if is_installed():
+        return "llama.cpp"
+    _log.warning(
+        "llama.cpp is not installed, so %s is converted, which takes several times its size in memory: "
+        'pip install "cacheblend-rag[llama-cpp]"',
+        os.fspath(model),
+    )
+    return "torch"
 
 
 def adapter_of(model: Any) -> PlainAdapter:

@@ -213,7 +213,7 @@ def test_backend_is_llama_cpp_for_files_and_pytorch_where_it_is_named(file, capl
     with pytest.raises(ConfigError, match="backend"):
         BlendEngine.from_pretrained(file, backend="llama")
     with pytest.raises(ConfigError, match="name a GGUF file"):
-        BlendEngine.from_pretrained("smollm2", backend="llama.cpp")
+        BlendEngine.from_pretrained("some/model", backend="llama.cpp")
     with pytest.raises(ConfigError, match="dtype"):
         BlendEngine.from_pretrained(file, backend="llama.cpp", dtype="float32")
 
