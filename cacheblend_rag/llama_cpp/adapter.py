@@ -187,11 +187,12 @@ class LlamaAdapter:
         """KV of one segment; see `segments_kv`."""
         return self.segments_kv(context_ids, [ids], regime)[0]
 
-    def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
+    def decoder_kv(self, rows: Sequence[Sequence[int]], regime: int = 0) -> Sequence[LayerKV]:
         """KV of what opens a text, layer by layer: what segments are computed behind."""
+        (ids,) = rows
         with self.runtime.sequence() as sequence:
             self.runtime.compute(ids, 0, sequence)
-            return tuple(self._layers(sequence, len(ids)))
+            return self._layers(sequence, len(ids))
 
     # KV --------------------------------------------------------------------------------------
 
