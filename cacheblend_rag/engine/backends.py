@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.fusor import Fusion, FusionPlan
-from cacheblend_rag.fusor import fuse as fuse_in_torch
 from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
-from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
 from cacheblend_rag.llama_cpp.library import is_installed
 from cacheblend_rag.llama_cpp.loading import load_gguf
 from cacheblend_rag.llama_cpp.model import LlamaModel
@@ -24,7 +21,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.gguf import is_gguf
-from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.loading import LoadedModel, load_model, loading_arguments
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter
 from cacheblend_rag.models.starters import starter_gguf, starter_named
@@ -115,20 +111,6 @@ def adapter_of(model: Any) -> PlainAdapter:
 def decode_of(adapter: PlainAdapter) -> BatchedDecode | LlamaDecode:
     """What takes the steps of a model's answers."""
     return LlamaDecode(adapter) if isinstance(adapter, LlamaAdapter) else BatchedDecode(adapter)
-
-
-def fuse(
-    adapter: ModelAdapter,
-    plan: FusionPlan,
-    layers: Iterable[LayerKV],
-    rule: SelectionRule,
-    each_layer: Callable[[], object] | None = None,
-) -> tuple[Fusion, Any]:
-    """Run the blended pass of a model; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
-    if isinstance(adapter, LlamaAdapter):
-        return fuse_in_llama_cpp(adapter, plan, layers, rule)
-    fusion = fuse_in_torch(adapter, plan, layers, rule, each_layer)
-    return fusion, adapter.new_cache(fusion.layers)
 
 
 def check_rule(adapter: PlainAdapter, name: Any, rule: SelectionRule) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.selection import SelectionRule
+from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
+from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.products import Products, products_of
 from cacheblend_rag.models.identity import ModelIdentity
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.plain import PlainAdapter, check_blends
 
 
@@ -55,6 +61,20 @@ class ModelInUse:
         if self.adapter.plain_reason:
             check_blends(self.adapter)
         return cast(ModelAdapter, self.adapter)
+
+    def fuse(
+        self,
+        plan: FusionPlan,
+        layers: Iterable[LayerKV],
+        rule: SelectionRule,
+        each_layer: Callable[[], object] | None = None,
+    ) -> tuple[Fusion, Any]:
+        """Run the blended pass; see `cacheblend_rag.fusor.fuse`. It comes with a cache of the whole prompt."""
+        adapter: Any = self.blended
+        if isinstance(adapter, LlamaAdapter):
+            return fuse_in_llama_cpp(adapter, plan, layers, rule)
+        fusion = fuse(adapter, plan, layers, rule, each_layer)
+        return fusion, adapter.new_cache(fusion.layers)
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.backends import check_rule, fuse
+from cacheblend_rag.engine.backends import check_rule
 from cacheblend_rag.engine.keeping import Keeping, has_few_chunks
 from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.prompt_cache import Begun, PromptCache, Ticket
@@ -316,7 +316,7 @@ class Pipeline:
             try:
                 with contextlib.closing(layers), self.segments.model.products():
                     each_layer = pauses and pauses.each_layer
-                    fusion, cache = fuse(adapter, self.plan(blend), layers, blend.rule, each_layer)
+                    fusion, cache = self.segments.model.fuse(self.plan(blend), layers, blend.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)

@@ -20,6 +20,7 @@ from cacheblend_rag.engine.scheduler import ModelTime, Scheduler
 from cacheblend_rag.engine.segments import Segments
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.llama_cpp.adapter import LlamaDecode
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.prompt import Prompt
@@ -49,7 +50,7 @@ class Turns:
 
     scheduler: Scheduler
     segments: Segments
-    batched_decode: BatchedDecode
+    batched_decode: BatchedDecode | LlamaDecode
     write_back: WriteBack
     lifetime: Lifetime
 

@@ -83,10 +83,6 @@ class LlamaAdapter:
         said = f"ggml {self.runtime.version} F16 {own or self.model.identity}"
         return FileIdentity(hashlib.sha256(said.encode()).hexdigest())
 
-    def fingerprint(self) -> str:
-        """See `identity`."""
-        return self.identity().value
-
     def regime(self, tokens: int) -> int | None:
         """0: stored KV fits prompts of every length."""
         return None if self.plain_reason else 0
@@ -182,10 +178,6 @@ class LlamaAdapter:
                     keys, values = runtime.kv(own, before + head, before + len(ids))
                 kept.append(self._moved(keys, values, before + head))
         return kept
-
-    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
-        """KV of one segment; see `segments_kv`."""
-        return self.segments_kv(context_ids, [ids], regime)[0]
 
     def decoder_kv(self, rows: Sequence[Sequence[int]], regime: int = 0) -> Sequence[LayerKV]:
         """KV of what opens a text, layer by layer: what segments are computed behind."""
@@ -301,4 +293,4 @@ class LlamaDecode:
             rows += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
             cache.length += len(ids)
             counts.append(len(ids))
-        return [logits[None] for logits in self._runtime.step(rows).split(counts)]
+        return [logits[None] for logits in torch.split(self._runtime.step(rows), counts)]

@@ -146,7 +146,8 @@ def _attention(queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.T
     grouped = queries.view(rows, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)
     scores = grouped @ keys[:, None].transpose(2, 3) / width**0.5  # [kv_heads, shared, rows, tokens]
     hidden = torch.arange(tokens) > first + torch.arange(rows)[:, None]
-    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).mean(dim=(0, 1, 2))
+    attention: torch.Tensor = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).mean(dim=(0, 1, 2))
+    return attention
 
 
 def _stretches(positions: torch.Tensor) -> Iterator[range]:

@@ -153,7 +153,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-@_Log
+@_Log  # type: ignore[untyped-decorator]
 def _silent(level: int, text: bytes, data: object) -> None:
     """llama.cpp describes each model on standard error; what goes wrong comes back as a code."""
 

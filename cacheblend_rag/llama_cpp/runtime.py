@@ -204,7 +204,7 @@ class Runtime:
 
     def queries(self, ids: Sequence[int], start: int, sequence: int, layer: int) -> torch.Tensor:
         """Compute tokens as `compute` does, and give their queries of a layer, rotated, ``[rows, heads, head_dim]``."""
-        found = []
+        found = list[torch.Tensor]()
         for begin in range(0, len(ids), BATCH):
             end = min(len(ids), begin + BATCH)
             self._wanted, self._seen = f"Qcur-{layer}".encode(), None

@@ -46,18 +46,17 @@ class StateLayout:
     """
 
     def __init__(self, written: np.ndarray, layers: int, kv_heads: int) -> None:
-        self.layers, self.kv_heads = layers, kv_heads
+        self.layers, self.kv_heads, data = layers, kv_heads, memoryview(written)  # type: ignore[arg-type]
         try:
-            magic, _, streams, cells = _START.unpack_from(written)
+            magic, _, streams, cells = _START.unpack_from(data)
             at = _START.size
-            self._cell = struct.Struct("<iII")
-            owners = {struct.unpack_from("<I", written, at + number * 12 + 4)[0] for number in range(cells)}
+            owners = {struct.unpack_from("<I", data, at + number * 12 + 4)[0] for number in range(cells)}
             at += cells * 12
-            transposed, count, *words = _MIDDLE.unpack_from(written, at)
+            transposed, count, *words = _MIDDLE.unpack_from(data, at)
             at += _MIDDLE.size
             widths = []
             for _ in range(2 * layers):
-                kind, width = _LAYER.unpack_from(written, at)
+                kind, width = _LAYER.unpack_from(data, at)
                 widths.append((kind, width))
                 at += _LAYER.size + cells * width
         except struct.error:
@@ -73,7 +72,7 @@ class StateLayout:
 
     def size(self, cells: int) -> int:
         """Bytes of a state of so many cells."""
-        return _START.size + 12 * cells + _MIDDLE.size + sum(_LAYER.size + cells * width for width in self.widths)
+        return int(_START.size + 12 * cells + _MIDDLE.size + sum(_LAYER.size + cells * width for width in self.widths))
 
     def read(self, state: np.ndarray, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of the cells at positions from ``start`` up to ``stop``, in their order.
@@ -83,7 +82,7 @@ class StateLayout:
         two lists of Tensor, each [kv_heads, tokens, head_dim] float16
             One entry a layer; copies.
         """
-        cells = int(_START.unpack_from(state)[3])
+        cells = int(state[12:16].view("<u4")[0])
         head = state[_START.size : _START.size + 12 * cells].view("<i4").reshape(cells, 3)
         positions = head[:, 0]
         order = np.argsort(positions, kind="stable")
@@ -113,16 +112,17 @@ class StateLayout:
         """
         cells = keys[0].shape[1]
         state = np.empty(self.size(cells), np.uint8)
-        _START.pack_into(state, 0, self._magic, 0, 1, cells)
+        data = memoryview(state)  # type: ignore[arg-type]
+        _START.pack_into(data, 0, self._magic, 0, 1, cells)
         at = _START.size
         head = np.zeros((cells, 3), "<i4")
         head[:, 0], head[:, 1] = np.arange(start, start + cells), 1
         state[at : at + 12 * cells] = head.view(np.uint8).reshape(-1)
         at += 12 * cells
-        _MIDDLE.pack_into(state, at, 0, self.layers, *self._words)
+        _MIDDLE.pack_into(data, at, 0, self.layers, *self._words)
         at += _MIDDLE.size
         for width, tensor in zip(self.widths, (*keys, *values), strict=True):
-            _LAYER.pack_into(state, at, F16, width)
+            _LAYER.pack_into(data, at, F16, width)
             at += _LAYER.size
             block = torch.from_numpy(state[at : at + cells * width].view(np.float16))
             block.view(cells, self.kv_heads, self.head_dim).copy_(tensor.transpose(0, 1))

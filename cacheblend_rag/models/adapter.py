@@ -219,10 +219,6 @@ class ModelAdapter(PlainAdapter):
         count = rows.stop - rows.start
         return _cut_out(parts, [count], [0], 0, self.rotary(count, rows.start, regime))[0]
 
-    def aligned(self, tokens: int) -> int:
-        """How many of a kept prompt's exact first tokens a check may go on from."""
-        return tokens
-
     def at_rest(self, cache: Any, tokens: int) -> Cache | None:
         """A cache of the first tokens of another, to be kept; None if a layer has forgotten them."""
         return first_rows(cache, tokens)

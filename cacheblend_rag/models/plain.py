@@ -102,6 +102,10 @@ class PlainAdapter:
         """Whether stored KV of chunks is of use to a prompt of this length; if not, it takes a plain prefill."""
         return self.regime(tokens) is not None
 
+    def aligned(self, tokens: int) -> int:
+        """How many of a kept prompt's exact first tokens a check may go on from."""
+        return tokens
+
     @property
     def steps_alone(self) -> bool:
         """Whether only one answer may be under way: frequencies change with its length, or the model keeps a state."""

@@ -74,8 +74,8 @@ def test_moved_kv_is_that_of_its_new_place(loaded):
     """Keys of the first layer depend on a token and its position alone."""
     adapter = engine_of(loaded).adapter
     ids = list(range(40, 60))
-    kv = adapter.segment_kv(list(range(5, 30)), ids)
-    own = adapter.segment_kv((), ids)
+    (kv,) = adapter.segments_kv(list(range(5, 30)), [ids])
+    (own,) = adapter.segments_kv((), [ids])
     assert torch.allclose(kv.keys[0].float(), own.keys[0].float(), atol=2e-2, rtol=1e-2)
     assert torch.allclose(kv.values[0].float(), own.values[0].float(), atol=2e-2, rtol=1e-2)
     assert not torch.allclose(kv.values[-1].float(), own.values[-1].float(), atol=2e-2, rtol=1e-2)
