@@ -20,7 +20,6 @@ from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import check_runs, registered_as
-from cacheblend_rag.models.gguf import is_gguf
 from cacheblend_rag.models.loading import LoadedModel, load_model, loading_arguments
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter
 from cacheblend_rag.models.starters import starter_gguf, starter_named
@@ -48,7 +47,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     """
     check_choice("backend", backend, _BACKENDS)
     starter = starter_named(model, "language model")
-    if starter is None and not is_gguf(model):
+    if starter is None and not os.path.isfile(os.path.expanduser(model)):
         if backend == "llama.cpp":
             raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
         return load_model(model, **arguments)
@@ -109,7 +108,7 @@ def adapter_of(model: Any) -> PlainAdapter:
 
 
 def decode_of(adapter: PlainAdapter) -> BatchedDecode | LlamaDecode:
-    """What takes the steps of a model's answers."""
+    """The function that takes the steps of a model's answers."""
     return LlamaDecode(adapter) if isinstance(adapter, LlamaAdapter) else BatchedDecode(adapter)
 
 

@@ -98,7 +98,8 @@ class ModelInUse:
     def _find_products(self, anew: bool) -> Products | None:
         if not isinstance(self.adapter, ModelAdapter):  # how other layers multiply was never tried
             if self._option is True:
-                why = self.adapter.plain_reason or "llama.cpp packs the weights itself"
+                reason = self.adapter.plain_reason
+                why = f"the model is not blended: {reason}" if reason else "llama.cpp packs the weights itself"
                 raise ConfigError("prepack_weights", True, f'use "auto"; {why}')
             return None
         model, parts = self.adapter.model, (*self.adapter.layers, self.adapter.model.lm_head)

@@ -1,4 +1,4 @@
-"""What transformers' generation asks of a model, over llama.cpp."""
+"""A model in llama.cpp as transformers' generation asks it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
         The GGUF file.
     runtime : Runtime
     config : PreTrainedConfig
-        What the file says of the model.
+        Of the file's settings.
     generation_config : GenerationConfig
     identity : str
         Of the file's content.
@@ -60,7 +60,7 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, attention_mask: Any = None, past_key_values: Any = None, **others: Any
     ) -> dict[str, Any]:
-        """What a step is given: the newest token, and the KV of all before it."""
+        """The inputs of a step: the newest token, and the KV of all before it."""
         return {"input_ids": input_ids[:, -1:], "past_key_values": past_key_values}
 
     def forward(

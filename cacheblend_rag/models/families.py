@@ -15,6 +15,10 @@ _INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")
 _ONCE = Layout(cosines="once")
 
 
+def _no_window(config: Any, layer: int) -> int | None:
+    return None
+
+
 def _every_layer(config: Any, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     return int(window) if window else None
@@ -22,6 +26,10 @@ def _every_layer(config: Any, layer: int) -> int | None:
 
 def _by_layer_type(config: Any, layer: int) -> int | None:
     return int(config.sliding_window) if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _all_rotate(config: Any, layer: int) -> bool:
+    return True
 
 
 def _sliding_layers_rotate(config: Any, layer: int) -> bool:
@@ -71,8 +79,8 @@ class Family:
     """
 
     model_type: str
-    window: Callable[[Any, int], int | None] = lambda config, layer: None
-    rotates: Callable[[Any, int], bool] = lambda config, layer: True
+    window: Callable[[Any, int], int | None] = _no_window
+    rotates: Callable[[Any, int], bool] = _all_rotate
     layout: Layout = _HALVES
     norm: str | None = "input_layernorm"
     attention: str = "self_attn"
@@ -327,16 +335,19 @@ def _recurrent(config: Any) -> str | None:
 
 def _uneven(config: Any) -> str | None:
     """Why a model whose layers differ in what they store, such as Gemma 3n and 4, cannot be blended; else None."""
-    # Where the config lists them by layer or kind of layer.
-    widths = {getattr(config, name, None) for name in ("head_dim", "global_head_dim")} - {None, 0}
-    if getattr(config, "is_heterogeneous", False):
-        widths = {layer.head_dim for layer in config.per_layer_config}
     differing = {
         "layers that read the KV of others": bool(getattr(config, "num_kv_shared_layers", 0)),
         "an input of its own for each layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
         "keys that serve as values": bool(getattr(config, "attention_k_eq_v", False)),
-        "heads of several widths": len(widths) > 1,
+        "heads of several widths": len(_head_widths(config)) > 1,
     }
     found = [what for what, holds in differing.items() if holds]
     other = "Gemma 3" if config.model_type.startswith("gemma") else "a model whose layers are alike, such as Qwen3"
     return f"it has {', '.join(found)}; blended is {other}" if found else None
+
+
+def _head_widths(config: Any) -> set[int]:
+    """Widths of the attention heads of all layers, where the config lists them by layer or kind of layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {width for name in ("head_dim", "global_head_dim") if (width := getattr(config, name, None))}
+    return {layer.head_dim for layer in config.per_layer_config}

@@ -52,7 +52,7 @@ class RowLayers:
     fused : bool
         Whether they attend by `row_attention`; otherwise in the plain form.
     kernels : PlainLayers or None
-        What runs in their place, on some devices.
+        The kernels that run in their place, on some devices.
     """
 
     layers: Sequence[torch.nn.Module]
@@ -80,7 +80,7 @@ class RowLayers:
         trailing: bool = False,
         left_out: torch.Tensor | None = None,
     ) -> RowMask | None:
-        """What the rows see, in the form the attention in use takes; the same for all layers with a window.
+        """The mask of the rows, in the form the attention in use takes; the same for all layers with a window.
 
         Parameters
         ----------

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheblend_rag.engine.model_in_use import adapter_of
+from cacheblend_rag.engine.backends import adapter_of
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.gpu.plain import plain_layers
 from cacheblend_rag.models.treatment import Treatment, treatment_of

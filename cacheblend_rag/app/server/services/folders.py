@@ -245,7 +245,7 @@ class Folder:
             If the index cannot be saved, or files not be read at present.
         """
         with self._lock:
-            # What answers stored that were under way when their texts went, unless a file has them again.
+            # KV that answers under way stored when their texts went, unless a file has these again.
             while self._erased and self._erased[0][0] < self._clock():
                 texts = self._erased[0][1]
                 here = set(self.texts())
