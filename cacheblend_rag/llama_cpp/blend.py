@@ -7,6 +7,7 @@ layers. The rows that it chooses are computed in their order, each behind the fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -71,19 +72,24 @@ class _Pass:
     def _put_in_place(self, layers: Sequence[LayerKV], target: int) -> None:
         """Build a sequence of stored KV, from left to right; what is not stored is computed on the way."""
         runtime, at = self._runtime, 0
-        for span in self._stored:
-            if at < span.start:
-                runtime.compute(self._ids[at : span.start], at, target)
-            stop = min(span.stop, self._question)
-            with runtime.sequence() as own:
-                keys = [kv.keys[0, :, span.start : span.stop] for kv in layers]
-                values = [kv.values[0, :, span.start : span.stop] for kv in layers]
-                runtime.place(runtime.layout.write(keys, values, 0), own)
-                runtime.shift(own, span.start)
-                runtime.copy(own, target, span.start, stop)
-            at = stop
-        if at < self._question:
-            runtime.compute(self._ids[at : self._question], at, target)
+        with ExitStack() as stack:
+            # All of it is moved before anything is computed: then llama.cpp rotates keys once.
+            moved = [self._moved(layers, span, stack.enter_context(runtime.sequence())) for span in self._stored]
+            for span, own in zip(self._stored, moved, strict=True):
+                if at < span.start:
+                    runtime.compute(self._ids[at : span.start], at, target)
+                at = min(span.stop, self._question)
+                runtime.copy(own, target, span.start, at)
+            if at < self._question:
+                runtime.compute(self._ids[at : self._question], at, target)
+
+    def _moved(self, layers: Sequence[LayerKV], span: range, own: int) -> int:
+        """An empty sequence, given the stored KV of some positions."""
+        keys = [kv.keys[0, :, span.start : span.stop] for kv in layers]
+        values = [kv.values[0, :, span.start : span.stop] for kv in layers]
+        self._runtime.place(self._runtime.layout.write(keys, values, 0), own)
+        self._runtime.shift(own, span.start)
+        return own
 
     def _score(self, placed: SequenceCache, layers: Sequence[LayerKV]) -> tuple[bool, torch.Tensor | None]:
         """The question's attention to all positions, if the rule wants it."""
