@@ -99,6 +99,7 @@ def run(arguments: Sequence[str], folder: Path) -> str:
     """Run ``python *arguments`` in a folder, with a home of its own but for the starter models; its standard output."""
     models = folder / "cacheblend_rag" / "models"
     if not models.exists():
+        MODELS.mkdir(parents=True, exist_ok=True)
         models.parent.mkdir(exist_ok=True)
         models.symlink_to(MODELS, target_is_directory=True)
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

