@@ -36,7 +36,8 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     model : str or path
         As for `load_model`.
     backend : str
-        ``"torch"``, ``"llama.cpp"``, or ``"auto"``: llama.cpp for GGUF files on a CPU, where it is installed.
+        ``"torch"``, ``"llama.cpp"``, or ``"auto"``: llama.cpp for GGUF files on a CPU, where it is installed, and
+        PyTorch for starters and all else.
     **arguments
         ``device``, ``dtype`` and others, as for `load_model`.
 
@@ -53,7 +54,8 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
     if backend == "auto":
-        backend = _backend_for(model, device, dtype, others)
+        # The default starter is so small that PyTorch in float32 reads prompts faster.
+        backend = "torch" if starter is not None else _backend_for(model, device, dtype, others)
     if backend == "torch":
         return load_model(model, device=device, dtype=dtype, **others)
     given = ({} if device == "cpu" else {"device": device}) | {"dtype": dtype} | others

@@ -303,7 +303,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         **model_kwargs
             Passed on to ``from_pretrained``. A ``backend`` among them says what computes: ``"torch"``, ``"llama.cpp"``
-            (GGUF files alone), or by default llama.cpp for GGUF files on a CPU and PyTorch for all else.
+            (GGUF files and starters), or by default llama.cpp for GGUF files on a CPU and PyTorch for all else.
 
         Raises
         ------

@@ -47,14 +47,12 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _get(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.llama_cpp.library import is_installed
-    from cacheblend_rag.models.starters import STARTERS, starter_folder, starter_gguf
+    from cacheblend_rag.models.starters import STARTERS, starter_folder
 
     for name in parsed.names:
         _check_known(name, STARTERS)
     for name in parsed.names:
-        by_file = STARTERS[name].is_gguf and is_installed()
-        print(f"{name} is in {starter_gguf(name).parent if by_file else starter_folder(name)}")
+        print(f"{name} is in {starter_folder(name)}")
     return 0
 
 
