@@ -15,8 +15,7 @@ from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
 from cacheblend_rag.llama_cpp.library import is_installed
-from cacheblend_rag.llama_cpp.loading import load_gguf
-from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import check_runs, registered_as
@@ -63,6 +62,8 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         if value != "auto":
             remedy = 'leave it out: llama.cpp computes with the file as it is; or use backend="torch"'
             raise ConfigError(name, value, remedy)
+    from cacheblend_rag.llama_cpp.loading import load_gguf  # transformers' generation takes a second to import
+
     file = model if starter is None else starter_gguf(starter)
     return LoadedModel(*load_gguf(file), os.fspath(model), None)
 
@@ -93,7 +94,7 @@ def adapter_of(model: Any) -> PlainAdapter:
     UnsupportedModelError
         If transformers cannot go on from a prompt with it, or it is not shaped like the family it was registered as.
     """
-    if isinstance(model, LlamaModel):
+    if is_in_llama_cpp(model):
         return cast(PlainAdapter, LlamaAdapter(model))
     try:
         adapter = ModelAdapter(model)

@@ -30,7 +30,7 @@ from cacheblend_rag.engine.turns import Lifetime, Turns
 from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.lora import unwrap
@@ -317,7 +317,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         config = check_config(config)
         arguments = {"device": device, "dtype": dtype, **model_kwargs}
         loaded = load(model, **arguments)
-        fingerprint = None if isinstance(loaded.model, LlamaModel) else loaded.fingerprint()
+        fingerprint = None if is_in_llama_cpp(loaded.model) else loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
         again = partial(cls.from_pretrained, os.fspath(model), **arguments)
         parts = dataclasses.replace(made._parts, names=SpanNames(loaded.name))

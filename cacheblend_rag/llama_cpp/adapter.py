@@ -6,13 +6,12 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
 
 from cacheblend_rag.llama_cpp.cache import SequenceCache
-from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import BATCH
 from cacheblend_rag.models.cache import PreallocatedLayer
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
@@ -20,6 +19,9 @@ from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.plain import Going
 from cacheblend_rag.models.shape import LayerShape, ModelShape
+
+if TYPE_CHECKING:
+    from cacheblend_rag.llama_cpp.model import LlamaModel
 
 
 class FileIdentity:

@@ -275,6 +275,11 @@ class Runtime:
         self._memory = self._lib.llama_get_memory(context)
 
 
+def is_in_llama_cpp(model: object) -> bool:
+    """Whether a model is one that llama.cpp computes."""
+    return isinstance(getattr(model, "runtime", None), Runtime)
+
+
 def _bytes_of(state: np.ndarray) -> ctypes._Pointer[ctypes.c_uint8]:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 

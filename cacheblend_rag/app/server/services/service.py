@@ -31,7 +31,7 @@ from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.llama_cpp.model import LlamaModel
+from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
@@ -89,7 +89,7 @@ def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) ->
         if settings.find_repeated:
             engine = engine.of_tenant(engine.config.salt, RepeatedTexts())
         # llama.cpp maps the file, so its memory is free whenever another program wants it.
-        mapped = isinstance(engine.model, LlamaModel)
+        mapped = is_in_llama_cpp(engine.model)
         rests = None if seconds is None or mapped else KeepAlive(engine, seconds, config.default_data_path())
         starter = model == config.DEFAULT_MODEL
         made[name] = ServedModel(name, engine, settings.limits, starter, rests)
