@@ -56,8 +56,6 @@ class LlamaAdapter:
     goes_on: Going = "slices"
     mixes_rows = False
     repeats_exactly = True
-    steps_alone = False
-    plain_layers = None
 
     def __init__(self, model: LlamaModel) -> None:
         self.model, self.config, self.runtime = model, model.config, model.runtime
@@ -170,7 +168,7 @@ class LlamaAdapter:
         with runtime.sequence() as context:
             if behind:
                 before = behind[0].keys.shape[2]
-                runtime.place(runtime.layout.write(*_parts(behind, slice(0, before)), 0), context)
+                self.place(behind, slice(0, before), context)
             runtime.compute(context_ids, before, context)
             before += len(context_ids)
             for ids, head in zip(segments, heads, strict=True):
@@ -194,8 +192,12 @@ class LlamaAdapter:
         """A cache that holds these layers, ready for generation."""
         cache = self.empty_cache()
         cache.length = layers[0].keys.shape[2]
-        self.runtime.place(self.runtime.layout.write(*_parts(layers, slice(None)), 0), cache.sequence)
+        self.place(layers, slice(None), cache.sequence)
         return cache
+
+    def place(self, layers: Sequence[LayerKV], rows: slice, sequence: int) -> None:
+        """Let an empty sequence have some rows of layers, from position 0 on."""
+        self.runtime.place(self.runtime.layout.write(*_parts(layers, rows), 0), sequence)
 
     def aligned(self, tokens: int) -> int:
         """How many of a kept prompt's exact first tokens a check may go on from: those of whole batches."""

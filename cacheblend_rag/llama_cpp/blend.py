@@ -85,9 +85,7 @@ class _Pass:
 
     def _moved(self, layers: Sequence[LayerKV], span: range, own: int) -> int:
         """An empty sequence, given the stored KV of some positions."""
-        keys = [kv.keys[0, :, span.start : span.stop] for kv in layers]
-        values = [kv.values[0, :, span.start : span.stop] for kv in layers]
-        self._runtime.place(self._runtime.layout.write(keys, values, 0), own)
+        self._adapter.place(layers, slice(span.start, span.stop), own)
         self._runtime.shift(own, span.start)
         return own
 
@@ -123,10 +121,9 @@ class _Pass:
         return at[self._rule.begin(StartView(at, torch.tensor(offsets), reused, seen))]
 
     def _fusion(self, final: SequenceCache, chosen: torch.Tensor, logits: torch.Tensor, scored: bool) -> Fusion:
-        always = torch.ones(self._tokens, dtype=torch.bool)
+        rows = torch.ones(self._tokens, dtype=torch.bool)
         for span in self._stored:
-            always[span.start : min(span.stop, self._question)] = False
-        rows = always.clone()
+            rows[span.start : min(span.stop, self._question)] = False
         rows[chosen] = True
         layers = self._adapter.num_layers
         computed = (rows.nonzero()[:, 0],) * layers

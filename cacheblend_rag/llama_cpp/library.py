@@ -123,7 +123,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_init_from_model": (c_void_p, (c_void_p, ContextOptions)),
     "llama_free": (None, (c_void_p,)),
-    "llama_set_n_threads": (None, (c_void_p, c_int32, c_int32)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
@@ -198,11 +197,10 @@ _REMEDY = 'install the one that was tried: pip install "cacheblend-rag[llama-cpp
 
 
 def _candidates() -> Iterator[Path]:
-    """Shared libraries of installed packages that export llama.cpp's functions."""
-    for package, pattern in (("xllamacpp", "xllamacpp*.so"), ("llama_cpp_py_sync", "*llama.*")):
-        found = importlib.util.find_spec(package)
-        if found is not None and found.origin is not None:
-            yield from sorted(Path(found.origin).parent.glob(pattern))
+    """Shared libraries of the installed package; the one for Windows exports none of the functions."""
+    found = importlib.util.find_spec("xllamacpp")
+    if found is not None and found.origin is not None:
+        yield from sorted(Path(found.origin).parent.glob("xllamacpp*.so"))
 
 
 def is_installed() -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import Runtime
-from cacheblend_rag.models.gguf import CONVERTER, content_sha256, write_settings
+from cacheblend_rag.models.gguf import CONVERTER, check_start, content_sha256, write_settings
 from cacheblend_rag.models.model_folders import made_once, models_path
 
 
@@ -33,8 +32,7 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
         If its architecture is not supported.
     """
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise ModelLoadError(f"the GGUF file {str(path)!r} does not exist")
+    check_start(path)  # a large file that is none is not hashed
     sha256 = content_sha256(path)
     folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
     about = {"weights": sha256, "reader": str(CONVERTER)}

@@ -74,7 +74,7 @@ class Runtime:
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
         self._open(_CELLS)
-        weakref.finalize(self, _end, lib, self._held)
+        weakref.finalize(self, _end, lib, self._held, self._batch)
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0
         self.shifts = bool(lib.llama_memory_can_shift(self._memory)) and not states and not windowed
@@ -159,7 +159,7 @@ class Runtime:
                 return
             if not last:
                 self._grow()
-        raise GenerationError("llama.cpp refused stored KV; the prompt is computed without it")
+        raise GenerationError(f"llama.cpp refused KV of {state.size:,} bytes")
 
     def kv(self, sequence: int, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of some positions of a sequence; see `StateLayout.read`."""
@@ -198,8 +198,7 @@ class Runtime:
         rows : sequence of (id, position, sequence)
         """
         logits = torch.empty(len(rows), self.vocabulary)
-        for begin in range(0, len(rows), BATCH):
-            self._decode([(*row, True) for row in rows[begin : begin + BATCH]], logits[begin : begin + BATCH])
+        self._decode([(*row, True) for row in rows], logits)
         return logits
 
     def queries(self, ids: Sequence[int], start: int, sequence: int, layer: int) -> torch.Tensor:
@@ -284,8 +283,9 @@ def _bytes_of(state: np.ndarray) -> ctypes._Pointer[ctypes.c_uint8]:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-def _end(lib: Library, held: list[int]) -> None:
-    """Give back the memory of a context and its model."""
+def _end(lib: Library, held: list[int], batch: Batch) -> None:
+    """Give back the memory of a context, its model and the batch."""
     context, model = held
+    lib.llama_batch_free(batch)
     lib.llama_free(context)
     lib.llama_model_free(model)

@@ -10,7 +10,7 @@
     keys of each layer          element type (4 bytes), bytes of a cell (8 bytes), the cells
     values of each layer        likewise
 
-This is the layout of build 11548 for KV in F16 with flash attention. `check_layout` compares it with what the library
+This is the layout of build 11548 for KV in F16 with flash attention. `StateLayout` compares it with what the library
 writes, so a library with another layout is refused when a model is loaded.
 """
 

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
 }
 """Architectures that both transformers' reader and the blended pass know: the file's name, and the family."""
+_ARCHITECTURE = "general.architecture"
 _reading = threading.Lock()
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Splits every digit from the rest before merging; transformers knows these names not.
@@ -79,7 +80,7 @@ def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
         If its architecture is not supported.
     """
     path = Path(file).expanduser()
-    _check_start(path)
+    check_start(path)
     if keep:
         sha256 = content_sha256(path)
         folder, about = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}", {"weights": sha256}
@@ -101,17 +102,12 @@ def gguf_config(file: str | os.PathLike[str]) -> Any:
         If its architecture is not supported.
     """
     path = Path(file).expanduser()
-    _check_start(path)
     reader, fields = _header(path)
-    architecture = str(fields.get("general.architecture"))
-    _check_supported(path, architecture, fields)
     try:
         with tempfile.TemporaryDirectory() as folder, _read_by(reader), _without_advice():
-            config = AutoConfig.from_pretrained(folder, gguf_file=str(path.resolve()), local_files_only=True)
-            _settle(config, architecture, fields, reader)
+            return _config(reader, fields, _names(path, Path(folder)))
     except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
         raise ModelLoadError(f"the config of {path} cannot be read: {type(error).__name__}: {error}") from error
-    return config
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -131,8 +127,6 @@ def convert(file: Path, folder: Path) -> None:
         If its architecture is not supported.
     """
     reader, fields = _header(file)
-    architecture = str(fields.get("general.architecture"))
-    _check_supported(file, architecture, fields)
     stored, computed = _element_types(reader)
     sizes = [int(tensor.n_elements) for tensor in reader.tensors]
     disk = sum(sizes) * stored.itemsize
@@ -144,25 +138,22 @@ def convert(file: Path, folder: Path) -> None:
     )
     instead = "convert it on a larger machine and copy the folder, or take a smaller model"
     check_room(f"the model in {file}", disk, memory, instead)
-    # Not the file's own folder: a config or tokenizer that lies there would be mixed in.
-    names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
+    names = _names(file, folder)
     try:
         with _read_by(reader), _without_advice():
-            config = AutoConfig.from_pretrained(**names)
-            _settle(config, architecture, fields, reader)
+            config = _config(reader, fields, names)
             model, info = AutoModelForCausalLM.from_pretrained(
                 **names, config=config, dtype=stored, output_loading_info=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(**names)
+            tokenizer = _tokenizer(fields, names)
     except (OSError, ValueError, ImportError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
         raise ModelLoadError(f"{file} could not be converted: {type(error).__name__}: {error}") from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelLoadError(
-            f"{file} does not hold all weights of a model of the architecture {architecture!r}; {len(missing)} are "
-            f"missing, such as {missing[0]}"
+            f"{file} does not hold all weights of a model of the architecture {fields[_ARCHITECTURE]!r}; "
+            f"{len(missing)} are missing, such as {missing[0]}"
         )
-    _split_digits(tokenizer, fields)
     try:
         plain = _plain(model, config)
         plain.save_pretrained(folder)
@@ -185,30 +176,46 @@ def write_settings(file: Path, folder: Path) -> None:
     UnsupportedModelError
         If its architecture is not supported.
     """
-    _check_start(file)
     reader, fields = _header(file)
-    architecture = str(fields.get("general.architecture"))
-    _check_supported(file, architecture, fields)
-    names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
+    names = _names(file, folder)
     try:
         with _read_by(reader), _without_advice():
-            config = AutoConfig.from_pretrained(**names)
-            _settle(config, architecture, fields, reader)
-            tokenizer = AutoTokenizer.from_pretrained(**names)
+            config, tokenizer = _config(reader, fields, names), _tokenizer(fields, names)
     except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
         raise ModelLoadError(f"the tokenizer of {file} cannot be read: {type(error).__name__}: {error}") from error
-    _split_digits(tokenizer, fields)
     tokenizer.save_pretrained(folder)
-    config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
-    config.save_pretrained(folder)
+    _unquantised(config).save_pretrained(folder)
     _generation(config, fields, tokenizer).save_pretrained(folder)
 
 
-def _split_digits(tokenizer: Any, fields: Mapping[str, Any]) -> None:
+def _names(file: Path, folder: Path) -> dict[str, Any]:
+    """Arguments by which transformers reads a file.
+
+    Not in the file's own folder: a config or tokenizer that lies there would be mixed in.
+    """
+    return {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
+
+
+def _config(reader: Any, fields: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """The config of a file, completed; within `_read_by`."""
+    config = AutoConfig.from_pretrained(**names)
+    _settle(config, str(fields[_ARCHITECTURE]), fields, reader)
+    return config
+
+
+def _tokenizer(fields: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """The tokenizer of a file, as llama.cpp splits digits; within `_read_by`."""
+    tokenizer = AutoTokenizer.from_pretrained(**names)
     if fields.get("tokenizer.ggml.pre") in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    return tokenizer
+
+
+def _unquantised(config: Any) -> Any:
+    """The same config, not marked as that of quantised weights."""
+    return type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
 
 
 @contextmanager
@@ -248,7 +255,13 @@ def content_sha256(path: Path) -> str:
     return sha256
 
 
-def _check_start(path: Path) -> None:
+def check_start(path: Path) -> None:
+    """Refuse what is no GGUF file by its first bytes.
+
+    Raises
+    ------
+    ModelLoadError
+    """
     if not path.is_file():
         raise ModelLoadError(f"the GGUF file {str(path)!r} does not exist")
     try:
@@ -265,7 +278,8 @@ def _check_start(path: Path) -> None:
 
 
 def _header(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The file's reader, and its settings except long lists."""
+    """The reader of a file of a supported architecture, and its settings except long lists."""
+    check_start(path)
     from gguf import GGUFReader
 
     class ArrayReader(GGUFReader):  # type: ignore[misc]
@@ -277,9 +291,11 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         reader = ArrayReader(path)
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
-        return reader, {field.name: field.contents() for field in short}
+        fields = {field.name: field.contents() for field in short}
     except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised
         raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {error}; fetch it anew") from error
+    _check_supported(path, str(fields.get(_ARCHITECTURE)), fields)
+    return reader, fields
 
 
 def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -> None:
@@ -363,9 +379,8 @@ def _llama3(rope: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
 
 def _plain(model: Any, config: Any) -> Any:
     """A model of the same weights that is not marked as quantised, which transformers would refuse to save."""
-    config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        plain = AutoModelForCausalLM.from_config(_unquantised(config), dtype=model.dtype)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     return plain
