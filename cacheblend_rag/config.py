@@ -282,6 +282,7 @@ REMOVED = {
     "like": "call cacheblend_rag.models.families.register_family for a family that is not known",
     "check_model": "leave it out; models are always checked at load",
     "prompt_lookup": "leave it out; tokens are tried where that is faster",
+    "keep_converted": "leave it out; GGUF files are not converted",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
     "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
@@ -790,14 +791,3 @@ def as_json(value: Any) -> Any:
 
 RULE_OPTIONS = ("selection", "selection_options")
 """Options that say which tokens are recomputed, the ratio apart."""
-
-
-def flag_from_environment(name: str, default: bool) -> bool:
-    """A choice of ``CACHEBLEND_RAG_<NAME>`` that is no option of the engine.
-
-    Raises
-    ------
-    ConfigError
-        If the variable holds something else than on or off.
-    """
-    return bool(Option(default, FLAG, "", name=name).from_environment())

@@ -91,7 +91,7 @@ def levels_stay() -> Iterator[None]:
 
 
 def _starter(name: str) -> Path:
-    """A starter model in the real cache of whoever runs the tests, fetched once a machine as a user does."""
+    """Folder of a starter in the real cache of whoever runs the tests, fetched once a machine as a user does."""
     from cacheblend_rag.models.starters import starter_folder
 
     with pytest.MonkeyPatch.context() as patch:
@@ -103,25 +103,20 @@ def _starter(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder() -> Path:
-    """Folder of the starter language model, for tests marked ``pretrained``."""
-    return _starter("smollm2")
-
-
-@pytest.fixture(scope="session")
-def default_folder() -> Path:
-    """Folder of the starter that commands use unless another model is named."""
-    from cacheblend_rag.config import DEFAULT_MODEL
-
-    return _starter(DEFAULT_MODEL)
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf(smollm2_folder: Path) -> Path:
-    """The GGUF file that the starter language model was converted from."""
+def smollm2_gguf() -> Path:
+    """The file of the starter language model, for tests marked ``pretrained``."""
     from cacheblend_rag.models.starters import STARTERS
 
-    return smollm2_folder / STARTERS["smollm2"].weights
+    return _starter("smollm2") / STARTERS["smollm2"].weights
+
+
+@pytest.fixture(scope="session")
+def default_gguf() -> Path:
+    """The file of the starter that commands use unless another model is named."""
+    from cacheblend_rag.config import DEFAULT_MODEL
+    from cacheblend_rag.models.starters import STARTERS
+
+    return _starter(DEFAULT_MODEL) / STARTERS[DEFAULT_MODEL].weights
 
 
 @pytest.fixture(scope="session")

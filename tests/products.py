@@ -60,5 +60,5 @@ class NotedKernels:
         return replace(kernel, multiply=multiply, least_work=0)
 
 
-def _copied(model: Any, layers: Any) -> dict[nn.Linear, torch.Tensor]:
+def _copied(layers: Any) -> dict[nn.Linear, torch.Tensor]:
     return {layer: layer.weight.detach().clone() for layer in layers}

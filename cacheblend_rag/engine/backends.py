@@ -36,7 +36,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         As for `load_model`.
     backend : str
         ``"torch"``, ``"llama.cpp"``, or ``"auto"``: llama.cpp for GGUF files on a CPU, where it is installed, and
-        PyTorch for starters and all else.
+        PyTorch for all else. Starters are GGUF files.
     **arguments
         ``device``, ``dtype`` and others, as for `load_model`.
 
@@ -53,8 +53,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
     if backend == "auto":
-        # The default starter is so small that PyTorch in float32 reads prompts faster.
-        backend = "torch" if starter is not None else _backend_for(model, device, dtype, others)
+        backend = _backend_for(model, device, dtype, others)
     if backend == "torch":
         return load_model(model, device=device, dtype=dtype, **others)
     given = ({} if device == "cpu" else {"device": device}) | {"dtype": dtype} | others
@@ -75,7 +74,7 @@ def _backend_for(model: str | os.PathLike[str], device: str, dtype: str, others:
     if is_installed():
         return "llama.cpp"
     _log.warning(
-        "llama.cpp is not installed, so %s is converted, which takes several times its size in memory: "
+        "llama.cpp is not installed, so PyTorch computes %s, which takes several times its size in memory: "
         'pip install "cacheblend-rag[llama-cpp]"',
         os.fspath(model),
     )

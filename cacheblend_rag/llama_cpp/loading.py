@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import Runtime
-from cacheblend_rag.models.gguf import CONVERTER, check_start, content_sha256, write_settings
-from cacheblend_rag.models.model_folders import made_once, models_path
+from cacheblend_rag.models.gguf import content_sha256, settings_folder
 
 
 def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
@@ -32,13 +31,9 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
         If its architecture is not supported.
     """
     path = Path(file).expanduser()
-    check_start(path)  # a large file that is none is not hashed
-    sha256 = content_sha256(path)
-    folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
-    about = {"weights": sha256, "reader": str(CONVERTER)}
-    made_once(folder, about, lambda part: write_settings(path, part))
+    folder = settings_folder(path)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
     runtime = Runtime(path, torch.get_num_threads())
     config._name_or_path = str(path)
-    return LlamaModel(path, runtime, config, generation, sha256), tokenizer
+    return LlamaModel(path, runtime, config, generation, content_sha256(path)), tokenizer

@@ -1,16 +1,15 @@
-"""GGUF files, the form in which most people have their local models, as folders that transformers loads.
+"""GGUF files, the form in which most people have their local models, as transformers reads them.
 
-transformers reads the file and dequantises it, which takes a while, and does not take all settings from it. So a file
-is converted once, its settings are completed, and the folder is kept in the user's cache.
+transformers does not take all settings from a file, and takes seconds for those it does. So config, tokenizer and chat
+template are completed once and kept in the user's cache. llama.cpp needs no more; for PyTorch, transformers dequantises
+the weights at each load.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
@@ -28,11 +26,11 @@ from transformers.utils import logging
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
-from cacheblend_rag.models.model_folders import check_room, made_once, models_path, part_folder, sha256_of
+from cacheblend_rag.models.model_folders import made_once, models_path, sha256_of
 from cacheblend_rag.models.shape import head_width
 
-CONVERTER = 1
-"""Raise when the same file would be converted into something else."""
+# Raise when other settings would be read from the same file.
+_READER = 2
 ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -62,33 +60,21 @@ def is_gguf(model: str | os.PathLike[str]) -> bool:
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
-@contextmanager
-def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
-    """The folder of a converted GGUF file.
-
-    Parameters
-    ----------
-    file : str or path
-    keep : bool
-        Keep the folder in the user's cache, where it is found the next time; otherwise it is gone afterwards.
+def settings_folder(file: str | os.PathLike[str]) -> Path:
+    """The folder with config, tokenizer and chat template of a GGUF file; read from the file on first use.
 
     Raises
     ------
     ModelLoadError
-        If the file is missing, damaged, or cannot be converted.
+        If the file is missing or damaged.
     UnsupportedModelError
         If its architecture is not supported.
     """
     path = Path(file).expanduser()
-    check_start(path)
-    if keep:
-        sha256 = content_sha256(path)
-        folder, about = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}", {"weights": sha256}
-        yield made_once(folder, about | {"converter": str(CONVERTER)}, lambda part: convert(path, part))
-    else:
-        with part_folder(models_path() / "gguf" / path.stem) as part:
-            convert(path, part)
-            yield part
+    check_start(path)  # a large file that is none is not hashed
+    sha256 = content_sha256(path)
+    folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
+    return made_once(folder, {"weights": sha256, "reader": str(_READER)}, lambda part: _write_settings(path, part))
 
 
 def gguf_config(file: str | os.PathLike[str]) -> Any:
@@ -110,63 +96,43 @@ def gguf_config(file: str | os.PathLike[str]) -> Any:
         raise ModelLoadError(f"the config of {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file into an empty folder as a model, with tokenizer, chat template and ids that end an answer.
+def read_weights(file: Path, config: Any, dtype: torch.dtype, **arguments: Any) -> Any:
+    """The model of a GGUF file in PyTorch, its weights dequantised.
 
-    A file of quantised weights becomes float16: 11 significant bits lose nothing next to the 4 to 8 that were kept.
-    Its config names bfloat16, in which activations cannot overflow. Other files keep their element type.
-
-    Standard error gets a line with what it takes. Memory holds the weights twice meanwhile, and the largest of them
-    in float32.
+    Parameters
+    ----------
+    file : Path
+    config : transformers PreTrainedConfig
+        From `settings_folder`.
+    dtype : torch.dtype
+    **arguments
+        More for ``from_pretrained``.
 
     Raises
     ------
     ModelLoadError
-        If the file is damaged, or has what is not converted. If disk or memory is too small for it.
-    UnsupportedModelError
-        If its architecture is not supported.
+        If the file does not hold all weights.
     """
     reader, fields = _header(file)
-    stored, computed = _element_types(reader)
-    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
-    disk = sum(sizes) * stored.itemsize
-    memory = 2 * disk + 4 * max(sizes, default=0)
-    print(
-        f"Converting {file.name}: {disk / 1e9:.1f} GB on the disk of {folder.parent}, and up to {memory / 1e9:.1f} GB "
-        "of memory meanwhile.",
-        file=sys.stderr,
-    )
-    instead = "convert it on a larger machine and copy the folder, or take a smaller model"
-    check_room(f"the model in {file}", disk, memory, instead)
-    names = _names(file, folder)
-    try:
-        with _read_by(reader), _without_advice():
-            config = _config(reader, fields, names)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                **names, config=config, dtype=stored, output_loading_info=True
-            )
-            tokenizer = _tokenizer(fields, names)
-    except (OSError, ValueError, ImportError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
-        raise ModelLoadError(f"{file} could not be converted: {type(error).__name__}: {error}") from error
+    with tempfile.TemporaryDirectory() as folder, _read_by(reader), _without_advice():
+        names = _names(file, Path(folder))
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **names, config=config, dtype=dtype, output_loading_info=True, **arguments
+        )
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ModelLoadError(
             f"{file} does not hold all weights of a model of the architecture {fields[_ARCHITECTURE]!r}; "
             f"{len(missing)} are missing, such as {missing[0]}"
         )
-    try:
-        plain = _plain(model, config)
-        plain.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        plain.config.dtype = computed
-        plain.config.save_pretrained(folder)
-        _generation(config, fields, tokenizer).save_pretrained(folder)
-    except SafetensorError as error:
-        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
-        raise OSError(code, str(error)) from error
+    # The weights are ordinary ones now.
+    del model.config.quantization_config
+    del model.quantization_method
+    model.hf_quantizer, model.is_quantized = None, False
+    return model
 
 
-def write_settings(file: Path, folder: Path) -> None:
+def _write_settings(file: Path, folder: Path) -> None:
     """Write what a GGUF file says of a model, weights apart, into an empty folder: config, tokenizer, chat template.
 
     Raises
@@ -183,8 +149,10 @@ def write_settings(file: Path, folder: Path) -> None:
             config, tokenizer = _config(reader, fields, names), _tokenizer(fields, names)
     except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
         raise ModelLoadError(f"the tokenizer of {file} cannot be read: {type(error).__name__}: {error}") from error
+    config = _unquantised(config)
+    config.dtype = _element_type(reader)
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _unquantised(config).save_pretrained(folder)
     _generation(config, fields, tokenizer).save_pretrained(folder)
 
 
@@ -313,13 +281,11 @@ def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -
         )
 
 
-def _element_types(reader: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Element types that weights are stored and computed in."""
+def _element_type(reader: Any) -> torch.dtype:
+    """Element type to compute in: the file's, or for quantised weights bfloat16, which cannot overflow."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     whole = [_TYPES[kind] for kind in ("F32", "BF16", "F16") if kind in kinds]
-    if kinds <= set(_TYPES) and whole:
-        return whole[0], whole[0]
-    return torch.float16, torch.bfloat16
+    return whole[0] if kinds <= set(_TYPES) and whole else torch.bfloat16
 
 
 def _settle(config: Any, architecture: str, fields: Mapping[str, Any], reader: Any) -> None:
@@ -375,15 +341,6 @@ def _llama3(rope: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
     if not torch.allclose(torch.tensor(factors), expected, rtol=1e-3):
         raise ModelLoadError("the file scales RoPE frequencies in a way that is not Llama 3's, which is not supported")
     return found
-
-
-def _plain(model: Any, config: Any) -> Any:
-    """A model of the same weights that is not marked as quantised, which transformers would refuse to save."""
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(_unquantised(config), dtype=model.dtype)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    return plain
 
 
 def _generation(config: Any, fields: Mapping[str, Any], tokenizer: Any) -> GenerationConfig:

@@ -19,7 +19,6 @@ from transformers.utils import cached_file
 
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.models.lora import AdaptedLayer, adapted_layers, own_weights
-from cacheblend_rag.models.model_folders import CODES
 
 # Raise when the same weights would no longer give the same stored KV.
 _ADAPTER_VERSION = 1
@@ -194,7 +193,7 @@ def files_identity(model: str, dtype: str) -> str | None:
         return None
     rows = [[_ADAPTER_VERSION, torch.__version__, transformers.__version__, dtype]]
     try:
-        for path in sorted(one for one in folder.iterdir() if one.name != CODES):
+        for path in sorted(folder.iterdir()):
             real = path.resolve()
             state = real.stat()
             times = (state.st_mtime_ns, state.st_ctime_ns)

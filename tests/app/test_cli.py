@@ -201,7 +201,8 @@ def test_server_names_a_stronger_starter_where_it_finds_the_memory(
         ([], 16 * 2**30, True),
         (["--also-model", STRONGER], 16 * 2**30, False),
         (["--model", STRONGER], 16 * 2**30, False),
-        ([], 8 * 2**30, False),
+        ([], 8 * 2**30, True),
+        ([], 2 * 2**30, False),
         ([], None, False),
     )
     for more, memory, named in cases:

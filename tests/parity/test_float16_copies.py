@@ -43,7 +43,7 @@ def packed(weight: torch.Tensor) -> Any:
     """A weight in float16; None if it is not the same there."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight)
-    return packed_in_float16(layer, [layer]).get(layer)
+    return packed_in_float16([layer]).get(layer)
 
 
 def model_of(family: str = "llama", **changes: Any) -> Any:

@@ -268,11 +268,11 @@ def test_operations_that_have_gone_leave_the_plain_path(
 def test_order_of_onednn_gives_the_plain_product_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows = nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(5, 64).bfloat16()
     with torch.no_grad():
-        form = kernels.arranged_by_onednn(None, [layer])[layer]
+        form = kernels.arranged_by_onednn([layer])[layer]
         assert error(kernels.onednn_product(rows, form, layer.bias), layer(rows)) < 0.02
         monkeypatch.setattr(kernels, "onednn_product", lambda rows, form, bias: rows.new_zeros(len(rows), 48))
         with pytest.raises(RuntimeError, match="differs from the plain one"):
-            kernels.arranged_by_onednn(None, [layer])
+            kernels.arranged_by_onednn([layer])
 
 
 # Memory -------------------------------------------------------------------------------------

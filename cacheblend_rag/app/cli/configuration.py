@@ -29,7 +29,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
 """Options by the section of the file that they stand in; every name is there once."""
 
 # Variables that are no options: secrets, and what is read where it is needed.
-_NOT_OPTIONS = ("ENCRYPTION_KEY", "KEEP_CONVERTED", "ONEDNN", "VALKEY_PASSWORD", "VALKEY_USERNAME")
+_NOT_OPTIONS = ("ENCRYPTION_KEY", "ONEDNN", "VALKEY_PASSWORD", "VALKEY_USERNAME")
 OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in _NOT_OPTIONS)]
 _SECTION_OF = {option.name: section for section, options in SECTIONS.items() for option in options}
 _SECRET = re.compile(r"keys?$|salt|secret|passw|credential", re.IGNORECASE)

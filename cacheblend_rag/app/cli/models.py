@@ -19,7 +19,7 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check.set_defaults(run=_check)
     get = kinds.add_parser("get", help="fetch starter models ahead of time")
     get.set_defaults(run=_get)
-    delete = kinds.add_parser("delete", help="delete starter models or converted GGUF files")
+    delete = kinds.add_parser("delete", help="delete starter models, or what was read of GGUF files")
     delete.set_defaults(run=_delete)
     texts = {
         get: 'such as "smollm2"',
@@ -32,17 +32,17 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _list(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.model_folders import folder_bytes
-    from cacheblend_rag.models.starters import STARTERS, fetched_path, starter_paths
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_path
 
     for name, starter in STARTERS.items():
-        path, size = fetched_path(name), sum(map(folder_bytes, starter_paths(name)))
+        path = starter_path(name)
         missing = f"not fetched, {_megabytes(starter.wheel_bytes)} to fetch as {starter.requirement}"
-        state = missing if path is None else f"{_megabytes(size)} in {path}"
+        state = f"{_megabytes(folder_bytes(path))} in {path}" if is_fetched(name) else missing
         kind = f"{starter.kind}, blended" if starter.kind == "language model" else starter.kind
         print(f"{name}: {starter.title}, {kind}, {starter.licence}, {state}")
         print(f"    {starter.origin}")
-    for name, path in _find_converted().items():
-        print(f"{name}: from a GGUF file, {_megabytes(folder_bytes(path))} in {path}")
+    for name, path in _settings_folders().items():
+        print(f"{name}: settings of a GGUF file, {_megabytes(folder_bytes(path))} in {path}")
     return 0
 
 
@@ -59,7 +59,7 @@ def _get(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.models.model_names import why_no_model
-    from cacheblend_rag.models.starters import STARTERS, fetched_path
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_gguf
     from cacheblend_rag.models.treatment import Treatment, expected_treatment
 
     refused = unread = 0
@@ -72,8 +72,7 @@ def _check(parsed: argparse.Namespace) -> int:
                 print(f"{name}: finds passages")
                 continue
             else:
-                path = fetched_path(name)
-                found = Treatment("blended") if path is None else expected_treatment(path)
+                found = expected_treatment(starter_gguf(name)) if is_fetched(name) else Treatment("blended")
         except CacheBlendError as error:  # the others are looked at all the same
             print(f"{name}: {error}", file=sys.stderr)
             unread += 1
@@ -100,21 +99,18 @@ def _about_blending(window: int | None) -> str:
 
 def _delete(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.model_folders import delete_folder
-    from cacheblend_rag.models.starters import STARTERS, starter_paths
+    from cacheblend_rag.models.starters import STARTERS, starter_path
 
-    there = {name: starter_paths(name) for name in STARTERS} | {
-        name: (path,) for name, path in _find_converted().items()
-    }
+    there = {name: starter_path(name) for name in STARTERS} | _settings_folders()
     for name in parsed.names:
         _check_known(name, there)
     for name in parsed.names:
-        was_there = sum(delete_folder(path) for path in there[name])
-        print(f"{name} is deleted" if was_there else f"{name} was not there")
+        print(f"{name} is deleted" if delete_folder(there[name]) else f"{name} was not there")
     return 0
 
 
-def _find_converted() -> dict[str, Path]:
-    """Folders of converted GGUF files by name."""
+def _settings_folders() -> dict[str, Path]:
+    """Folders of what was read of GGUF files, by name."""
     from cacheblend_rag.models.model_folders import is_whole, models_path
 
     folder = models_path() / "gguf"

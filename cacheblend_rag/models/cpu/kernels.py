@@ -119,7 +119,7 @@ def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor, within: f
     return bool((found - expected).norm() <= within * expected.norm())
 
 
-def arranged_by_onednn(model: nn.Module, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
+def arranged_by_onednn(layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
     """Weights in bfloat16 in the order of oneDNN's products.
 
     Raises
@@ -141,7 +141,7 @@ def arranged_by_onednn(model: nn.Module, layers: Sequence[nn.Linear]) -> dict[nn
     return found
 
 
-def packed_in_float16(model: nn.Module, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
+def packed_in_float16(layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
     """Weights in float32 in float16, in FBGEMM's order: of those layers whose weights are the same in float16.
 
     Raises

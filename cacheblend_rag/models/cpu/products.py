@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu.int4 import MOST_ROWS, codes_of_layers, int4_product
 from cacheblend_rag.models.cpu.kernels import (
     ANY_ROWS,
     arranged_by_onednn,
@@ -56,7 +55,7 @@ class Kernel:
     multiply : callable
         ``rows @ weight.T + bias``, from rows ``[..., in]``, the weight in the kernel's form, and a bias or None.
     copy : callable or None
-        Gives the weights of some layers of a model in that form; it may leave layers out. None for weights as they lie.
+        Gives the weights of some layers in that form; it may leave layers out. None for weights as they lie.
     most_rows : int
         Rows that it serves at most.
     least_work : int
@@ -69,7 +68,7 @@ class Kernel:
     name: str
     dtype: torch.dtype
     multiply: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
-    copy: Callable[[Any, Sequence[nn.Linear]], Mapping[nn.Linear, Any]] | None = None
+    copy: Callable[[Sequence[nn.Linear]], Mapping[nn.Linear, Any]] | None = None
     most_rows: int = ANY_ROWS
     least_work: int = 0
     of_answers: bool = False
@@ -83,7 +82,6 @@ KERNELS = (
     # 34, one row by 1536 x 576 in 52 and 52; two cores with AVX2: one row by 192 x 576 in 24 and 39, by 576 x 576 in
     # 100 and 95, by 1536 x 576 in 281 and 164).
     Kernel("onednn", torch.float32, onednn_product, least_work=3 * 2**18),
-    Kernel("int4", torch.bfloat16, int4_product, codes_of_layers, most_rows=MOST_ROWS),
     Kernel("arranged", torch.bfloat16, onednn_product, arranged_by_onednn),
 )
 """All kernels. Of those that a model has, the first that serves some rows multiplies them."""
@@ -341,8 +339,7 @@ class Products(ForwardOverrides[_LayerProducts]):
                 forward.seen, forward.copies = None if weight is None else _SeenWeight(weight), None
         for forward in self._forwards if resting or first else ():
             if forward.seen is not None and forward.copies is None:
-                # Weights that change later are no longer those of the file that had codes.
-                forward.copies = _Copies(forward.seen, {} if first else {"int4": None})
+                forward.copies = _Copies(forward.seen)
 
     def form(self, kernel: Kernel, copies: _Copies | None, weight: torch.Tensor) -> Any:
         """The copy of a weight for a kernel, or None; all that the kernel lacks are made when one is asked for."""
@@ -362,7 +359,7 @@ class Products(ForwardOverrides[_LayerProducts]):
                 and kernel.name not in copies.forms
                 and copies.seen.still(forward.module.weight)
             }
-            made = kernel.copy(self._model, list(lacking)) if kernel.copy is not None and lacking else {}
+            made = kernel.copy(list(lacking)) if kernel.copy is not None and lacking else {}
             for layer, copies in lacking.items():
                 copies.forms[kernel.name] = made.get(layer)
 

@@ -8,12 +8,11 @@ which is reckoned from how fast memory is read here. A stream generates on a thr
 own, so transformers is also timed on one. Cold requests find none of the chunks stored; one keeps what
 it computed in the background, which should cost its tokens nothing, and one keeps nothing.
 
-``python -m docs.benchmarks.scripts.decode copies --model smollm2 --out decode-codes.json``
+``python -m docs.benchmarks.scripts.decode copies --model smollm2 --out decode-float16-smollm2.json``
 
-In bfloat16 the copies are codes of 4 bits, and the model a starter or a GGUF file of 4 bits. With ``--dtype float32``
-they are weights packed in float16. One answer is made behind the bundled articles, and its tokens take turns: one is
-computed by copies, the next without. Scores are of texts of the articles that are read token by token. For float32, a
-share of each token's time is given, too: that of reading all weights once, at the rate at which memory is read here.
+The copies are weights packed in float16. One answer is made behind the bundled articles, and its tokens take turns: one
+is computed by copies, the next without. Scores are of texts of the articles that are read token by token. A share of
+each token's time is given, too: that of reading all weights once, at the rate at which memory is read here.
 """
 
 from __future__ import annotations
@@ -302,17 +301,16 @@ def _read(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def _run(options: argparse.Namespace) -> None:
     """Measure, print a table, and write JSON."""
     torch.set_num_threads(options.threads)
-    wide = options.dtype == "float32"
-    prepack = "auto" if wide else True
-    config = BlendConfig(prepack_weights=prepack, prompt_cache=0, write_back="off")
-    switch = _Switch("float16" if wide else "int4")
+    config = BlendConfig(prompt_cache=0, write_back="off")
+    switch = _Switch("float16")
     with (
-        BlendEngine.from_pretrained(options.model, device="cpu", dtype=options.dtype, config=config) as engine,
+        BlendEngine.from_pretrained(
+            options.model, device="cpu", dtype="float32", backend="torch", config=config
+        ) as engine,
         mock.patch.object(Products, "form", lambda *which: switch.form(*which)),
     ):
         result = {"options": vars(options), "machine": machine("cpu"), **tokens(engine, switch, options)}
-        if wide:
-            result["of_bound"] = _of_bound(engine, result["ms_a_token"])
+        result["of_bound"] = _of_bound(engine, result["ms_a_token"])
         if options.texts:
             result["scores"] = scores(engine, switch, options)
     print(table(("way", "a token"), [(way, f"{one:.1f} ms") for way, one in result["ms_a_token"].items()]))
@@ -325,7 +323,6 @@ def copies(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = script_parser("decode copies", __doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for name, default in (("prompt-tokens", 3000), ("tokens", 40), ("texts", 10), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out")

@@ -38,12 +38,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.models.starters import STARTERS, starter_folder
+from cacheblend_rag.models.gguf import settings_folder
+from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.starters import STARTERS, starter_gguf
 from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import (
     SHAPES,
@@ -345,12 +347,16 @@ class Case:
 
     def tokenizer(self) -> Any:
         """Its tokenizer."""
-        return AutoTokenizer.from_pretrained(starter_folder(self.model)) if self.starter else bench_tokenizer()
+        return (
+            AutoTokenizer.from_pretrained(settings_folder(starter_gguf(self.model)))
+            if self.starter
+            else bench_tokenizer()
+        )
 
     def plain_model(self) -> Any:
         """Its transformers model."""
         if self.starter:
-            return AutoModelForCausalLM.from_pretrained(starter_folder(self.model), dtype=self.dtype).eval()
+            return load_model(self.model, device="cpu", dtype=self.dtype).model
         return random_model(self.model, dtype=self.dtype)
 
     def prompt(self, tokenizer: Any) -> Prompt:
@@ -449,7 +455,7 @@ def _starter_file(case: Case) -> Path:
         raise SystemExit(
             f"--model {case.model}: llama.cpp, ik_llama.cpp and OpenVINO GenAI read the files of starters alone"
         )
-    return starter_folder(case.model) / STARTERS[case.model].weights
+    return starter_gguf(case.model)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def code_of(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
     output = run(["-c", code_of("langchain")], tmp_path)
     assert "14 November 1963" in output

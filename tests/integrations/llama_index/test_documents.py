@@ -20,7 +20,7 @@ CODE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DO
 
 @pytest.mark.slow
 @pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+@pytest.mark.usefixtures("smollm2_gguf", "minilm_folder")
 def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
     assert "14 November 1963" in run(["-c", CODE], tmp_path)
 

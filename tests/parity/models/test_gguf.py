@@ -1,4 +1,4 @@
-"""A GGUF file gives the logits of the model it was written from, is converted once, or is refused with the reason."""
+"""A GGUF file gives the logits of the model it was written from, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models import gguf as conversion
-from cacheblend_rag.models import model_folders
 from cacheblend_rag.models.loading import load_geometry, load_model
 from tests import gguf_files, tiny
 from tests.pairwise import others_slow
@@ -44,20 +43,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cacheblend_rag" / "models"
-
-
-@pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files that were converted."""
-    seen: list[Path] = []
-    plain = conversion.convert
-
-    def noting(file: Path, folder: Path) -> None:
-        seen.append(file)
-        plain(file, folder)
-
-    monkeypatch.setattr(conversion, "convert", noting)
-    return seen
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -116,20 +101,15 @@ def test_other_scaled_frequencies_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored", "computed"),
-    [("F16", "float16", "float16"), ("BF16", "bfloat16", "bfloat16"), ("Q8_0", "float16", "bfloat16")],
+    ("kind", "computed"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.bfloat16)]
 )
-def test_the_element_type_is_the_files(kind: str, stored: str, computed: str, tmp_path: Path, cache: Path) -> None:
+def test_the_element_type_is_the_files(kind: str, computed: torch.dtype, tmp_path: Path) -> None:
     model = tiny.model("llama", hidden_size=32, intermediate_size=64)
     path = gguf_files.write(tmp_path / "model.gguf", model, kind)
     wide = load_model(path, device="cpu", dtype="float32").model
     assert wide.dtype == torch.float32
-    folder = next((cache / "gguf").glob("model-*"))
-    kept = conversion.AutoConfig.from_pretrained(folder).dtype
-    assert str(kept) == f"torch.{computed}"
-    from safetensors.torch import load_file
-
-    assert {str(weight.dtype) for weight in load_file(folder / "model.safetensors").values()} == {f"torch.{stored}"}
+    assert conversion.AutoConfig.from_pretrained(conversion.settings_folder(path)).dtype == computed
+    assert not hasattr(wide.config, "quantization_config")
     if kind == "Q8_0":
         tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
         exact = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -160,9 +140,11 @@ def test_engine_answers_from_a_gguf_file_and_knows_its_kv_again(tmp_path: Path) 
     assert present == [0, 2]
 
 
-def test_second_start_converts_nothing_wherever_the_file_lies_but_for_a_damaged_folder(
-    tmp_path: Path, cache: Path, conversions: list[Path]
+def test_settings_are_read_once_wherever_the_file_lies_but_for_a_damaged_folder(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read, plain = [], conversion._write_settings
+    monkeypatch.setattr(conversion, "_write_settings", lambda file, folder: (read.append(file), plain(file, folder)))
     path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
     first = load_model(path, device="cpu").fingerprint()
     elsewhere = tmp_path / "other" / "model.gguf"
@@ -170,43 +152,11 @@ def test_second_start_converts_nothing_wherever_the_file_lies_but_for_a_damaged_
     shutil.copyfile(path, elsewhere)
     assert load_model(elsewhere, device="cpu").fingerprint() == load_model(path, device="cpu").fingerprint() == first
     assert load_geometry(path)[0].kv_heads == 2
-    assert conversions == [path]
+    assert read == [path]
     assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
-    os.truncate(next((cache / "gguf").rglob("model.safetensors")), 100)
+    os.truncate(next((cache / "gguf").rglob("tokenizer.json")), 100)
     load_model(path, device="cpu")
-    assert conversions == [path, path]
-
-
-def test_conversion_checks_memory_and_disk_before_it_begins(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny.model("llama")
-    path = gguf_files.write(tmp_path / "model.gguf", model)
-    weights = 4 * sum(one.numel() for one in model.parameters())
-    peak = 2 * weights + 4 * max(one.numel() for one in model.parameters())
-    monkeypatch.setattr(model_folders, "total_memory", lambda: peak - 1)
-    with pytest.raises(ModelLoadError, match=rf"up to {peak:,} bytes of memory .*there are {peak - 1:,}.*smaller"):
-        load_model(path, device="cpu")
-    monkeypatch.setattr(model_folders, "total_memory", lambda: peak)
-    with monkeypatch.context() as patch:
-        usage = shutil.disk_usage(tmp_path)._replace(free=weights - 1)
-        patch.setattr(shutil, "disk_usage", lambda folder: usage)
-        with pytest.raises(
-            ModelLoadError, match=rf"takes {weights:,} bytes of disk .* has {weights - 1:,} left.*XDG_CACHE"
-        ):
-            load_model(path, device="cpu")
-    assert not [one for one in cache.rglob("*") if one.name == "model.safetensors"]
-    load_model(path, device="cpu")
-
-
-def test_nothing_is_kept_if_so_chosen(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
-    model = tiny.model("llama")
-    path = gguf_files.write(tmp_path / "model.gguf", model)
-    prints = [load_model(path, device="cpu", keep_converted=False) for _ in range(2)]
-    torch.testing.assert_close(logits(prints[0].model), logits(model), atol=1e-5, rtol=1e-4)
-    assert prints[0].fingerprint() == prints[1].fingerprint()
-    assert len(conversions) == 2
-    assert not [path for path in cache.rglob("*") if path.is_file()]
+    assert read == [path, path]
 
 
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) -> None:

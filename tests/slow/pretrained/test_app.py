@@ -27,10 +27,10 @@ def options_for(smollm2: Path, minilm: Path, data: Path, **config: Any) -> Folde
 
 
 @pytest.fixture(scope="module")
-def full(smollm2_folder: Path, minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderRAG]:
+def full(smollm2_gguf: Path, minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderRAG]:
     """The articles, answered by full prefill."""
     data = tmp_path_factory.mktemp("data")
-    with FolderRAG(options_for(smollm2_folder, minilm_folder, data, selection="all", min_tokens=10**6)) as rag:
+    with FolderRAG(options_for(smollm2_gguf, minilm_folder, data, selection="all", min_tokens=10**6)) as rag:
         rag.update()
         yield rag
 
@@ -47,24 +47,24 @@ def test_full_prefill_answers_the_suggested_questions(asked: dict[str, Any], ful
 
 
 def test_the_default_answers_the_suggested_questions_blended(
-    default_folder: Path, minilm_folder: Path, tmp_path: Path
+    default_gguf: Path, minilm_folder: Path, tmp_path: Path
 ) -> None:
     # All in one test: what a passage is computed behind follows from the questions before.
-    with FolderRAG(options_for(default_folder, minilm_folder, tmp_path)) as rag:
+    with FolderRAG(options_for(default_gguf, minilm_folder, tmp_path)) as rag:
         rag.update()
         answers = [(one, rag.ask(one["question"])) for one in SUGGESTED]
     assert not any(answer.info["plain"] for _, answer in answers)
     assert [answer.text for one, answer in answers if not is_right(one, answer.text)] == []
 
 
-def test_the_server_answers_an_openai_client(smollm2_folder: Path, minilm_folder: Path, tmp_path: Path) -> None:
+def test_the_server_answers_an_openai_client(smollm2_gguf: Path, minilm_folder: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     article = (ARTICLES_PATH / "surtsey.md").read_text(encoding="utf-8")
     (docs / "surtsey.md").write_text(article, encoding="utf-8")
     rag = FolderRAGOptions(
         docs=docs,
-        model=smollm2_folder,
+        model=smollm2_gguf,
         embedder=minilm_folder,
         data_dir=tmp_path / "data",
         device="cpu",
