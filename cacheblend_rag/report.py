@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     import torch
 
+Fidelity = Literal["exact", "checked", "corrected", "approximate"]
+"""How near an answer is to full prefill's; see `Verification`."""
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -117,6 +120,12 @@ class Verification:
         Time it took.
     id : str
         Its name, where it was made to wait.
+    exact : bool
+        Whether the first answer is full prefill's without a check, as nothing approximate was reused.
+    fidelity : str
+        How near the answer is to full prefill's; nothing is said of facts. ``"exact"``: it is full prefill's.
+        ``"checked"``: it was compared, and is the same. ``"corrected"``: it was compared, and is full prefill's now.
+        ``"approximate"``: it is from blended KV, and was not compared, or not yet.
     """
 
     status: Literal["off", "waiting", "verified", "corrected", "given up"] = "off"
@@ -128,6 +137,12 @@ class Verification:
     ties: int = 0
     seconds: float = 0.0
     id: str = ""
+    exact: bool = False
+    fidelity: Fidelity = field(init=False, default="approximate")
+
+    def __post_init__(self) -> None:
+        compared: dict[str, Fidelity] = {"corrected": "corrected", "verified": "checked"}
+        object.__setattr__(self, "fidelity", "exact" if self.exact else compared.get(self.status, "approximate"))
 
     @property
     def done(self) -> bool:
@@ -236,6 +251,11 @@ class BlendReport:
     documents: tuple[DocumentUse, ...] = ()
     found: tuple[bool, ...] = ()
     verification: Verification = field(default_factory=Verification)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How near the answer is to full prefill's; see `Verification`."""
+        return self.verification.fidelity
 
     @property
     def prompt_tokens(self) -> int:

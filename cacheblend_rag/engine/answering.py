@@ -217,7 +217,7 @@ class Answering:
             if checked is not None:
                 return checked
             found = _NO_MEMORY
-        return CheckedAnswer(draft, found, fused.cache)
+        return CheckedAnswer(draft, dataclasses.replace(found, exact=fused.exact), fused.cache)
 
     def _check(
         self,

@@ -46,7 +46,7 @@ known_chunks = ChunkRegistry()
 
 # Fields of a report that the info of an answer has as they are, and tokens that it counts.
 _TOLD = (
-    *("finish_reason", "stopped_by", "ttft", "hits", "misses"),
+    *("fidelity", "finish_reason", "stopped_by", "ttft", "hits", "misses"),
     *("recompute_ratio", "tokens_to_store", "plain", "plain_reason"),
 )
 _COUNTED = ("reused", "resumed", "prompt", "generated", "thought")

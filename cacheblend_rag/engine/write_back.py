@@ -197,11 +197,15 @@ class WriteBack:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not any(id(job) in dropped for _, job in self._doing))
 
-    def flush(self) -> None:
-        """Wait until all queued jobs are done."""
+    @property
+    def waiting(self) -> int:
+        """Jobs that are not done yet."""
+        return len(self._names)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until all queued jobs are done, for so many seconds at most; whether they are."""
         with self._condition:
-            while self._names:
-                self._condition.wait()
+            return self._condition.wait_for(lambda: not self._names, seconds)
 
     def stop(self) -> None:
         """Take no more jobs; those that are queued will still be done."""

@@ -218,6 +218,8 @@ class _Synthesis:
             self._uses = [min(pair, key=lambda use: _BEST.index(use.outcome)) for pair in pairs]
             self.sums["documents"] = [one.asdict() for one in self._uses]
             self.sums["verification"] = report.verification.asdict()  # of the last call, whose words the answer has
+            if self.sums.get("fidelity") != "approximate":  # as is what any call made of others' words
+                self.sums["fidelity"] = report.fidelity
 
     def end(self) -> None:
         """No more calls come; warn of documents that none of them held."""

@@ -13,8 +13,10 @@ from transformers import MistralConfig
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.cli.ask import fidelity_line
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
+from cacheblend_rag.report import Verification
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.app.server.common import write_documents
@@ -323,3 +325,26 @@ def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: p
     assert set(json.loads((tmp_path / "kv" / "profile.json").read_text())) == {"prefill", "devices"}
     assert main([*arguments, "--lengths", "0"]) == 2
     assert main([*arguments, "--file-size", "much"]) == 2
+
+
+def test_answer_says_how_near_it_is_and_what_it_lacked_is_stored_however_long_that_takes(
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_rag.engine import write_back
+
+    monkeypatch.setattr(write_back, "CLOSE_SECONDS", 0.0)  # what is not stored before the command closes is dropped
+    monkeypatch.setenv("CACHEBLEND_RAG_RECOMPUTE_RATIO", "1.0")
+    assert ask(model, docs, tmp_path / "data") == 0
+    first = capsys.readouterr()
+    assert "Exact: this is the full model's answer" in first.out
+    assert re.search(r"Storing the KV of these passages for the next question: \d left… Ctrl-C ends it\.", first.err)
+    for flags, said in (
+        ((), "Checked: the same answer as without reuse. This compares computations, not facts."),
+        (("--verify", "off"), "Approximate: not compared with the answer without reuse."),
+    ):
+        assert ask(model, docs, tmp_path / "data", *flags) == 0
+        seen = capsys.readouterr()
+        assert said in seen.out, flags
+        assert seen.out.count("[disk]") == 4
+    line = fidelity_line(Verification("corrected", before="30 days."))
+    assert line.startswith("Corrected: the answer without reuse; the first one went on with '30 days.'.")

@@ -113,3 +113,28 @@ def test_llama_index(engine: BlendEngine) -> None:
     assert "".join(one.delta or "" for one in pieces) == draft
     assert pieces[-1].text == full, "the last response has the answer as it is now"
     assert_told(pieces[-1].raw["verification"], full, draft)
+
+
+def test_every_answer_has_the_word_for_how_near_it_is_to_full_prefill(engine: BlendEngine) -> None:
+    texts_of(ChatCacheBlend, engine, TEXT)
+    same = engine.with_config(selection="hkvd", recompute_ratio=1.0)
+    for of, text, options, word in (
+        (engine, TEXT, {}, "approximate"),
+        (engine, TEXT, {"verify": "always"}, "corrected"),
+        (same, TEXT, {"verify": "always"}, "checked"),
+        (engine, TEXT, {"verify": "held"}, "exact"),
+        (engine, "What fell?", {}, "exact"),
+    ):
+        of = of.with_config(prompt_cache=0)
+        chat, plain, llama = ChatCacheBlend(engine=of), CacheBlendLLM(engine=of), LlamaLLM(engine=of)
+        message = chat.invoke(text, **MOST, **options)
+        chunk = list(chat.stream(text, **MOST, **options))[-1]
+        assert (message.response_metadata["fidelity"], chunk.response_metadata["fidelity"]) == (word, word)
+        (made,) = plain.generate([text], **MOST, **options).generations
+        assert (made[0].generation_info or {})["fidelity"] == word
+        for answer in (
+            llama.complete(text, **MOST, **options),
+            llama.chat([ChatMessage(content=text)], **MOST, **options),
+        ):
+            assert answer.raw is not None
+            assert answer.raw["fidelity"] == answer.raw["verification"]["fidelity"] == word

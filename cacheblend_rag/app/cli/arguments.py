@@ -12,7 +12,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,14 @@ class Screen:
         self._err.print(Text(text, "cyan"))
 
     @contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """Something that takes a while."""
+    def step(self, text: str) -> Iterator[Callable[[str], object]]:
+        """Something that takes a while; gives a function that shows another text in a terminal."""
         if sys.stderr.isatty():
-            with self._err.status(Text(text)):
-                yield
+            with self._err.status(Text(text)) as status:
+                yield lambda text: status.update(Text(text))
         else:
             self.note(text)
-            yield
+            yield lambda text: None
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _NAMED = 10
 _FEW = 3
 _LINE = 100  # characters of an answer in a table
+_LOOKING = 0.2  # seconds between two looks at what is still to be stored
 
 
 def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +49,7 @@ def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         const="always",
         type=_way_to_verify,
         metavar="HOW",
-        help="hold the answer against full prefill, and correct it: always (which --verify alone means), held or off",
+        help="compare the answer with full prefill's, and correct it: always (the default), held or off",
     )
     ask.add_argument("--warm", action="store_true", help="afterwards, compute and store the KV of all chunks")
     ask.set_defaults(run=_ask)
@@ -68,14 +69,13 @@ def _ask(parsed: argparse.Namespace) -> int:
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
-        verify = parsed.verify or rag.engine.config.verify
-        rag.llm.verify = "always" if verify == "idle" else verify  # nothing is checked once the command has ended
+        # Nothing is checked once the command has ended, and an option that is off says nothing of one answer.
+        own = rag.engine.config.verify
+        rag.llm.verify = verify = parsed.verify or ("held" if own == "held" else "always")
         with screen.step("Answering…"):
             answer = rag.ask(parsed.question)
         _show_answer(screen, parsed.question, answer, read=verify != "held")
-        if answer.info["misses"] and not answer.info["plain"]:
-            with screen.step("Storing the KV of these passages for the next question…"):
-                rag.engine.flush()
+        _store(screen, rag)
         if parsed.compare:
             _compare(screen, rag, answer)
         if parsed.warm:
@@ -116,6 +116,16 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
         screen.note(f"{len(index.others)} files of other kinds left out ({by_suffix(index.others)}): {names}")
 
 
+def _store(screen: Screen, rag: FolderRAG) -> None:
+    """Store the KV that the answer lacked, however long it takes; an interrupt drops what is left."""
+    write_back, text = rag.engine.turns.write_back, "Storing the KV of these passages for the next question: {} left…"
+    if write_back.waiting:
+        with screen.step(text.format(write_back.waiting) + " Ctrl-C ends it.") as say:
+            while not write_back.flush(_LOOKING):
+                say(text.format(write_back.waiting) + " Ctrl-C ends it.")
+            rag.engine.flush()
+
+
 def prepare(options: FolderRAGOptions) -> None:
     """Bring index and KV store up to date, and say what that takes."""
     options.check_paths()
@@ -148,7 +158,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
         screen.show("Thought:  ", (answer.thought, "dim"))
     screen.show("Answer:   ", (answer.text or "(the model gave no words)", "bold green"))
     screen.show("")
-    _show_verification(screen, report.verification)
+    screen.show((fidelity_line(report.verification), "dim"))
+    screen.show("")
     screen.show("Sources:")
     unread = not read or (report.plain and not report.misses)  # what is missing of others is stored now
     tiers = {} if unread else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
@@ -172,38 +183,31 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
     screen.show(f"Time to first token {shown} ({how}; {info['prompt_tokens']} prompt tokens)")
 
 
-def _show_verification(screen: Screen, found: Verification) -> None:
-    if found.status == "off":
-        return
+def fidelity_line(found: Verification) -> str:
+    """A line on how near the answer is to full prefill's."""
+    why = f": {found.reason}" if found.reason else ""
+    if found.fidelity == "approximate":
+        return f"Approximate: not compared with the answer without reuse{why}."
     said = {
-        "verified": f"This is the full model's answer: {found.reason}."
-        if found.reason
-        else "Checked: the full model answers the same.",
-        "corrected": f"Corrected: the first answer went on with {found.before[:_LINE]!r}.",
-        "given up": f"Not checked: {found.reason}.",
+        "exact": f"Exact: this is the full model's answer{why}.",
+        "checked": "Checked: the same answer as without reuse.",
+        "corrected": f"Corrected: the answer without reuse; the first one went on with {found.before[:_LINE]!r}.",
     }
-    screen.show((said[found.status], "dim"))
-    screen.show("")
+    return f"{said[found.fidelity]} This compares computations, not facts."
 
 
 def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
     """Hints about an answer."""
     info, report = answer.info, answer.report
-    if not answer.sources:
-        yield "No passage was found for this question."
-    elif info["plain"]:
-        least = rag.engine.config.min_tokens
-        if report.chunk_tokens < least:
-            yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
-        elif report.plain_reason and (not info["misses"] or rag.llm.verify == "held"):
-            yield f"The prompt was prefilled in full: {report.plain_reason}."
+    least, new = rag.engine.config.min_tokens, f"{info['misses']} of {len(answer.sources)} passages were new"
+    if info["plain"] and report.chunk_tokens < least:
+        yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
+    elif info["misses"] and report.tokens_to_store:
+        yield f"{new}; their KV is stored now. When they are retrieved again, it is read from the store."
+    elif report.plain_reason:
+        yield f"The prompt was prefilled in full: {report.plain_reason}."
     elif info["misses"]:
-        kept = rag.engine.config.write_back != "off" and not rag.engine.store.traits.read_only
-        new = f"{info['misses']} of {len(answer.sources)} passages were new"
-        if kept:
-            yield f"{new}; their KV is stored now. When they are retrieved again, it is read from the store."
-        else:
-            yield f"{new}, and their KV is not kept: the store is read-only, or write_back is off."
+        yield f"{new}, and their KV is not kept: the store is read-only, or write_back is off."
     if info["finish_reason"] == "length":
         tokens = report.generated_tokens - report.thought_tokens
         yield f"The answer was cut at {tokens} tokens; --max-new-tokens allows more."

@@ -160,6 +160,8 @@ def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running) -> 
     )
     text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
     assert text == draft.choices[0].message.content
+    assert [one.model_extra["cacheblend"][0]["fidelity"] for one in (found, ended)] == ["corrected", "approximate"]
+    assert [one.choices[0].fidelity for one in chunks if one.choices and one.choices[0].finish_reason] == ["corrected"]
     (told,) = [one.model_extra["correction"] for one in chunks if "correction" in (one.model_extra or {})]
     assert told["index"] == 0
     assert text[: told["position"]] + told["after"] == full.choices[0].message.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from cacheblend_rag.app.server.services.questions import EarlierTurn, QuestionPr
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import PromptError
 from tests import tiny
-from tests.app.server.common import drop_last_prompts, read_events, settle
+from tests.app.server.common import (
+    client_of,
+    drop_last_prompts,
+    passage,
+    read_events,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
 from tests.integrations.langchain.models import TEMPLATE
 
 QUESTION = "Which old owl?"
@@ -65,6 +75,8 @@ def test_answer_is_verified(client: Any) -> None:
     assert found["answer"] == full["answer"]
     assert found["report"]["verification"]["status"] in ("verified", "corrected")
     assert full["report"]["verification"]["status"] == "off"
+    assert found["report"]["fidelity"] in ("checked", "corrected")
+    assert full["report"]["fidelity"] == "exact"
     assert client.post("/api/ask", json={**asked, "verify": "sometimes"}).status_code == 422
 
 
@@ -186,3 +198,32 @@ def test_texts_stay_in_their_places_whatever_they_hold(prompts: QuestionPrompt) 
     forgetful = QuestionPrompt(tokenizer, tokenizer.chat_template)
     with pytest.raises(PromptError, match="leaves out earlier turns"):
         forgetful.ask("A?", ["x"], [EarlierTurn("B?", "b")])
+
+
+def test_question_without_documents_is_not_the_models(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    with running(settings_for(chat_model, tmp_path / "docs", tmp_path / "data")) as made, client_of(made) as client:
+        (document,) = upload(client, {"one.txt": passage(341)}).values()
+        settle(made.service)
+        asked = {"question": QUESTION, "stream": False}
+        before = client.post("/api/ask", json=asked).json()
+        assert (len(before["sources"]), before["report"]["fidelity"]) == (1, "approximate")
+        assert client.delete(f"/api/documents/{document['id']}").status_code == 204
+        answered = made.service.metrics.text().decode()
+        found = client.post("/api/ask", json=asked).json()
+        assert (found["answer"], found["sources"]) == ("There are no documents to answer from.", [])
+        assert (found["report"]["finish_reason"], found["report"]["fidelity"]) == ("no_documents", None)
+        events = ask(client)
+        assert [name for name, _ in events] == ["sources", "token", "report", "done"]
+        assert (events[1][1]["text"], events[2][1]) == (found["answer"], found["report"])
+        assert set(before["report"]) == set(found["report"])
+        assert made.service.queue.served == 0
+        refused = client.post("/api/compare", json={"question": QUESTION})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_documents")
+        count = "cacheblend_rag_ttft_seconds_count"
+        texts = (answered, made.service.metrics.text().decode())
+        before_it, after = ([one for one in text.splitlines() if one.startswith(count)] for text in texts)
+        assert before_it == after != []
+        body = {"model": made.service.model_name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
+        chat = client.post("/v1/chat/completions", json=body).json()
+        assert (chat["choices"][0]["finish_reason"], chat["cacheblend"][0]["fidelity"]) == ("length", "exact")

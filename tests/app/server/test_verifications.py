@@ -77,6 +77,7 @@ def test_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) 
             held.set()
             found = asked.result().json()
         assert (found["id"], found["status"]) == (waiting["id"], "corrected")
+        assert (waiting["fidelity"], found["fidelity"]) == ("approximate", "corrected")
         assert words(first)[: found["position"]] + found["after"] == words(full)
         assert ada.get(path).json() == found
         theirs, unknown = ben.get(path), ben.get("/api/answers/nothing/verification")

@@ -163,7 +163,9 @@ class AnswerRequest:
             for choice in self.choices(slot):
                 with self.in_time():
                     async for piece in choice.pieces():
-                        yield event(None, self.frame([piece], chunk=True))
+                        ended = choice.stream.result if piece["finish_reason"] else None
+                        told = {} if ended is None else {"fidelity": ended.report.fidelity}
+                        yield event(None, self.frame([{**piece, **told}], chunk=True))
                 if (answer := choice.stream.result) is not None:
                     self.count(answer)
                     if answer.verification.status == "corrected":
@@ -390,6 +392,7 @@ def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
 
 def _how_made(report: BlendReport) -> dict[str, Any]:
     return {
+        "fidelity": report.fidelity,
         "ttft_s": report.ttft,
         "hits": report.hits,
         "misses": report.misses,

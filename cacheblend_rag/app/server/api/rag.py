@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -39,7 +39,14 @@ from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gon
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit, shown_name
-from cacheblend_rag.app.server.services.questions import EarlierTurn, compared_row, report_of, rule_name, search
+from cacheblend_rag.app.server.services.questions import (
+    NO_DOCUMENTS,
+    EarlierTurn,
+    compared_row,
+    report_of,
+    rule_name,
+    search,
+)
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.services.verifications import LatestAnswers
@@ -53,7 +60,7 @@ from cacheblend_rag.errors import ConfigError, ContextLengthError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.thoughts import Thought, check_reasoning
-from cacheblend_rag.report import Generation, Verification
+from cacheblend_rag.report import BlendReport, Generation, Verification
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
 router = bounded_router("/api", "RAG")
@@ -242,7 +249,16 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
     slot = await unless_gone(request, service.queue.slot(here.tenant.name))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, required, level))
-        here.charge([question.tokens + most + (thought_most or 0)])
+        if question is not None:
+            here.charge([question.tokens + most + (thought_most or 0)])
+    if question is None:
+        await slot.leave()
+        none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
+        told = {**report_of(engine, Prompt(), none), "fidelity": None}
+        if not body.stream:
+            return WholeAnswer(answer=none.text, thought="", sources=[], report=told)
+        said = (("sources", []), ("token", {"text": none.text}), ("report", told), ("done", {}))
+        return EventStream(_each(said))
 
     def begin() -> TextStream:
         timeout = service.limits.answer_seconds
@@ -301,6 +317,8 @@ async def compare(here: Here, request: Request, body: CompareBody) -> EventStrea
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, most))
+        if question is None:
+            raise Problem(409, "no_documents", NO_DOCUMENTS)
         here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
@@ -338,12 +356,12 @@ class _Question:
 
 async def _retrieved(
     here: Session, model: ServedModel, body: CompareBody, slot: Slot, most: int | None, level: Reasoning = False
-) -> _Question:
-    """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
+) -> _Question | None:
+    """The passages of an answer, and the prompt; it has room for so many tokens more. None if there are no passages."""
     k = body.top_k or here.service.settings.rag.top_k
     find = partial(here.search, documents=body.documents)
     found = await slot.in_thread(search, find, body.question, body.history, k)
-    return await asyncio.to_thread(_fitting, model, body, found, body.history, most, level)
+    return await asyncio.to_thread(_fitting, model, body, found, body.history, most, level) if found else None
 
 
 def _fitting(
@@ -366,6 +384,11 @@ def _fitting(
     if earlier and len(fit.prompt.chunks) < len(found):
         return _fitting(model, body, found, earlier[1:], most, level)
     return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
+
+
+async def _each(said: Iterable[tuple[str, Any]]) -> AsyncIterator[str]:
+    for name, data in said:
+        yield event(name, data)
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -20,6 +20,8 @@ from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
+NO_DOCUMENTS = "There are no documents to answer from."
+"""The answer to a question for which there are no passages; no model gives it."""
 # A "stuff" chain joins documents with this.
 _CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account
@@ -191,6 +193,7 @@ def report_of(
         "rule": rule_name(engine.config.selection),
         "plain": report.plain,
         "plain_reason": report.plain_reason,
+        "fidelity": report.fidelity,
         "finish_reason": report.finish_reason,
         "stopped_by": report.stopped_by,
         "thought_tokens": report.thought_tokens,

@@ -15,7 +15,9 @@ from tests.toy.bundle import BundledQuestion, read_questions
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
 ASK, COMPARE, STATE, LIST = (re.compile(one) for one in ("/ask$", "/compare$", "/api/state$", "/documents$"))
 VERIFICATION = re.compile(r"/api/answers/[^/]+/verification\?wait=\d+$")
-CHECK = {"id": "a1", "status": "waiting", "position": 0, "before": "", "after": "", "reason": ""}
+CHECK: dict[str, Any] = {"id": "a1", "status": "waiting", "position": 0, "before": "", "after": "", "reason": ""} | {
+    "fidelity": "approximate"
+}
 REPORT: dict[str, Any] = {
     "ttft_s": 0.1, "parts": {"fuse_s": 0.1}, "tokens": {"prefix": 1, "chunks": 8, "between": 1, "suffix": 1}, "hits": 1,
     "misses": 1, "chunks": [{"hit": one, "device": None, "bytes": 9, "tokens": 4} for one in (True, False)],

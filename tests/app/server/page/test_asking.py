@@ -202,26 +202,41 @@ def test_settings_go_with_the_question_and_outlive_a_reload(page: Page, problems
 
 
 def test_checks_end_in_one_of_several_words(page: Page, problems: list[str]) -> None:
-    checked = "✓Checked: the full model answers the same."
+    checked = "Checked: same answer as without reuse."
     corrected = {"status": "corrected", "position": 4, "before": " and more.", "after": ""}
     for found, said in (
-        ({"status": "verified"}, checked),
-        ({"status": "given up", "reason": "memory ran out"}, "–Could not be checked: memory ran out."),
-        (corrected, "≠Corrected: this is the full model's answer. Words were taken out.Show the first text"),
-        ({**corrected, "before": " of another."}, "–Could not be checked: the correction is of another text."),
-        ({"status": "off"}, ""),
-        (None, "–The check was lost: the server has perhaps been started again."),
+        ({"status": "verified", "fidelity": "checked"}, checked),
+        ({"status": "given up", "reason": "memory ran out"}, "Approximate: could not be compared: memory ran out."),
+        (corrected, "Corrected: this is the answer without reuse. Words were taken out.Show the first text"),
+        (
+            {**corrected, "before": " of another."},
+            "Approximate: could not be compared: the correction is of another text.",
+        ),
+        ({"status": "off"}, "Approximate: not compared with the answer without reuse."),
+        ({"status": "verified", "fidelity": "exact"}, "Exact: nothing approximate was reused."),
+        ({"status": "off", "fidelity": None}, ""),
+        (None, "Approximate: the check was lost: the server has perhaps been started again."),
     ):
         answer_with(page, *told("Some and more.", CHECK))
         result = {"json": {**CHECK, **found}} if found else {"status": 404, "json": {"error": {}}}
         page.route(VERIFICATION, lambda route, _, result=result: route.fulfill(**result), times=1)
-        expect(ask(page, "Which?").locator(".verification")).to_have_text(said)
+        line = ask(page, "Which?").locator(".verification")
+        expect(line).to_have_text(said)
+        muted = "e => getComputedStyle(e).color === getComputedStyle(document.querySelector('.composer .hint')).color"
+        assert line.evaluate(muted), "no colour says that an answer is true"
+    answer_with(page, *told("There are none.", finish_reason="no_documents"))
+    expect(ask(page, "Which?").locator(".foot .what")).to_have_count(0)
+    expect(page.locator(".verification span").first).to_have_attribute(
+        "title", "This compares computations, not facts."
+    )
     answer_with(page, *told("Some.", CHECK))
-    page.route(VERIFICATION, lambda route: route.fulfill(json={**CHECK, "status": "verified"}))
+    page.route(VERIFICATION, lambda route: route.fulfill(json={**CHECK, "status": "verified", "fidelity": "checked"}))
     page.route(VERIFICATION, lambda route: route.abort("connectionrefused"), times=1)
     page.evaluate("() => { window.setTimeout = (act) => (window.later = act); }")
     last = ask(page, "Which?").locator(".verification")
-    expect(last).to_have_text("…Being checked. The server cannot be reached. Is it still running?")
+    expect(last).to_have_text(
+        "Approximate: being compared with the answer without reuse. The server cannot be reached. Is it still running?"
+    )
     page.evaluate("() => window.later()")
     expect(last).to_have_text(checked)
     reload(page)

@@ -112,7 +112,7 @@ function sourcesView(turn) {
 function footView(turn) {
   const { report, status, body, earlier, from } = turn;
   const parts = [];
-  if (report) {
+  if (report && report.finish_reason !== "no_documents") {
     const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${report.hits + report.misses} from the store`;
     const show = () => document.dispatchEvent(new CustomEvent("show-panel", { detail: turn.id }));
     parts.push(button(text, show, { class: "link what", "aria-label": `What happened: ${text}` }));

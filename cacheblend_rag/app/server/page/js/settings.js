@@ -59,7 +59,7 @@ export function startSettings() {
     field("max_tokens", "Longest answer", "In tokens; about four letters each.", max_tokens),
     field("recompute_ratio", "Recompute ratio", "", recompute_ratio),
     field("instructions", "Instructions", "What the model is told before the passages. Empty: as shown.", instructions),
-    field("verify", "Check answers", "Holds each answer against the full model when nothing else is asked, and corrects it.", verify),
+    field("verify", "Check answers", "Compares each answer with the one without reuse when nothing else is asked, and corrects it. This compares computations, not facts.", verify),
     hint("", { id: "verified" }),
     field("reasoning", "Think first", "The model thinks before it answers. That can take minutes.", reasoning),
     el("div", { class: "row" }, hint("The next answer is made with these."), reset),

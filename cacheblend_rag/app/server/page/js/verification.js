@@ -6,18 +6,21 @@ import { changed, chatOf, model, saveChat, state } from "./store.js";
 
 const WAIT = 20; // seconds that the server may take to answer; less where several answers wait
 const AGAIN = 4000; // milliseconds until it is asked again if it could not say
-const SIGNS = { waiting: "…", verified: "✓", corrected: "≠", "given up": "–", lost: "–" };
-const SAME = "The same answer as without stored KV. Whether it is true was not checked.";
+const FACTS = "This compares computations, not facts.";
+const SAID = {
+  exact: "Exact: nothing approximate was reused.",
+  checked: "Checked: same answer as without reuse.",
+  approximate: "Approximate: not compared with the answer without reuse.",
+};
 
-/** What is to be said of it, by its status; nothing of an answer that is not checked. */
-function told({ status, reason }, { first, marked }) {
-  if (status === "waiting") return reason ? `Being checked. ${reason}` : "Being checked";
-  if (status === "verified") return "Checked: the full model answers the same.";
-  if (status === "given up") return `Could not be checked: ${reason}.`;
-  if (status === "lost") return "The check was lost: the server has perhaps been started again.";
-  if (status !== "corrected") return "";
-  if (first) return "This is the first text. The full model's goes on differently where words are struck out.";
-  return `Corrected: this is the full model's answer. ${marked ? "Words that changed are underlined." : "Words were taken out."}`;
+/** What is to be said of it, by how near it is to the answer without reuse, and by what becomes of its check. */
+function told({ status, reason, fidelity }, { first, marked }) {
+  if (status === "waiting") return `Approximate: being compared with the answer without reuse.${reason ? ` ${reason}` : ""}`;
+  if (status === "given up") return `Approximate: could not be compared: ${reason}.`;
+  if (status === "lost") return "Approximate: the check was lost: the server has perhaps been started again.";
+  if (status !== "corrected") return SAID[fidelity] ?? "";
+  if (first) return "This is the first text. The answer without reuse goes on differently where words are struck out.";
+  return `Corrected: this is the answer without reuse. ${marked ? "Words that changed are underlined." : "Words were taken out."}`;
 }
 
 /** Take in how an answer was verified. A correction stands in the place of its text, and the first text stays at hand. */
@@ -27,7 +30,7 @@ export function takeVerification(turn, found) {
   const kept = [...turn.answer].slice(0, found.position).join(""); // the server counts characters, not UTF-16 units
   const [first, final] = [kept + found.before, kept + found.after];
   if (turn.answer === first || turn.answer === final) Object.assign(turn, { first, answer: final });
-  else turn.verification = { ...found, status: "given up", reason: "the correction is of another text" };
+  else turn.verification = { ...found, status: "given up", fidelity: "approximate", reason: "the correction is of another text" };
 }
 
 /** Show it in a node; `shown` says whether the first text is on show, and whether words are marked; `turnOver` changes that. */
@@ -37,8 +40,7 @@ export function showVerification(node, turn, shown, turnOver) {
   if (node.dataset.text === text) return;
   Object.assign(node.dataset, { text, status: found.status ?? "" });
   const over = found.status === "corrected" && button(shown.first ? "Show the answer" : "Show the first text", turnOver, { class: "link" });
-  const sign = el("span", { class: "sign", "aria-hidden": "true", text: SIGNS[found.status] });
-  node.replaceChildren(...(text ? [sign, el("span", { text, title: found.status === "verified" ? SAME : null }), over].filter(Boolean) : []));
+  node.replaceChildren(...(text ? [el("span", { text, title: FACTS }), over].filter(Boolean) : []));
 }
 
 const isWaiting = (turn) => turn.verification?.status === "waiting";
