@@ -20,6 +20,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import check_runs, registered_as
 from cacheblend_rag.models.loading import LoadedModel, load_model, loading_arguments
+from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.plain import BEGINNINGS, PlainAdapter
 from cacheblend_rag.models.starters import starter_gguf, starter_named
 
@@ -47,7 +48,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     """
     check_choice("backend", backend, _BACKENDS)
     starter = starter_named(model, "language model")
-    if starter is None and not os.path.isfile(os.path.expanduser(model)):
+    if starter is None and not local_path(model).is_file():
         if backend == "llama.cpp":
             raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
         return load_model(model, **arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.gguf import content_sha256, settings_folder
+from cacheblend_rag.models.ollama import local_path
 
 
 def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
@@ -30,7 +30,7 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
     UnsupportedModelError
         If its architecture is not supported.
     """
-    path = Path(file).expanduser()
+    path = local_path(file)
     folder = settings_folder(path)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)

@@ -27,6 +27,7 @@ from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.model_folders import made_once, models_path, sha256_of
+from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.shape import head_width
 
 # Raise when other settings would be read from the same file.
@@ -56,7 +57,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 def is_gguf(model: str | os.PathLike[str]) -> bool:
     """Whether a model is named by a file: any file that is there, or a path that ends in ``.gguf``."""
-    path = Path(model).expanduser()
+    path = local_path(model)
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
@@ -70,7 +71,7 @@ def settings_folder(file: str | os.PathLike[str]) -> Path:
     UnsupportedModelError
         If its architecture is not supported.
     """
-    path = Path(file).expanduser()
+    path = local_path(file)
     check_start(path)  # a large file that is none is not hashed
     sha256 = content_sha256(path)
     folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
@@ -87,7 +88,7 @@ def gguf_config(file: str | os.PathLike[str]) -> Any:
     UnsupportedModelError
         If its architecture is not supported.
     """
-    path = Path(file).expanduser()
+    path = local_path(file)
     reader, fields = _header(path)
     try:
         with tempfile.TemporaryDirectory() as folder, _read_by(reader), _without_advice():

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.model_names import CONFIGS, name_remedy
+from cacheblend_rag.models.ollama import local_path
 
 _log = logging.getLogger(__name__)
 _SECONDS = 5.0
@@ -45,7 +46,7 @@ def hub_asked_once(
         If no hub answers, and the model is not cached.
     """
     name = os.fspath(model)
-    if os.path.exists(os.path.expanduser(name)):
+    if local_path(model).exists():
         yield
         return
     forbidden = constants.is_offline_mode() or where.get("local_files_only")

@@ -32,6 +32,7 @@ from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_names import name_remedy, why_no_model
+from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_gguf, starter_named
@@ -266,7 +267,9 @@ def _base_of(model: str | os.PathLike[str]) -> str | None:
         If the adapter does not say it.
     """
     name = _expanded(model)
-    if os.path.isfile(name) or starter_named(model, "language model") is not None:  # neither asks a hub for anything
+    if (
+        local_path(model).is_file() or starter_named(model, "language model") is not None
+    ):  # neither asks a hub for anything
         return None
     try:
         found = find_adapter_config_file(name)
@@ -428,7 +431,7 @@ def _located(model: str | os.PathLike[str]) -> tuple[str, Path | None]:
     starter = starter_named(model, "language model")
     if starter is None and not is_gguf(model):
         return _expanded(model), None
-    file = Path(_expanded(model)) if starter is None else starter_gguf(starter)
+    file = local_path(model) if starter is None else starter_gguf(starter)
     return str(settings_folder(file)), file
 
 

@@ -10,11 +10,11 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from cacheblend_rag.models.ollama import is_tag, local_path
 from cacheblend_rag.models.starters import starter_named, starters_of
 
 # How alike a name must be to a starter's to be taken for a slip of the pen.
 _ALIKE = 0.7
-_TAG = re.compile(r"[\w.-]{2,}(?:/[\w.-]+)*:[\w.-]+")
 _PLAIN = re.compile(r"[\w.-]+")
 CONFIGS = ("config.json", "adapter_config.json", "modules.json")
 """Files that say how a folder is loaded: a model, an adapter, an embedder."""
@@ -45,7 +45,7 @@ def why_no_model(
     if not name.strip():
         return remedy
     try:
-        path = Path(name).expanduser()
+        path = local_path(model)
         file = path.is_file()
     except (RuntimeError, OSError) as error:  # no such user, a name too long, a folder that may not be read
         return f"this cannot be looked up ({getattr(error, 'strerror', None) or error}); {remedy}"
@@ -81,9 +81,12 @@ def name_remedy(kind: str = "language model", said: str = "") -> str:
 
 def tag_remedy(said: str | os.PathLike[str]) -> str:
     """The names to use in place of a tag of Ollama's library, such as ``"llama3.2:3b"``; empty of any other name."""
-    if _TAG.fullmatch(os.fspath(said)) is None:
+    if not is_tag(said):
         return ""
-    return f"a tag of Ollama's library is no name here: {_instead_of(os.fspath(said))}"
+    return (
+        f"a tag of Ollama's library, and its file is not here: fetch it by `ollama pull {said}`, or name the model's "
+        "id on the hub"
+    )
 
 
 def _instead_of(name: str) -> str:

@@ -111,8 +111,10 @@ def test_text_may_wrap_questions_in_llama_index(engine: BlendEngine) -> None:
 
 
 @pytest.mark.parametrize("tag", ["llama3.2:3b", "qwen2.5:latest", "hf.co/someone/model:Q4_K_M"])
-def test_tags_of_ollama_are_answered_with_the_names_to_use(tag: str) -> None:
-    with pytest.raises(ModelLoadError, match=r"Ollama's library is no name here: name the model's id .*GGUF"):
+def test_tags_of_ollama_without_a_file_are_answered_with_the_remedy(tag: str) -> None:
+    with pytest.raises(
+        ModelLoadError, match=rf"Ollama's library, and its file is not here: fetch it by `ollama pull {tag}`"
+    ):
         CacheBlendLLM(model=tag)
     assert tag_remedy("meta-llama/Llama-3.2-3B") == tag_remedy(r"C:\models") == ""
 

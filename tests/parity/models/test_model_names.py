@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants, is_offline_mode
 
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.errors import EmbedderError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
@@ -78,7 +79,7 @@ NAMES = {
     "ROOT/head.gguf": "is damaged or incomplete: .*; fetch it anew",
     "ROOT/half.gguf": "is damaged or incomplete: .*; fetch it anew",
     "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
-    "llama3.2:3b": "a tag of Ollama's library is no name here: name the model's id",
+    "llama3.2:3b": "a tag of Ollama's library, and its file is not here: fetch it by `ollama pull llama3.2:3b`",
     "llama3.2": "if it is a name of Ollama's, name the model's id .*GGUF file that `ollama show --modelfile llama3.2`",
     "nobody/nothing": "not in the local cache, and no hub may be asked .*; check the name and the network",
 }
@@ -208,3 +209,31 @@ def test_cached_model_is_loaded_without_a_hub(folders: Path, tmp_path: Path, ask
     assert not is_offline_mode()
     with pytest.raises(ModelLoadError, match="not in the local cache"):
         load_model("some/other", device="cpu", cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tag", "manifest"),
+    [
+        ("tiny:1b", "registry.ollama.ai/library/tiny/1b"),
+        ("someone/tiny:latest", "registry.ollama.ai/someone/tiny/latest"),
+        ("hf.co/someone/tiny:Q4_K_M", "hf.co/someone/tiny/Q4_K_M"),
+    ],
+)
+def test_tag_of_ollama_is_the_file_that_it_has_fetched(
+    tag: str, manifest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    file = tmp_path / "blobs" / "sha256-1234"
+    file.parent.mkdir()
+    gguf_files.write(file, tiny.model("llama"))
+    kinds = {"model": "sha256:1234", "template": "sha256:5678"}
+    layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": one} for kind, one in kinds.items()]
+    path = tmp_path / "manifests" / manifest
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"layers": layers}), encoding="utf-8")
+    with BlendEngine.from_pretrained(tag) as engine:
+        assert engine.generate(Prompt("the", [tiny.text(150, 1)], "the fox"), max_new_tokens=2).token_ids
+        assert engine.model.file == file
+    file.unlink()
+    with pytest.raises(ModelLoadError, match="its file is not here"):
+        BlendEngine.from_pretrained(tag)
