@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -253,12 +253,7 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
             here.charge([question.tokens + most + (thought_most or 0)])
     if question is None:
         await slot.leave()
-        none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
-        told = {**report_of(engine, Prompt(), none), "fidelity": None}
-        if not body.stream:
-            return WholeAnswer(answer=none.text, thought="", sources=[], report=told)
-        said = (("sources", []), ("token", {"text": none.text}), ("report", told), ("done", {}))
-        return EventStream(_each(said))
+        return _without_documents(body.stream, engine)
 
     def begin() -> TextStream:
         timeout = service.limits.answer_seconds
@@ -386,9 +381,17 @@ def _fitting(
     return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
 
 
-async def _each(said: Iterable[tuple[str, Any]]) -> AsyncIterator[str]:
-    for name, data in said:
-        yield event(name, data)
+def _without_documents(stream: bool, engine: BlendEngine) -> WholeAnswer | EventStream:
+    """The answer to a question for which there are no passages."""
+    none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
+    told = {**report_of(engine, Prompt(), none), "fidelity": None}
+
+    async def events() -> AsyncIterator[str]:
+        for name, data in (("sources", []), ("token", {"text": none.text}), ("report", told), ("done", {})):
+            yield event(name, data)
+
+    whole = WholeAnswer(answer=none.text, thought="", sources=[], report=told)
+    return EventStream(events()) if stream else whole
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
