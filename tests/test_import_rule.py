@@ -96,6 +96,7 @@ REGISTRIES = {
     "models.families._registered": "families of model types, as code registers them; bounded by what is registered",
     "models.modules._kept": "weak, by model: what is to be given back to it",
     "prompt.chat._checked_calls": "weak, by tokenizer",
+    "prompt.control._found": "weak, by tokenizer",
     "prompt.thoughts._found": "weak, by tokenizer",
     "store.tiered._begun": "weak: stores to be flushed at exit",
 }

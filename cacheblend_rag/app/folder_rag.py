@@ -27,6 +27,7 @@ from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.langchain.messages import THOUGHT
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import question_turns
+from cacheblend_rag.prompt.control import OWN
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, parse
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings, SharedEmbeddings
@@ -115,8 +116,9 @@ class FolderRAG:
         )
         chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
         model = ChatCacheBlend if chats else CacheBlendLLM
-        thinking = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
-        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **thinking)
+        given = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
+        own = {} if chats else {"prompt_prefix": OWN}  # control tokens of documents are text
+        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens, **given, **own)
         embedder = SentenceTransformerEmbeddings(os.fspath(options.embedder))
         self.embeddings = SharedEmbeddings(embedder, self.engine.turns.in_turn)
         self.index = self.index_of(options.docs, self.forget)
@@ -200,7 +202,7 @@ class FolderRAG:
         retriever = self.index.store.as_retriever(search_kwargs={"k": self.options.top_k})
         own = {}
         if isinstance(self.llm, ChatCacheBlend):
-            turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
+            turns = question_turns("{context}", "{question}")
             prompt = ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
             own = {"chain_type_kwargs": {"prompt": prompt}}
         with warnings.catch_warnings():

@@ -42,6 +42,7 @@ from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, render_turns
+from cacheblend_rag.prompt.control import OWN
 from cacheblend_rag.prompt.conversation import Conversation
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.report import BlendReport, Generation
@@ -115,8 +116,10 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
         options, level = self.chat_template_kwargs, self.reasoning
-        turns = turns_of(messages)
-        return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options, level)))
+        text = render_turns(self.engine.tokenizer, turns_of(messages), offered, options, level)
+        if OWN in text:
+            return len(self.engine.turns.segments.tokenizer.text_ids(text))
+        return len(self.get_token_ids(text))
 
     def _estimated_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None) -> int:
         frame = tokens = 0  # the frame is written once, whatever is said within

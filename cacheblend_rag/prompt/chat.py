@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -15,6 +16,7 @@ from cacheblend_rag.config import Reasoning
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt.call_stream import AnswerSplitter
 from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
+from cacheblend_rag.prompt.control import control_tokens
 from cacheblend_rag.prompt.thoughts import marks_of, switched, thinks, turns_to_think
 
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
@@ -64,6 +66,9 @@ def render_turns(
 ) -> str:
     """The prompt of a conversation, with the opening of the answer at its end.
 
+    Control tokens in a message are text (`cacheblend_rag.prompt.control`). System messages stand before the first
+    question where the template has no place for them.
+
     Parameters
     ----------
     tokenizer : transformers tokenizer
@@ -109,11 +114,30 @@ def render_turns(
     try:
         options = {**switched(str(template), reasoning), **(options or {})}
         turns = turns_to_think(str(template), turns, thinks(reasoning, options))
-        return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **options)
+        write = partial(written_by_template, tokenizer, tools=shown or None, add_generation_prompt=True, **options)
+        return control_tokens(tokenizer).quoted(turns, partial(_with_system, write))
     except TemplateSyntaxError as error:
         raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
     except _REFUSALS as error:
         raise _template_error(turns, error) from error
+
+
+def _with_system(write: Callable[[Sequence[Mapping[str, Any]]], str], turns: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as a template writes them; where it has no place for system messages, the first question has theirs."""
+    system = list(takewhile(lambda turn: turn["role"] == "system", turns))
+    rest = turns[len(system) :]
+    if not system or not rest or rest[0]["role"] != "user":
+        return write(turns)
+    words = [turn["content"].strip() for turn in system]
+    asked = {**rest[0], "content": "\n\n".join((*words, rest[0]["content"]))}
+    try:
+        written = write(turns)
+    except TemplateError:
+        return write([asked, *rest[1:]])
+    if all(one in written for one in words):
+        return written
+    moved = write([asked, *rest[1:]])
+    return moved if all(one in moved for one in words) else written
 
 
 def _template_error(turns: Sequence[Mapping[str, Any]], error: Exception) -> PromptError:
@@ -199,28 +223,21 @@ def not_text(kind: object, block: Mapping[str, Any] | None = None) -> PromptErro
     )
 
 
-def question_turns(
-    tokenizer: Any, context: str, question: str, instructions: str | None = None
-) -> list[dict[str, str]]:
+def question_turns(context: str, question: str, instructions: str | None = None) -> list[dict[str, str]]:
     """A question about retrieved text as messages for a chat template.
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
-        With a chat template. Where that has no place for a system message, all goes into the question.
     context : str
         The retrieved text.
     question : str
     instructions : str, optional
         Text before it, in place of that of `CHAT`.
     """
-    system = CHAT.opening(instructions) + context
-    turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    try:
-        written = written_by_template(tokenizer, turns)
-    except TemplateError:
-        written = ""
-    return turns if system.strip() in written else [{"role": "user", "content": f"{system}\n\nQuestion: {question}"}]
+    return [
+        {"role": "system", "content": CHAT.opening(instructions) + context},
+        {"role": "user", "content": question},
+    ]
 
 
 def check_choice(choice: Any, names: Sequence[str]) -> str | None:

@@ -161,7 +161,7 @@ def marks_of(tokenizer: Any) -> ThoughtMarks:
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if (seen := _found.get(tokenizer)) is not None and seen[0] == template:
         return seen[1]
-    tokens = {str(token) for token in _added(tokenizer).values()}
+    tokens = {str(token) for token in added_tokens(tokenizer).values()}
     for family in FAMILIES:
         if all(sign in template or sign in tokens for sign in family.signs or family.begin[:1]):
             break
@@ -177,12 +177,14 @@ def hidden_ids(tokenizer: Any, marks: ThoughtMarks) -> frozenset[int] | None:
     Marks of thoughts are special tokens in some families, and have to be seen.
     """
     texts = "".join((*marks.begin, *marks.end, *marks.answer, *(_CHANNELS if marks.channels else ())))
-    special = {number: str(token) for number, token in _added(tokenizer).items() if getattr(token, "special", False)}
+    added = added_tokens(tokenizer)
+    special = {number: str(token) for number, token in added.items() if getattr(token, "special", False)}
     hidden = frozenset(number for number, token in special.items() if token not in texts)
     return None if len(hidden) == len(special) else hidden
 
 
-def _added(tokenizer: Any) -> dict[int, Any]:
+def added_tokens(tokenizer: Any) -> dict[int, Any]:
+    """Tokens that a tokenizer finds in a text before all others, by their ids."""
     return dict(getattr(tokenizer, "added_tokens_decoder", None) or {})
 
 

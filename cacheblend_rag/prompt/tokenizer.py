@@ -1,6 +1,7 @@
 """Token ids of a prompt, where its segments lie among them, and whether they fit the model's context window.
 
 The whole prompt is tokenised as one text, so the model reads exactly the ids that it would read without this package.
+In prompts that are written here, control tokens in a message are text (`cacheblend_rag.prompt.control`).
 The tokens of a chunk that do not depend on the text around it can be reused. A prompt that is too long is refused, or
 loses its last chunks.
 """
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
+from cacheblend_rag.prompt.control import OWN, control_tokens
 from cacheblend_rag.prompt.prompt import Prompt, without_found
 
 # Texts around a chunk in usual prompts. Tokens that are the same within all of them are its own.
@@ -207,8 +209,8 @@ class PromptTokenizer:
         return encoded.ids[: self._prefix_stop(encoded, before)]
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text by itself, without what opens a text."""
-        return self._encode(text).ids
+        """Ids of a text by itself, without what opens a text; control tokens in it are text."""
+        return self._encode(text, quoted=True).ids
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text that ids are read as; characters of which some bytes are missing are replaced at its ends."""
@@ -270,8 +272,8 @@ class PromptTokenizer:
 
     def _chunk(self, text: str) -> ChunkTokens:
         separator = self.separator
-        usual = self._encode(separator + text + separator)
-        others = [self._encode(around + text + around) for around in _SURROUNDINGS]
+        usual = self._encode(separator + text + separator, quoted=True)
+        others = [self._encode(around + text + around, quoted=True) for around in _SURROUNDINGS]
         if not usual.starts:
             before = _common(usual.ids, self._encode(separator).ids)
             ids = usual.ids[len(before) :]
@@ -298,8 +300,8 @@ class PromptTokenizer:
         none = (0,) * len(start) if encoded.starts else ()
         return _Encoded(start + encoded.ids, none + encoded.starts, none + encoded.stops)
 
-    def _encode(self, text: str) -> _Encoded:
-        """Ids of a text.
+    def _encode(self, text: str, quoted: bool = False) -> _Encoded:
+        """Ids of a text; control tokens are text if it is quoted, or if it says which of them are more.
 
         Raises
         ------
@@ -307,7 +309,7 @@ class PromptTokenizer:
             If it holds half of a surrogate pair; tokenizers take characters alone.
         """
         try:
-            return self._encoded(text)
+            return self._quoted(text) if quoted or OWN in text else self._encoded(text)
         except (TypeError, UnicodeError) as error:
             if (half := _HALF.search(text)) is None:
                 raise
@@ -316,6 +318,19 @@ class PromptTokenizer:
                 f"the text holds half of a surrogate pair, U+{ord(half[0]):X}, at character {half.start()} behind "
                 f"{before!r}, and that is no character: leave it out, or read the text anew where it was cut"
             ) from error
+
+    def _quoted(self, text: str) -> _Encoded:
+        whole, known, before = _Encoded(()), tuple[int, ...](), ""
+        for at, piece in control_tokens(self._tokenizer).apart(text):
+            made, at = self._encoded(before + piece), at - len(before)
+            new = len(_common(known, made.ids))
+            whole = _Encoded(
+                whole.ids + made.ids[new:],
+                whole.starts + tuple(at + one for one in made.starts[new:]),
+                whole.stops + tuple(at + one for one in made.stops[new:]),
+            )
+            known, before = self._encoded(_LINE_END).ids, _LINE_END  # a piece behind another begins no text
+        return whole
 
     def _encoded(self, text: str) -> _Encoded:
         # verbose=False: a prompt longer than the tokenizer's limit is the engine's to judge.

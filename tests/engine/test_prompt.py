@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend_rag import Prompt
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import PromptTokenizer
+from cacheblend_rag.prompt.chat import render_turns
+from cacheblend_rag.prompt.control import control_tokens
 from tests import tiny
 
 SEPARATOR = " # # "
@@ -280,6 +283,36 @@ def test_empty_prompt_is_refused_only_if_it_has_no_token() -> None:
     with pytest.raises(PromptError, match="empty"):
         PromptTokenizer(tiny.tokenizer(bos=False), SEPARATOR).tokenize(Prompt())
     assert PromptTokenizer(tiny.tokenizer(), SEPARATOR).tokenize(Prompt()).input_ids == (1,)
+
+
+def test_control_tokens_of_a_message_are_text_and_the_templates_own_stay(name: str) -> None:
+    tokenizer = tokenizer_named(name)
+    segments, control = PromptTokenizer(tokenizer, SEPARATOR), control_tokens(tokenizer)
+    frame, said = "<s>a fox</s>\n<s>{}</s>\nwhy", "an owl</s><s>falls </s> over"
+    assert segments.tokenize(Prompt(suffix=control.owned(frame))) == segments.tokenize(Prompt(suffix=frame))
+    assert segments.tokenize(Prompt("a", [said], "?", ())).input_ids == plainly(tokenizer, f"a{said}?"), "a chain's own"
+    before, after = control.owned(frame).split("{}")
+    split = segments.tokenize(Prompt(before, [said], after))
+    marks = [tokenizer.convert_tokens_to_ids(one) for one in ("<s>", "</s>", "<s>", "</s>")]
+    assert [id for id in split.input_ids if id in marks] in (marks, [*segments.start_ids, *marks])
+    assert split.located[0].usual
+    assert split.ids(split.chunks[0]) == segments.chunk(said).ids
+    assert len(segments.chunk(said).ids) > 8
+
+
+def test_template_without_a_system_message_gives_its_words_to_the_first_question() -> None:
+    each = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    silent = each.replace("messages %}", "messages if m.role != 'system' %}")
+    said = [{"role": one, "content": f"{one} words"} for one in ("system", "user", "assistant", "user")]
+    for template in (refuses + each, silent):
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = template
+        written = render_turns(tokenizer, said)
+        assert written.startswith("[user] system words\n\nuser words\n[assistant] ")
+        assert render_turns(tokenizer, [{**said[0], "content": "a </s> b"}, *said[1:]]).count("a </s> b") == 1
+        with pytest.raises(PromptError, match="not supported") if "raise" in template else nullcontext():
+            render_turns(tokenizer, [said[0], said[2]])
 
 
 WORDS = st.text(alphabet='abä #.\n"é', max_size=8)

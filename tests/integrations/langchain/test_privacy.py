@@ -14,6 +14,7 @@ from langchain_core.runnables import RunnableLambda
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
 from cacheblend_rag.langchain.messages import turns_of
 from cacheblend_rag.prompt.chat import render_turns
+from cacheblend_rag.prompt.control import OWN
 from tests import tiny
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine, tiny_parts
 from tests.probes import Hooked
@@ -68,7 +69,7 @@ def test_chat_model_stores_documents_alone(
         chat = ChatCacheBlend.from_engine(engine, max_new_tokens=1, reuse_answers=reuse)
         for _ in range(2):
             chat.invoke(messages)
-        text = render_turns(engine.tokenizer, turns_of(messages))
+        text = render_turns(engine.tokenizer, turns_of(messages)).replace(OWN, "")
     answers = [str(one.content) for one in messages if isinstance(one, AIMessage)] if reuse else []
     holds_only(store.stored_ids(), [*DOCUMENTS, *answers], text[: text.index("[user] ") + len("[user] ")])
 
@@ -94,5 +95,5 @@ def test_so_it_does_where_documents_of_the_run_are_rewritten_and_quoted(
         for _ in range(2):
             answer = (RunnableLambda(ask) | chat).invoke("?")
             assert len(answer.response_metadata["documents"]) == len(FOUND)
-        text = render_turns(engine.tokenizer, turns_of(messages))
+        text = render_turns(engine.tokenizer, turns_of(messages)).replace(OWN, "")
     holds_only(store.stored_ids(), [*DOCUMENTS, *REWRITTEN], text[: text.index("[user] ") + len("[user] ")])

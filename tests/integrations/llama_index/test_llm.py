@@ -21,7 +21,7 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.messages import turns_of
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
-from tests.integrations.llama_index.common import listening, make_llm
+from tests.integrations.llama_index.common import listening, make_index, make_llm, make_nodes
 
 FORMS = ("complete", "acomplete", "stream_complete", "astream_complete")
 CHAT_FORMS = ("chat", "achat", "stream_chat", "astream_chat")
@@ -54,6 +54,18 @@ def text_of(response: Any) -> str:
 def fed(llm: CacheBlendLLM, response: Any) -> str:
     """The model's input, as text."""
     return str(llm.engine.tokenizer.decode(response.raw["input_ids"]))
+
+
+def test_default_query_engine_answers_with_a_template_that_refuses_system_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = make_llm(chat=True)
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with llm.engine, monkeypatch.context() as patch:
+        patch.setattr(llm.engine.tokenizer, "chat_template", refuses + llm.engine.tokenizer.chat_template)
+        assert "Empty" not in str(make_index(make_nodes(2)).as_query_engine(llm=llm).query("What fell?"))
+        written = fed(llm, llm.chat(HELLO))
+    assert written == "<s>[user] Be kind.\n\nWhat fell?\n[assistant] "
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,6 +25,7 @@ from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import CallPiece
 from cacheblend_rag.prompt.calls import parse_calls
+from cacheblend_rag.prompt.control import control_tokens
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.thoughts import check_reasoning, thinks
 from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
@@ -251,7 +252,7 @@ class Completion(AnswerRequest):
 
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
-            return Prompt(chunks=self.documents, suffix=text)
+            return Prompt(chunks=self.documents, suffix=control_tokens(self.engine.tokenizer).owned(text))
         prompt = match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
         return replace(prompt, turns=())
 

@@ -18,6 +18,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
+from cacheblend_rag.prompt.control import OWN, control_tokens
 from cacheblend_rag.report import Generation
 
 NO_DOCUMENTS = "There are no documents to answer from."
@@ -82,7 +83,10 @@ class QuestionPrompt:
         # Marks that no document can hold stand for the parts while the template is applied.
         said = [text for turn in earlier for text in (turn.question, turn.answer)] + [question]
         context, *marks = (f"<{secrets.token_hex(8)}>" for _ in range(len(said) + 1))
-        prefix, _, rest = self._written(context, marks, instructions, reasoning).partition(context)
+        written, tokens = self._written(context, marks, instructions, reasoning), control_tokens(self._tokenizer)
+        if OWN not in written and any(map(tokens.any.search, (*said, *passages))):
+            written = tokens.owned(written)
+        prefix, _, rest = written.partition(context)
         suffix = ""
         for mark, text in zip(marks, said, strict=True):
             before, found, rest = rest.partition(mark)
@@ -100,9 +104,9 @@ class QuestionPrompt:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
         if not self._template:
             pieces = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
-            return STUFF.opening(instructions) + context + "".join(pieces)
+            return OWN + STUFF.opening(instructions) + context + "".join(pieces)
         roles = ("user", "assistant")
-        turns = question_turns(self._tokenizer, context, said[0], instructions)
+        turns = question_turns(context, said[0], instructions)
         turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]
         return render_turns(self._tokenizer, turns, reasoning=reasoning)
 
