@@ -212,6 +212,35 @@ def test_call_that_cannot_be_read_is_told_as_it_was_written(
     assert (choice.message.content, choice.finish_reason) == (None, reason)
     assert deltas[-1].finish_reason == reason
     assert not any(one.delta.content for one in deltas)
+    ended = {"role": "tool", "tool_call_id": calls[0].id, "content": "That is no JSON."}
+    asked["messages"] += [choice.message.model_dump(), ended]
+    assert chat.chat.completions.create(**asked).usage.prompt_tokens > 20, "the conversation goes on"
+
+
+def test_what_says_nothing_in_an_earlier_answer_is_passed_over_and_what_cannot_be_read_names_its_place(
+    chat: openai.OpenAI, chatty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = {"name": "look_up", "arguments": "{}"}
+    nothing = {"parsed": {"leaf": "red"}, "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None}
+    for arguments in ("{}", "", " ", "null"):
+        call = {"id": "1", "type": "function", "function": {**function, "arguments": arguments, "parsed_arguments": {}}}
+        said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "tool_calls": [call], **nothing}]
+        said.append({"role": "tool", "content": "Red.", "tool_call_id": "1"})
+        asked: dict[str, Any] = {"model": name_of(chat), "messages": said, "max_tokens": 2}
+        assert chat.chat.completions.create(**asked).usage.prompt_tokens == 102
+    refusal = {"role": "assistant", "content": None, "refusal": "I will not."}
+    answer = chat.chat.completions.create(**{**asked, "messages": [said[0], refusal, said[0]]})
+    assert answer.usage.prompt_tokens > 30
+    with pytest.raises(openai.BadRequestError, match=r"messages\[2\].tool_call_id"):
+        chat.chat.completions.create(**{**asked, "messages": [*said[:2], {"role": "tool", "content": "Red."}]})
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}{% endfor %}"
+    )
+    monkeypatch.setattr(chatty.service.engine.tokenizer, "chat_template", template + "{{ m.content }}{% endfor %}")
+    call["function"]["arguments"] = '{"leaf": "re'
+    with pytest.raises(openai.BadRequestError, match="send a JSON object") as caught:
+        chat.chat.completions.create(**asked)
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -269,7 +269,7 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
         "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
         "text.format": {"text": {"format": {"type": "json_object"}}, "tools": [TOOL], "tool_choice": "required"},
         "max_output_tokens": {"max_output_tokens": 100_000},
-        "tools.0.type": {"tools": [{"type": "web_search"}]},
+        "tools.0.type": {"tools": [{"type": 1}]},
         "tool_choice": {"tool_choice": "required"},
         "tool_choice.type": {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
         "input": {"input": []},
@@ -313,6 +313,36 @@ def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI, asked: 
         "prompt_cache_key": "leaves",
     }
     assert client.responses.create(**asked, **nothing, max_output_tokens=2).output
+
+
+def test_request_as_codex_sends_it_is_answered(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    said = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which leaf fell?"}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        {"type": "function_call", "name": "look_up", "arguments": "", "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "It is red."},
+    ]
+    others = [{"type": "web_search", "external_web_access": True}, {"type": "custom", "name": "patch", "format": {}}]
+    body: dict[str, Any] = {
+        "input": said,
+        "instructions": "You are Codex.",
+        "tools": [others[0], TOOL, others[1], {"type": "local_shell"}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "prompt_cache_key": "leaves",
+        "service_tier": "priority",
+        "text": {"verbosity": "low"},
+        "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}, "prompt_cache_retention": "24h"},
+    }
+    answer = client.responses.create(**{**asked, **body}, max_output_tokens=4)
+    assert [one.name for one in answer.tools] == [TOOL["name"]]
+    assert answer.output
+    last = list(client.responses.create(**{**asked, **body}, max_output_tokens=4, stream=True))[-1]
+    assert last.response.usage.input_tokens == answer.usage.input_tokens
 
 
 def test_failed_stream_says_so(model: Path, docs: Path, tmp_path: Path) -> None:

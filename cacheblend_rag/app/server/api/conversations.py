@@ -65,8 +65,9 @@ def call_of(
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
     choice = body.tool_choice if tools else None
     form = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
+    turns = [_turn_of(one, f"messages[{number}]") for number, one in enumerate(body.messages)]
     conversation = Conversation(
-        _turns_of(body.messages, documents),
+        _with_documents(turns, documents),
         tools or None,
         choice,
         arguments["reasoning"],
@@ -77,7 +78,10 @@ def call_of(
         retrieved = [RetrievedDocument((text,)) for text in dict.fromkeys(documents)]
         prompt = conversation.split(written.text, known, engine.config.text_separator, retrieved)
         grammar = answer_grammar(form, tools, choice, engine.tokenizer, schemas.check)
-    except CacheBlendError:
+    except CacheBlendError as error:
+        if isinstance(error, PromptError) and (place := _unread_arguments(turns)):
+            remedy = "send a JSON object; the model's chat template refuses others"
+            raise ConfigError(place, "no JSON object", remedy) from error
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
@@ -109,30 +113,23 @@ def calls_in(read: ParsedAnswer, most: int | None) -> list[dict[str, Any]]:
     ]
 
 
-def _turns_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[dict[str, Any]]:
-    """A conversation as turns of a chat template, documents within the system message.
-
-    Raises
-    ------
-    PromptError
-        If a message cannot be understood.
-    """
-    turns = [_turn_of(one) for one in given]
-    if documents:
-        context, first = "\n\n".join(documents), turns[0]
-        if first["role"] == "system":
-            turns[0] = turn_of("system", f"{first['content']}\n\n{context}")
-        else:
-            turns.insert(0, turn_of("system", f"{_INSTRUCTIONS}\n\n{context}"))
-    return turns
+def _with_documents(turns: list[dict[str, Any]], documents: Sequence[str]) -> list[dict[str, Any]]:
+    """A conversation with documents within its system message."""
+    if not documents:
+        return turns
+    context, first = "\n\n".join(documents), turns[0]
+    if first["role"] == "system":
+        return [turn_of("system", f"{first['content']}\n\n{context}"), *turns[1:]]
+    return [turn_of("system", f"{_INSTRUCTIONS}\n\n{context}"), *turns]
 
 
-def _turn_of(message: ChatMessage) -> dict[str, Any]:
-    content = message.content or ""
+def _turn_of(message: ChatMessage, place: str) -> dict[str, Any]:
+    """A message as a turn of a chat template."""
+    content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "".join(one.text for one in content)
     if message.role == "tool":
         if message.tool_call_id is None:
-            raise PromptError("a message cannot be understood: one of a tool has no tool_call_id")
+            raise ConfigError(f"{place}.tool_call_id", None, "give the id of the call that the tool has answered")
         return turn_of("tool", text, tool_call_id=message.tool_call_id, name=message.name or "")
     if message.role != "assistant":
         return turn_of("system" if message.role == "developer" else message.role, text)
@@ -141,12 +138,19 @@ def _turn_of(message: ChatMessage) -> dict[str, Any]:
     return turn_of("assistant", text, thought if isinstance(thought, str) else "", calls)
 
 
-def _arguments_of(written: str) -> dict[str, Any]:
-    """Arguments of a call in an earlier turn, as its template wants them."""
+def _arguments_of(written: str) -> Any:
+    """Arguments of a call in an earlier turn, as its template wants them; those of a call that was cut are text."""
     try:
-        given = json.loads(written, strict=False)
-    except ValueError as error:
-        raise PromptError(f"a message cannot be understood ({type(error).__name__})") from error
-    if not isinstance(given, dict):
-        raise PromptError("a message cannot be understood: arguments of a call are no JSON object")
-    return given
+        given = json.loads(written.strip() or "{}", strict=False)
+    except ValueError:
+        return written
+    return {} if given is None else given if isinstance(given, dict) else written
+
+
+def _unread_arguments(turns: Sequence[dict[str, Any]]) -> str | None:
+    """Where the first arguments of a call stand that are no object."""
+    for number, turn in enumerate(turns):
+        for at, call in enumerate(turn.get("tool_calls", ())):
+            if isinstance(call["function"]["arguments"], str):
+                return f"messages[{number}].tool_calls[{at}].function.arguments"
+    return None

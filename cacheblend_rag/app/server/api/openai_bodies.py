@@ -91,8 +91,10 @@ class AnswerBody(_OpenAIBody):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    client_metadata: Any = None
     store: Literal[False] = False
-    service_tier: Literal["auto", "default"] = "auto"
+    service_tier: Any = None
 
     @field_validator("stream_options")
     @classmethod
@@ -173,6 +175,7 @@ class FunctionCall(_OpenAIBody):
 
     name: str
     arguments: _Text = "{}"
+    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
 class ToolCall(_OpenAIBody):
@@ -192,7 +195,9 @@ class ChatMessage(_OpenAIBody):
     name: str | None = None
     tool_calls: _List[ToolCall] | None = None
     tool_call_id: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0, exclude=True)] = []
+    refusal: _Text | None = None
+    annotations: Any = Field(default=None, exclude=True)
+    parsed: Any = Field(default=None, exclude=True)
     reasoning: Any = Field(default=None, exclude=True)
     reasoning_content: Any = Field(default=None, exclude=True)
     reasoning_details: Any = Field(default=None, exclude=True)
@@ -308,7 +313,7 @@ class TextItem(_OpenAIBody):
 
     type: Literal["input_text", "output_text"]
     text: _Text
-    annotations: Annotated[list[Any], Field(max_length=0)] = []
+    annotations: Any = None
     logprobs: Any = None
 
 
@@ -405,7 +410,7 @@ class TextOptions(_OpenAIBody):
     """Which form an answer has."""
 
     format: Annotated[PlainText | AnyObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
-    verbosity: Literal["medium"] = "medium"
+    verbosity: Literal["low", "medium", "high"] = "medium"
 
 
 class ResponsesBody(AnswerBody):
@@ -419,7 +424,7 @@ class ResponsesBody(AnswerBody):
     parallel_tool_calls: Flag = True
     text: TextOptions = TextOptions()
     top_logprobs: _TopLogProbs | None = None
-    include: _List[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    include: _List[str] = Field(default_factory=list)
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
     reasoning: ReasoningOptions = ReasoningOptions()
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
@@ -427,6 +432,15 @@ class ResponsesBody(AnswerBody):
     truncation: Literal["disabled"] = "disabled"
     previous_response_id: None = None
     conversation: None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _functions(cls, given: Any) -> Any:
+        """Leave out tools of other kinds, which a model is not offered here."""
+        if not isinstance(given, list):
+            return given
+        kinds = [one.get("type") if isinstance(one, dict) else None for one in given]
+        return [one for one, kind in zip(given, kinds, strict=True) if kind == "function" or not isinstance(kind, str)]
 
     @field_validator("store", "previous_response_id", "conversation", mode="before")
     @classmethod

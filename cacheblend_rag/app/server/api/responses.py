@@ -396,7 +396,8 @@ def _own_fields() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(_FIELDS.get(error.field, error.field), error.value, error.remedy) from error
+        field = "input" if error.field.startswith("messages[") else _FIELDS.get(error.field, error.field)
+        raise ConfigError(field, error.value, error.remedy) from error
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
@@ -423,7 +424,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         tools=[ToolDefinition(function=FunctionDefinition(**tool.model_dump(exclude={"type"}))) for tool in body.tools],
         tool_choice=choice,
         response_format=form,
-        logprobs=bool(body.include) or body.top_logprobs is not None,
+        logprobs="message.output_text.logprobs" in body.include or body.top_logprobs is not None,
         top_logprobs=body.top_logprobs,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
