@@ -13,8 +13,8 @@ from cacheblend_rag.engine.verifications import Verifications
 from cacheblend_rag.engine.warm_up import WarmUp
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.prompt.contexts import finder, sharer
-from cacheblend_rag.prompt.forms import form_sharer
+from cacheblend_rag.prompt.contexts import finder, ids_digest, sharer
+from cacheblend_rag.prompt.forms import form_sharer, squeeze
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import RecordInfo, Warnings
 
@@ -130,7 +130,7 @@ class Chunks:
         return self._erase(Erasing(self.pipeline.segments, list_of_texts(chunks)))
 
     def forget_for_all(self, chunks: Iterable[str]) -> int:
-        """Erase every record that holds KV of these chunks or of a part of one, or that stood behind one.
+        """Erase every record that holds KV of these chunks, or that stood behind one, whoever's it is.
 
         That is for texts that all tenants could read, and none can any more. A tenant may have the same text in a
         document of its own. Its KV is computed again. For the rest see `forget`.
@@ -200,7 +200,7 @@ class Erasing:
         """Of the tenant; None for all."""
         self.keys = {form.key for text in texts for form in segments.forms(text)}
         """Keys under which the texts are stored by themselves, which hold even if records cannot be listed."""
-        self._segments = segments
+        self._segments, self._squeezed = segments, [squeeze(text) for text in texts]
         self._ids = list[tuple[int, ...]]()
         for text in texts:
             with contextlib.suppress(PromptError):  # what no tokenizer takes can be in no prompt
@@ -208,20 +208,31 @@ class Erasing:
                     self._ids.append(ids)
         own = segments.config.salt
         self._theirs = tuple(texts_keys(kind, own, ids) for kind in Kind for ids in self._ids)
+        self._whole, self._digests = {*self._ids}, {*map(ids_digest, self._ids)}
         self._begins, self._shares, self._writes = finder(self._ids), sharer(self._ids), form_sharer(texts)
 
     def takes(self, key: str, info: RecordInfo) -> bool:
         """Whether a record goes: KV of one of the texts, or computed behind one."""
-        held, found = info.token_ids + info.behind, info.kind == Kind.FOUND
-        if self.salt is None:
-            return self._shares(held) or (found and self._is_written(held))
-        # Nobody named what was found, so a part of a text is enough: a client may have written it.
-        goes = found and (self._shares(held) or self._is_written(held))
-        # Within a prefix, a text's ids stand side by side.
-        starts = range(len(info.token_ids) * (info.kind == Kind.PREFIX))
-        inside = any(info.token_ids[at : at + len(ids)] == ids for ids in self._ids for at in starts)
-        goes = goes or inside or key.startswith(self._theirs) or self._begins(info.behind)
-        return goes and self._segments.owns(key, info)
+        if info.before:
+            goes = not self._digests.isdisjoint(info.before[1:])
+        else:  # a record of an earlier version does not say which chunks it stood behind
+            goes = self._begins(info.behind)
+        if info.kind == Kind.FOUND:
+            # Nobody named what was found, so a part of a text is enough: a client may have written it.
+            held = info.token_ids + info.behind
+            goes = goes or self._shares(held) or self._is_written(held)
+        elif info.kind == Kind.PREFIX and self.salt is not None:
+            # A text's ids stand side by side there.
+            ids = info.token_ids
+            goes = any(ids[at : at + len(one)] == one for one in self._ids for at in range(len(ids)))
+        elif self.salt is None:
+            goes = goes or (self._shares(info.token_ids) and self._is_whole(info))
+        return (goes or key.startswith(self._theirs)) and (self.salt is None or self._segments.owns(key, info))
+
+    def _is_whole(self, info: RecordInfo) -> bool:
+        """Whether a record's text is one of the texts, and not another that begins alike; its edges may be cut."""
+        text = squeeze(self._segments.tokenizer.text_of(info.token_ids).strip("\ufffd"))
+        return info.kind == Kind.PREFIX or info.token_ids in self._whole or any(text in one for one in self._squeezed)
 
     def takes_prompt(self, texts: Collection[str], ids: Sequence[int]) -> bool:
         """Whether a prompt with these chunks and ids goes: it holds one of the texts or a part of one."""

@@ -224,8 +224,10 @@ class Pipeline:
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
         # Contexts are no part of the key, so they are not compared; nor is what stood before a variant, by its ids.
-        before = () if segment.kind is Kind.VARIANT else record.info.context_ids
-        if dataclasses.replace(record.info, behind=(), context_ids=before) == self.segments.info(segment):
+        info = dataclasses.replace(record.info, behind=())
+        variant = segment.kind is Kind.VARIANT
+        info = dataclasses.replace(info, context_ids=()) if variant else dataclasses.replace(info, before=())
+        if info == self.segments.info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()

@@ -244,7 +244,8 @@ class Segments:
     def info(self, segment: Segment) -> RecordInfo:
         """Info for the record of a segment."""
         adapter, behind = self.model.blended, segment.contexts
-        contexts = () if behind is None else sum((behind.ids[at] for at in behind.numbers_for(segment.token_ids)), ())
+        numbers = () if behind is None else behind.numbers_for(segment.token_ids)
+        contexts = () if behind is None else sum((behind.ids[at] for at in numbers), ())
         return RecordInfo(
             fingerprint=fingerprint_in(segment.model, segment.regime),
             context_ids=segment.context_ids,
@@ -257,7 +258,7 @@ class Segments:
             kind=segment.kind.value,
             contexts=CONTEXTS * segment.averaged,
             behind=contexts,
-            before=segment.before,
+            before=segment.before if behind is None else ("", *behind.chunks_in(numbers)),
         )
 
     def record(self, segment: Segment, kv: SegmentKV) -> KVRecord:

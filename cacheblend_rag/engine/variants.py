@@ -8,10 +8,8 @@ query of the store.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -24,7 +22,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import TokenizedPrompt
-from cacheblend_rag.prompt.contexts import OPENS
+from cacheblend_rag.prompt.contexts import ids_digest
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, discard
 
 _log = logging.getLogger(__name__)
@@ -180,7 +178,7 @@ class Variants:
         if not layers or cache.get_seq_length() < len(split.input_ids):
             return {}
         self._ask(tenants_keys(Kind.VARIANT, segments.config.salt), (keys for keys, _ in places))
-        end, behind = split.prefix.stop, tuple[int, ...]()
+        end = split.prefix.stop
         for (keys, place), chunk in zip(places, split.located, strict=True):
             span, own = chunk.span, segments.tokenizer.chunk(chunk.text).ids
             if not len(span):
@@ -191,8 +189,7 @@ class Variants:
                 Kind.VARIANT, split.input_ids[: span.start], split.ids(span), regime, text_ids=own
             )
             key, info = segment.key, segments.info(segment)
-            info = dataclasses.replace(info, behind=behind, before=place.before)
-            end, behind = span.stop, behind + own[:OPENS]
+            info, end = dataclasses.replace(info, before=place.before), span.stop
             with self._lock:
                 known = self._known.get(keys, OrderedDict[str, Place]())
                 if key in known:
@@ -221,27 +218,22 @@ class Variants:
                 self._known.get(_beginning(key), OrderedDict[str, Place]()).pop(key, None)
 
 
-def digest(ids: tuple[int, ...]) -> str:
-    """Digest of token ids; not remembered, as other tenants would see it by the time that it takes."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
-
-
 def places_of(split: TokenizedPrompt, segments: Segments, regime: int) -> list[tuple[str, Place]]:
     """Of each chunk of a prompt the beginning of its variants' keys, and its place."""
-    model, prefix = fingerprint_in(segments.model.fingerprint, regime), digest(split.ids(split.prefix))
+    model, prefix = fingerprint_in(segments.model.fingerprint, regime), ids_digest(split.ids(split.prefix))
     own = [segments.tokenizer.chunk(chunk.text).ids for chunk in split.located]
-    chunks = tuple(map(digest, own))
+    chunks = tuple(map(ids_digest, own))
     return [
         (
             texts_keys(Kind.VARIANT, segments.config.salt, ids),
-            Place((model, digest(split.ids(chunk.span)), prefix), chunks[:number]),
+            Place((model, ids_digest(split.ids(chunk.span)), prefix), chunks[:number]),
         )
         for number, (chunk, ids) in enumerate(zip(split.located, own, strict=True))
     ]
 
 
 def _place_of(info: RecordInfo) -> Place:
-    return Place((info.fingerprint, digest(info.token_ids), info.before[0]), info.before[1:])
+    return Place((info.fingerprint, ids_digest(info.token_ids), info.before[0]), info.before[1:])
 
 
 def _beginning(key: str) -> str:

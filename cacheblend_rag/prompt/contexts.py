@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,25 +54,33 @@ class Contexts:
     tokens: int = _LEAST_TOKENS
 
     @cached_property
-    def ids(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each."""
-        if not self.count:
-            return ()
-        separator = self.tokenizer.text_ids(self.tokenizer.separator)
-        parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
-        texts, start = {text.strip() for text in self.chunks}, self.tokenizer.start_ids
+    def _parts(self) -> list[dict[str, tuple[int, ...]]]:
+        """For each its chunks, with the ids of them that it has room for and those of a separator."""
+        parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self.count)]
+        texts, separator = {text.strip() for text in self.chunks}, self.tokenizer.text_ids(self.tokenizer.separator)
         for text in sorted(texts, key=lambda text: hashlib.sha256(text.encode(errors="surrogatepass")).digest()):
-            shortest = min(parts, key=_length)
-            if _length(shortest) + 2 * OPENS > self.tokens:
+            shortest = min(parts, key=_length, default={})
+            if not parts or _length(shortest) + 2 * OPENS > self.tokens:
                 break  # so little of a chunk could not be found again
             # At most half of a context is one text: a prompt speaks of several things, too.
-            shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
+            shortest[text] = (*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator)
+        return parts
+
+    @cached_property
+    def ids(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each."""
+        separator, start = self.tokenizer.text_ids(self.tokenizer.separator), self.tokenizer.start_ids
         room, contexts = max(0, self.tokens - len(start)), list[tuple[int, ...]]()
-        for part, passage in zip(parts, _passages(), strict=False):
+        for part, passage in zip(self._parts, _passages(), strict=False):
             # The passage fills what room the texts leave.
-            filling, own = (*self.tokenizer.text_ids(passage), *separator), sum(part, ())[:room]
+            filling, own = (*self.tokenizer.text_ids(passage), *separator), sum(part.values(), ())[:room]
             contexts.append(start + filling[max(0, len(filling) - room + len(own)) :] + own)
         return tuple(contexts)
+
+    def chunks_in(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Digests of the whole chunks of which some contexts have ids."""
+        texts = dict.fromkeys(text for number in numbers for text in self._parts[number])
+        return tuple(ids_digest(self.tokenizer.chunk(text).ids) for text in texts)
 
     @cached_property
     def digest(self) -> str:
@@ -180,8 +189,13 @@ def _join(ids: Sequence[int]) -> str:
     return "".join(f" {number} " for number in ids)
 
 
-def _length(parts: Sequence[Sequence[int]]) -> int:
-    return sum(map(len, parts))
+def ids_digest(ids: tuple[int, ...]) -> str:
+    """Digest of token ids; not remembered, as other tenants would see it by the time that it takes."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
+
+
+def _length(part: dict[str, tuple[int, ...]]) -> int:
+    return sum(map(len, part.values()))
 
 
 @lru_cache(1)

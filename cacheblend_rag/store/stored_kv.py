@@ -36,10 +36,10 @@ class RecordInfo:
     contexts : int
         Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int
-        Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key. Of a
-        variant, the first ids of each chunk before it.
+        Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key.
     before : tuple of str
-        Of a variant, digests of the prefix and of each chunk before it, in their order.
+        Of a variant, digests of the prefix and of each chunk before it, in their order. Of a chunk behind contexts,
+        nothing and digests of the chunks in these.
     """
 
     fingerprint: str

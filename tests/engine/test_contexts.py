@@ -13,7 +13,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import Contexts, finder
+from cacheblend_rag.prompt.contexts import Contexts, finder, ids_digest
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.probes import engine_of
@@ -137,6 +137,23 @@ def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> Non
             assert not finder([ids])(info.behind) or all(held)
         again = engine.fuse(PROMPT)
         assert again.report.hits == 3
+
+
+def test_forgetting_a_chunk_leaves_those_alone_that_begin_alike(model: Any) -> None:
+    head = tiny.text(30, 99)
+    texts = [f"{head} {tiny.text(40, seed)}" for seed in range(6)]
+    for forget in ("forget", "forget_for_all"):
+        with engine_with(model, min_tokens=0) as engine:
+            for half in (texts[:3], texts[3:]):
+                engine.warm(half)
+                engine.generate(Prompt("Read:", half, "And?"), max_new_tokens=1, verify="always")
+            before = {key for key, _ in engine.store.infos("")}
+            assert getattr(engine.chunks, forget)([f"{head} {tiny.text(40, 7)}"]) == 0
+            assert {key for key, _ in engine.store.infos("")} == before
+            getattr(engine.chunks, forget)([texts[0]])
+            gone = ids_digest(PromptTokenizer(engine.tokenizer, "\n\n").chunk(texts[0]).ids)
+            assert not any(gone in info.before for _, info in engine.store.infos(""))
+            assert engine.fuse(Prompt("Read:", [texts[0], *texts[3:]], "And?")).report.misses == 1
 
 
 def test_forgetting_a_chunk_forgets_what_was_computed_behind_it(model: Any) -> None:
