@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import uuid
+from collections import Counter, OrderedDict
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,6 +223,8 @@ class BlendReport:
         Of each chunk that was found because its text repeats, whether its KV was read. The others count it, too.
     verification : Verification
         How the answer was held against full prefill.
+    id : str
+        The answer's name.
     """
 
     input_ids: tuple[int, ...] = field(repr=False)
@@ -251,6 +256,7 @@ class BlendReport:
     documents: tuple[DocumentUse, ...] = ()
     found: tuple[bool, ...] = ()
     verification: Verification = field(default_factory=Verification)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
 
     @property
     def fidelity(self) -> Fidelity:
@@ -444,19 +450,48 @@ class AnswerStats:
         return 1 - self.matched / self.requests if self.requests else 0.0
 
 
+class Newest:
+    """The newest report of each model in a context, and in threads and tasks that were begun with copies of it."""
+
+    def __init__(self, outer: Newest | None) -> None:
+        self.outer, self.thread = outer, threading.get_ident()
+        self.reports = WeakKeyDictionary[Tally, BlendReport]()
+
+    @staticmethod
+    def here() -> Newest:
+        """Those of this context, which begin now if this thread has none."""
+        if (found := _newest.get()) is None or found.thread != threading.get_ident():
+            _newest.set(found := Newest(found))
+        return found
+
+
+_newest: ContextVar[Newest | None] = ContextVar("cacheblend_rag_newest_reports", default=None)
+# Answers of a model whose reports are found by id.
+_REMEMBERED = 64
+
+
 class Tally:
     """Counts answers, from any thread; a copy begins anew."""
 
     def __init__(self) -> None:
         self._stats = AnswerStats()
         self._lock = threading.Lock()
-        self._here = threading.local()
+        self.reports = OrderedDict[str, BlendReport]()
+        """The latest reports by id."""
+        Newest.here()  # so that threads begun by the caller say what is newest
 
     def note(self, answer: Generation) -> None:
-        """An answer is complete and was read on this thread."""
-        report = self._here.last = answer.report
+        """An answer is complete and was read in this context."""
+        report = answer.report
+        here: Newest | None = Newest.here()
+        while here is not None:
+            here.reports[self] = report
+            here = here.outer
         outcomes = Counter(use.outcome for use in report.documents)
         with self._lock:
+            self.reports[report.id] = report
+            if len(self.reports) > _REMEMBERED:
+                self.reports.popitem(last=False)
             seen = self._stats
             self._stats = replace(
                 seen,
@@ -491,8 +526,9 @@ class Tally:
 
     @property
     def last(self) -> BlendReport | None:
-        """Report of the last answer on this thread."""
-        return getattr(self._here, "last", None)
+        """Report of the newest answer in this context."""
+        here = _newest.get()
+        return None if here is None else here.reports.get(self)
 
     def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
         return Tally, ()

@@ -342,7 +342,10 @@ class LLMBase(DecodeFields):
 
     @property
     def last_report(self) -> BlendReport | None:
-        """How the last answer that was read on this thread was made; None if there was none."""
+        """How the newest answer was made, in this context or by threads and tasks begun in it; None if there was none.
+
+        Tasks of asyncio that ask at once share it.
+        """
         return self._tally.last
 
     def _arguments(
@@ -439,6 +442,7 @@ class LLMBase(DecodeFields):
             **{name: getattr(report, name) for name in _TOLD},
             **{name: list(getattr(report, name)) for name in ("left_out", "variants", "recomputed_tokens")},
             **{f"{name}_tokens": getattr(report, f"{name}_tokens") for name in _COUNTED},
+            "answer_id": report.id,
             "verification": report.verification.asdict(),
             "documents": [dict[str, Any](one.asdict()) for one in report.documents],
         }

@@ -23,10 +23,11 @@ from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.model_call import ModelCall
 from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
+from cacheblend_rag.langchain.tracking import answer_of_run, begin_tracking, documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.registry import chunk_text
+from cacheblend_rag.report import BlendReport
 
 C = TypeVar("C", GenerationChunk, ChatGenerationChunk)
 PROVIDER = "cacheblend"
@@ -114,6 +115,13 @@ class BlendFields(LLMBase):
                 settings.max_length += prefix_tokens  # as the pipeline counts
             fields.setdefault("generation_config", settings)
         return cls.from_model(pipeline.model, pipeline.tokenizer, **fields)
+
+    def report_of(self, id: str) -> BlendReport | None:
+        """How one of the last 64 answers was made, by the id of its run, or by the ``answer_id`` in its info.
+
+        Runs are known if retrievers are tracked. None if it is not known.
+        """
+        return self._tally.reports.get(answer_of_run(str(id)))
 
     def match_chunks(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""

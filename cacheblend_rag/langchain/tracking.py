@@ -31,6 +31,7 @@ from uuid import UUID
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 from pydantic import BaseModel
@@ -39,6 +40,7 @@ from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import RetrievedDocument
 from cacheblend_rag.prompt.registry import ChunkRegistry
+from cacheblend_rag.report import Newest
 
 # Runs that never end (streams left early) are forgotten after so many others.
 _RUNS, _PROMPTS = 16_384, 256
@@ -60,6 +62,7 @@ class RunDocuments:
         self._texts: OrderedDict[UUID, dict[str, bool]] = OrderedDict()  # whether a later step left it out
         self._prompts: OrderedDict[bytes, tuple[UUID, dict[str, bool]]] = OrderedDict()
         self._found: dict[UUID, set[str]] = {}  # in prompts of outermost runs in which a model of ours was asked
+        self.answers: OrderedDict[str, str] = OrderedDict()  # ids of the latest answers by those of their runs
         self._below: OrderedDict[UUID, set[str]] = OrderedDict()  # what runs were given, or found in runs within
         self._lock = threading.Lock()
 
@@ -239,6 +242,8 @@ class _Tracker(BaseCallbackHandler):
     def on_chain_start(
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
+        if parent_run_id is None:
+            Newest.here()  # runs below may answer in other threads
         given = documents_in(inputs)
         self.known.add(given)
         self.runs.begin(run_id, parent_run_id, given)
@@ -282,6 +287,14 @@ class _Tracker(BaseCallbackHandler):
         **kwargs: Any,
     ) -> None:
         self.runs.call(parent_run_id, map(prompt_key, messages))
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
+        for made in response.generations[0][:1]:
+            info = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
+            if (answer := (info or {}).get("answer_id")) is not None:
+                self.runs.answers[str(run_id)] = answer
+                if len(self.runs.answers) > _PROMPTS:
+                    self.runs.answers.popitem(last=False)
 
     def _found(self, texts: Sequence[str], run_id: UUID, parent_run_id: UUID | None) -> None:
         """A run has ended with these documents."""
@@ -399,6 +412,11 @@ def prompt_key(prompt: str | Sequence[BaseMessage]) -> bytes:
 def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[RetrievedDocument, ...]:
     """Documents retrieved in the run in which a prompt was made, as far as that is known."""
     return _tracker.runs.documents_of(prompt_key(prompt))
+
+
+def answer_of_run(run: str) -> str:
+    """The id of a run's answer; the text itself if that is not known."""
+    return _tracker.runs.answers.get(run, run)
 
 
 def note_found(prompt: str | Sequence[BaseMessage], seen: Prompt) -> None:

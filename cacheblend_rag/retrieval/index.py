@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from cacheblend_rag.retrieval.documents import (
     LEADS_OUT,
     FileBytes,
     SourceFile,
+    by_suffix,
     check_on_error,
     list_files,
     parse,
@@ -40,6 +41,8 @@ from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 _log = logging.getLogger(__name__)
 
 _KIND = "folder"
+# Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
+_NAMED, _FEW = 10, 3
 # Texts embedded between two steps of the progress bar.
 _EMBEDDED = 128
 
@@ -89,6 +92,19 @@ class IndexReport:
     forgotten: int
     rebuilt: str
     unread: int = 0
+
+    def left_out(self) -> Iterator[str]:
+        """Lines about the files that nothing can be found in: the first ten with the reason, and those of other kinds."""
+        lines = [f"skipped: {why if path in why else f'{path}: {why}'}" for path, why in self.skipped.items()]
+        for path in self.empty:
+            scanned = " (scanned pages need text recognition first)" if path.lower().endswith(".pdf") else ""
+            lines.append(f"skipped: {path} holds no text{scanned}")
+        yield from lines[:_NAMED]
+        if more := len(lines[_NAMED:]):
+            yield f"skipped: {more} more"
+        if self.others:
+            names = ", ".join(self.others[:_FEW]) + (", …" if len(self.others) > _FEW else "")
+            yield f"{len(self.others)} files of other kinds left out ({by_suffix(self.others)}): {names}"
 
 
 @dataclass(frozen=True)

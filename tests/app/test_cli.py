@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import MistralConfig
 
 from cacheblend_rag import __version__
@@ -348,3 +350,16 @@ def test_answer_says_how_near_it_is_and_what_it_lacked_is_stored_however_long_th
         assert seen.out.count("[disk]") == 4
     line = fidelity_line(Verification("corrected", before="30 days."))
     assert line.startswith("Corrected: the answer without reuse; the first one went on with '30 days.'.")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton is used here")
+def test_triton_is_left_out_where_no_gpu_is(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom cacheblend_rag.app.startup import no_search_for_garbage\n"
+        "with no_search_for_garbage():\n    import torch._dynamo, transformers.masking_utils\n"
+        "sys.exit(sys.modules['triton'] is not None)"
+    )
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=surroundings)
+    assert (done.returncode, "nanobind" in done.stderr) == (0, False), done.stderr

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from cacheblend_rag import __version__
-from cacheblend_rag.app.cli.arguments import only_from
 from cacheblend_rag.app.cli.ask import add_ask
 from cacheblend_rag.app.cli.cache import add_cache
 from cacheblend_rag.app.cli.measure import add_calibrate, add_eval, add_profile
 from cacheblend_rag.app.cli.models import add_models
 from cacheblend_rag.app.cli.serve import add_keys, add_serve
 from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.startup import only_from
 from cacheblend_rag.config import REMOVED, BlendConfig, options_of
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 

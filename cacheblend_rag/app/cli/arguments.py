@@ -9,7 +9,6 @@ step is one line of plain text.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ from rich.text import Text
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.config import BlendConfig, default_data_path, options_of
 
-# They log what the screen says better, or what only who repairs the file could use.
-SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.documents")
 RAG_OPTIONS = options_of(FolderRAGOptions)
 _OF_ENGINE = [option for option in options_of(BlendConfig) if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -40,19 +37,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     **{option.flag: {"metavar": option.metavar, "help": option.help_line} for option in _OF_ENGINE},
 }
 _ARGUMENTS["reasoning"] |= {"nargs": "?", "const": "on"}
-
-
-@contextmanager
-def only_from(level: int, *names: str) -> Iterator[None]:
-    """Within it, these loggers let nothing through below a level."""
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for logger in levels:
-        logger.setLevel(level)
-    try:
-        yield
-    finally:
-        for logger, before in levels.items():
-            logger.setLevel(before)
 
 
 class Screen:

@@ -9,29 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.app.cli.arguments import (
-    SILENT,
-    Screen,
-    add_arguments,
-    add_rag_arguments,
-    only_from,
-    rag_options,
-)
-from cacheblend_rag.app.garbage import no_search_for_garbage
+from cacheblend_rag.app.cli.arguments import Screen, add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.app.options import stronger_model
+from cacheblend_rag.app.startup import SILENT, no_search_for_garbage, only_from
 from cacheblend_rag.config import VERIFY
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.loading_bars import bars_hidden
-from cacheblend_rag.retrieval.documents import by_suffix
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.folder_rag import Answer, FolderRAG
     from cacheblend_rag.app.options import FolderRAGOptions
     from cacheblend_rag.report import Verification
 
-# Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
-_NAMED = 10
-_FEW = 3
 _LINE = 100  # characters of an answer in a table
 _LOOKING = 0.2  # seconds between two looks at what is still to be stored
 
@@ -105,15 +94,8 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
     if index.rebuilt:
         screen.warn(f"The index was built anew: {index.rebuilt}.")
     screen.note(f"{index.chunks} chunks of {index.files} files indexed ({index.embedded} embedded now)")
-    skipped = [reason if path in reason else f"{path}: {reason}" for path, reason in index.skipped.items()]
-    for path in index.empty:
-        scanned = " (scanned pages need text recognition first)" if path.lower().endswith(".pdf") else ""
-        skipped.append(f"{path} holds no text{scanned}")
-    for text in (*skipped[:_NAMED], *[f"{len(skipped) - _NAMED} more"] * (len(skipped) > _NAMED)):
-        screen.warn(f"skipped: {text}")
-    if index.others:
-        names = ", ".join(index.others[:_FEW]) + (", …" if len(index.others) > _FEW else "")
-        screen.note(f"{len(index.others)} files of other kinds left out ({by_suffix(index.others)}): {names}")
+    for line in index.left_out():
+        screen.warn(line)
 
 
 def _store(screen: Screen, rag: FolderRAG) -> None:

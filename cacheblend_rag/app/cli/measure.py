@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder, rag_options
+from cacheblend_rag.app.startup import leave_out_triton
 from cacheblend_rag.models.loading_bars import bars_hidden
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def _profile(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.errors import ConfigError
 
+    leave_out_triton()
     if min(parsed.lengths) < 1:
         raise ConfigError("lengths", parsed.lengths, "use numbers of tokens, 1 or more")
     size = parse_bytes(parsed.file_size, "file_size")
@@ -84,6 +86,7 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.loading import MachineProfile
 
+    leave_out_triton()
     calibration = Calibration(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
     check_whole("prompts", parsed.prompts, 6)
     prompts, corpus, _ = _read_prompts(parsed, parsed.prompts)
@@ -144,6 +147,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.config import check_whole
     from cacheblend_rag.engine.engine import BlendEngine
 
+    leave_out_triton()
     check_whole("prompts", parsed.prompts, 1)
     options = rag_options(parsed)
     prompts, corpus, golds = _read_prompts(parsed, parsed.prompts)

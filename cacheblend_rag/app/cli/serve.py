@@ -14,8 +14,8 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
-from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.options import stronger_model
+from cacheblend_rag.app.startup import no_search_for_garbage
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.models.loading_bars import bars_hidden

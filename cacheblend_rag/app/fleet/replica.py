@@ -22,8 +22,8 @@ import ray
 from cacheblend_rag.app.cli.configuration import GivenValue, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
-from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.startup import no_search_for_garbage
 from cacheblend_rag.config import ENV_PREFIX, BlendConfig, options_of
 from cacheblend_rag.errors import ConfigError
 

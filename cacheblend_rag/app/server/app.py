@@ -25,7 +25,6 @@ from fastapi.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
-from cacheblend_rag.app.garbage import no_search_for_garbage
 from cacheblend_rag.app.server.api.gatekeeper import Gatekeeper
 from cacheblend_rag.app.server.api.openai import router as openai_router
 from cacheblend_rag.app.server.api.rag import router as rag_router
@@ -34,6 +33,7 @@ from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handler
 from cacheblend_rag.app.server.services.logs import ServedRequest, configure_logs
 from cacheblend_rag.app.server.services.service import Service, open_service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.app.startup import SILENT, no_search_for_garbage, only_from
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
 _log = logging.getLogger(__name__)
@@ -375,9 +375,11 @@ def serve(settings: ServerSettings) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
-    with no_search_for_garbage():
+    with no_search_for_garbage(), only_from(logging.CRITICAL, *SILENT):
         service = open_service(settings)
         app = create_app(settings, service)
+    for line in service.base.left_out:
+        print(f"cacheblend-rag: {line}", file=sys.stderr)
     configure_logs(settings.access_log)
     if settings.find_repeated:
         print(_REPEATED, file=sys.stderr)

@@ -16,8 +16,11 @@ from cacheblend_rag.app.cli.configuration import (
     server_settings,
 )
 from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.app.server import app
+from cacheblend_rag.app.server.services.service import open_service
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings
 from cacheblend_rag.config import BlendConfig
+from tests.app.server.common import settings_for
 from tests.toy import EMBEDDER_PATH
 
 
@@ -223,3 +226,22 @@ def test_every_option_of_the_server_can_stand_in_a_file() -> None:
     assert named["server"] == of_server - {"rag", "limits", "api_keys", "data"}
     defaults = Limits()
     assert all(option.default == getattr(defaults, option.name) for option in SECTIONS["limits"])
+
+
+def test_server_says_at_its_start_what_it_left_out(
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(model, docs, tmp_path / "data")
+    for name, content in {"broken.pdf": b"%PDF-1.4", "empty.md": b"", "one.png": b"x"}.items():
+        Path(settings.rag.docs, name).write_bytes(content)
+    opened: list[Any] = []
+    monkeypatch.setattr(app, "configure_logs", lambda access: None)
+    monkeypatch.setattr(app, "open_service", lambda given: opened.append(open_service(given)) or opened[-1])
+    monkeypatch.setattr(app._AnnouncingServer, "run", lambda self: None)
+    for _ in ("read now", "known already"):
+        app.serve(settings)
+        opened[-1].close()
+        said = capsys.readouterr().err
+        assert said.count("broken.pdf cannot be read as PDF") == 1
+        assert "cacheblend-rag: skipped: empty.md holds no text" in said
+        assert "cacheblend-rag: 1 files of other kinds left out (1 .png): one.png" in said

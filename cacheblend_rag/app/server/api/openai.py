@@ -27,14 +27,14 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 
 @router.get("/models")
 async def models(here: Here) -> dict[str, Any]:
-    """The models and the embedder."""
-    return {"object": "list", "data": [_model(here, name) for name in _names(here)]}
+    """The models that answer; clients offer each of them for a chat, so the embedder is none of them."""
+    return {"object": "list", "data": [_model(here, name) for name in here.service.models]}
 
 
 @router.get("/models/{model:path}")
 async def model(here: Here, model: str) -> dict[str, Any]:
-    """One of them."""
-    check_model(model, _names(here))
+    """One of them, or the embedder."""
+    check_model(model, [*here.service.models, here.service.embedder_name])
     return _model(here, model)
 
 
@@ -94,10 +94,6 @@ async def _answered(work: AnswerRequest, request: Request) -> Any:
         return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, work.whole(slot))
-
-
-def _names(here: Session) -> list[str]:
-    return [*here.service.models, here.service.embedder_name]
 
 
 def _model(here: Session, name: str) -> dict[str, Any]:

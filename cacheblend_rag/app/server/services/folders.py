@@ -97,6 +97,8 @@ class Folder:
         self._done: dict[str, tuple[int, ...]] | None = None  # those that were read, as they were then
         self._erase_again_at = 0.0
         self._reasons: dict[str, str] = {}
+        self.left_out = list[str]()
+        """Lines about files that nothing can be found in."""
         self._reading = ""
         self._erased = deque[tuple[float, list[str]]]()  # texts that are erased once more, and when
         self._cold = deque[str]()  # texts whose KV may not be stored yet
@@ -267,6 +269,7 @@ class Folder:
         # A file without text is listed as such.
         empty = dict.fromkeys(report.empty, "no text was found in it; a scan needs text recognition first")
         self._reasons = {**report.skipped, **empty}
+        self.left_out = list(report.left_out())
         self._done = {path: state for path, state in files.items() if self._index.is_read(path, state)}
         self._erase_again_at = self._clock() + _RETRY
         if report.added or report.changed or report.removed or report.forgotten or self._reasons != before:
