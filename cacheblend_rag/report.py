@@ -450,12 +450,13 @@ class AnswerStats:
         return 1 - self.matched / self.requests if self.requests else 0.0
 
 
+@dataclass(frozen=True, eq=False)
 class Newest:
     """The newest report of each model in a context, and in threads and tasks that were begun with copies of it."""
 
-    def __init__(self, outer: Newest | None) -> None:
-        self.outer, self.thread = outer, threading.get_ident()
-        self.reports = WeakKeyDictionary[Tally, BlendReport]()
+    outer: Newest | None
+    thread: int = field(default_factory=threading.get_ident)
+    reports: WeakKeyDictionary[Tally, BlendReport] = field(default_factory=WeakKeyDictionary)
 
     @staticmethod
     def here() -> Newest:

@@ -46,19 +46,16 @@ class Answer:
         The answer.
     sources : list of Document
         The retrieved chunks.
-    info : dict
-        The model's report: ``ttft`` in seconds, ``hits``, ``misses`` and more.
     prompt : Prompt
         The segments the model was given.
     report : BlendReport
-        The whole of that.
+        How it was made.
     thought : str
         The model's thought before it.
     """
 
     text: str
     sources: list[Document]
-    info: dict[str, Any]
     prompt: Prompt
     report: BlendReport
     thought: str = ""
@@ -192,7 +189,7 @@ class FolderRAG:
             prompt = self.llm.segments(seen.messages)
         else:
             prompt = self.llm.match_chunks(seen.text)
-        return Answer(text, found, seen.info, prompt, report, seen.thought)
+        return Answer(text, found, prompt, report, seen.thought)
 
     def _chain(self) -> Any:
         try:
@@ -237,12 +234,11 @@ class FolderRAG:
 
 
 class _SeenPrompt(BaseCallbackHandler):
-    """Keeps the finished prompt and what the model said of its work."""
+    """Keeps the finished prompt and the model's thought."""
 
     def __init__(self) -> None:
         self.text = ""
         self.messages: list[BaseMessage] = []
-        self.info: dict[str, Any] = {}
         self.thought = ""
 
     def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
@@ -253,7 +249,5 @@ class _SeenPrompt(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         made = response.generations[0][0]
-        said = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
-        self.info = dict(said or {})
-        fields = made.message.additional_kwargs if isinstance(made, ChatGeneration) else self.info
+        fields = made.message.additional_kwargs if isinstance(made, ChatGeneration) else made.generation_info or {}
         self.thought = str(fields.get(THOUGHT, ""))

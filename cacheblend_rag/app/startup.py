@@ -1,4 +1,4 @@
-"""What a program leaves out while it loads: Python's search for garbage, Triton where no GPU is, and some messages."""
+"""Things that a program leaves out while it loads: the search for garbage, Triton without a GPU, some messages."""
 
 from __future__ import annotations
 

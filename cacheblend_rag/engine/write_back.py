@@ -197,15 +197,11 @@ class WriteBack:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not any(id(job) in dropped for _, job in self._doing))
 
-    @property
-    def waiting(self) -> int:
-        """Jobs that are not done yet."""
-        return len(self._names)
-
-    def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all queued jobs are done, for so many seconds at most; whether they are."""
+    def flush(self, seconds: float | None = None) -> int:
+        """Wait until all queued jobs are done, for so many seconds at most; how many are left."""
         with self._condition:
-            return self._condition.wait_for(lambda: not self._names, seconds)
+            self._condition.wait_for(lambda: not self._names, seconds)
+            return len(self._names)
 
     def stop(self) -> None:
         """Take no more jobs; those that are queued will still be done."""

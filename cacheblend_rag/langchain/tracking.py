@@ -291,8 +291,8 @@ class _Tracker(BaseCallbackHandler):
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         for made in response.generations[0][:1]:
             info = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
-            if (answer := (info or {}).get("answer_id")) is not None:
-                self.runs.answers[str(run_id)] = answer
+            if info and "answer_id" in info:
+                self.runs.answers[str(run_id)] = info["answer_id"]
                 if len(self.runs.answers) > _PROMPTS:
                     self.runs.answers.popitem(last=False)
 

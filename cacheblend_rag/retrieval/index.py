@@ -94,7 +94,7 @@ class IndexReport:
     unread: int = 0
 
     def left_out(self) -> Iterator[str]:
-        """Lines about the files that nothing can be found in: the first ten with the reason, and those of other kinds."""
+        """Lines about files in which nothing can be found: the first ten with the reason, and those of other kinds."""
         lines = [f"skipped: {why if path in why else f'{path}: {why}'}" for path, why in self.skipped.items()]
         for path in self.empty:
             scanned = " (scanned pages need text recognition first)" if path.lower().endswith(".pdf") else ""

@@ -100,11 +100,11 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
 
 def _store(screen: Screen, rag: FolderRAG) -> None:
     """Store the KV that the answer lacked, however long it takes; an interrupt drops what is left."""
-    write_back, text = rag.engine.turns.write_back, "Storing the KV of these passages for the next question: {} left…"
-    if write_back.waiting:
-        with screen.step(text.format(write_back.waiting) + " Ctrl-C ends it.") as say:
-            while not write_back.flush(_LOOKING):
-                say(text.format(write_back.waiting) + " Ctrl-C ends it.")
+    flush, text = rag.engine.turns.write_back.flush, "Storing the KV of these passages for the next question: {} left…"
+    if left := flush(0.0):
+        with screen.step(text.format(left) + " Ctrl-C ends it.") as say:
+            while left := flush(_LOOKING):
+                say(text.format(left) + " Ctrl-C ends it.")
             rag.engine.flush()
 
 
@@ -133,7 +133,7 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
 
 
 def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = True) -> None:
-    info, report = answer.info, answer.report
+    report = answer.report
     screen.show("")
     screen.show("Question: ", question)
     if answer.thought:
@@ -152,17 +152,15 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
         found = "" if tier is None else f"  [{tier or 'new'}]"
         name = str(source.metadata.get("source", "?"))
         screen.show(f"  {number}. ", (name + page, "bold"), f": {title[:70]}", (found, "dim"))
-    missing = sum(one["outcome"] == "not found" for one in info["documents"])
-    if missing:
+    if missing := sum(one.outcome == "not found" for one in report.documents):
         screen.warn(
-            f"{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved."
+            f"{missing} of {len(report.documents)} passages were not found in the prompt as they were retrieved."
         )
-    resumed = f" behind {info['resumed_tokens']} kept tokens" if info["resumed_tokens"] else ""
-    how = f"plain prefill{resumed}" if unread else f"{info['hits']} hits, {info['misses']} misses"
+    resumed = f" behind {report.resumed_tokens} kept tokens" if report.resumed_tokens else ""
+    how = f"plain prefill{resumed}" if unread else f"{report.hits} hits, {report.misses} misses"
     screen.show("")
-    ttft = info["ttft"]
-    shown = f"{ttft:.1f} s" if ttft >= 10 else f"{ttft * 1e3:,.0f} ms"
-    screen.show(f"Time to first token {shown} ({how}; {info['prompt_tokens']} prompt tokens)")
+    shown = f"{report.ttft:.1f} s" if report.ttft >= 10 else f"{report.ttft * 1e3:,.0f} ms"
+    screen.show(f"Time to first token {shown} ({how}; {report.prompt_tokens} prompt tokens)")
 
 
 def fidelity_line(found: Verification) -> str:
@@ -180,17 +178,17 @@ def fidelity_line(found: Verification) -> str:
 
 def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
     """Hints about an answer."""
-    info, report = answer.info, answer.report
-    least, new = rag.engine.config.min_tokens, f"{info['misses']} of {len(answer.sources)} passages were new"
-    if info["plain"] and report.chunk_tokens < least:
+    report = answer.report
+    least, new = rag.engine.config.min_tokens, f"{report.misses} of {len(answer.sources)} passages were new"
+    if report.plain and report.chunk_tokens < least:
         yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
-    elif info["misses"] and report.tokens_to_store:
+    elif report.misses and report.tokens_to_store:
         yield f"{new}; their KV is stored now. When they are retrieved again, it is read from the store."
     elif report.plain_reason:
         yield f"The prompt was prefilled in full: {report.plain_reason}."
-    elif info["misses"]:
+    elif report.misses:
         yield f"{new}, and their KV is not kept: the store is read-only, or write_back is off."
-    if info["finish_reason"] == "length":
+    if report.finish_reason == "length":
         tokens = report.generated_tokens - report.thought_tokens
         yield f"The answer was cut at {tokens} tokens; --max-new-tokens allows more."
     if report.stopped_by == "repetition":

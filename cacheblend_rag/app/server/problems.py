@@ -169,8 +169,8 @@ def add_handlers(app: FastAPI) -> None:
 def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str]:
     """The first field that is wrong, and how; empty if it is the whole body.
 
-    A field that only other servers have is answered with the one to use, where a request is for an answer. Of values only numbers are repeated, and single words where words are listed: others may be text of
-    documents.
+    A field that only other servers have is answered with the one to use, where a request is for an answer. Of values
+    only numbers are repeated, and single words where words are listed: others may be text of documents.
     """
     found = error.errors()
     if found[0]["type"] == "json_invalid":

@@ -42,7 +42,7 @@ def is_right(asked: dict[str, Any], answer: str) -> bool:
 @pytest.mark.parametrize("asked", SUGGESTED, ids=lambda one: one["question"])
 def test_full_prefill_answers_the_suggested_questions(asked: dict[str, Any], full: FolderRAG) -> None:
     answer = full.ask(asked["question"])
-    assert answer.info["plain"]
+    assert answer.report.plain
     assert is_right(asked, answer.text), answer.text
 
 
@@ -53,7 +53,7 @@ def test_the_default_answers_the_suggested_questions_blended(
     with FolderRAG(options_for(default_gguf, minilm_folder, tmp_path)) as rag:
         rag.update()
         answers = [(one, rag.ask(one["question"])) for one in SUGGESTED]
-    assert not any(answer.info["plain"] for _, answer in answers)
+    assert not any(answer.report.plain for _, answer in answers)
     assert [answer.text for one, answer in answers if not is_right(one, answer.text)] == []
 
 

@@ -385,13 +385,15 @@ def _without_documents(stream: bool, engine: BlendEngine) -> WholeAnswer | Event
     """The answer to a question for which there are no passages."""
     none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
     told = {**report_of(engine, Prompt(), none), "fidelity": None}
-
-    async def events() -> AsyncIterator[str]:
-        for name, data in (("sources", []), ("token", {"text": none.text}), ("report", told), ("done", {})):
-            yield event(name, data)
-
-    whole = WholeAnswer(answer=none.text, thought="", sources=[], report=told)
-    return EventStream(events()) if stream else whole
+    if stream:
+        said: tuple[tuple[str, Any], ...] = (
+            ("sources", []),
+            ("token", {"text": none.text}),
+            ("report", told),
+            ("done", {}),
+        )
+        return EventStream([event(name, data) for name, data in said])
+    return WholeAnswer(answer=none.text, thought="", sources=[], report=told)
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

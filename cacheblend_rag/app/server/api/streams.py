@@ -37,7 +37,7 @@ class EventStream(StreamingResponse):
 
     Parameters
     ----------
-    events : async iterator of str
+    events : async iterator of str, or list of str
         Events made by `event`.
     slot : Slot, optional
         The slot; left also if the client goes before the first event.
@@ -49,7 +49,9 @@ class EventStream(StreamingResponse):
     quiet_seconds = 15.0
     """Time without an event after which a comment is sent, for proxies and clients that give up a silent connection."""
 
-    def __init__(self, events: AsyncIterator[str], slot: Slot | None = None, longest: float | None = None) -> None:
+    def __init__(
+        self, events: AsyncIterator[str] | list[str], slot: Slot | None = None, longest: float | None = None
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._slot, self._longest, self._complete = slot, longest, False
 
