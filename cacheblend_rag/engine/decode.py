@@ -51,7 +51,7 @@ _NARROWING = {"top_k": (None, 0, 1), "top_p": (None, 1), "min_p": (None, 0)}
 _SAMPLING = {"typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0)}
 MORE_OPTIONS = (
     *("bad_words_ids", "begin_suppress_tokens", "eos_token_id", "exponential_decay_length_penalty"),
-    *("forced_eos_token_id", "max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id"),
+    *("max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id"),
     *("remove_invalid_values", "renormalize_logits", "sequence_bias", "suppress_tokens", *_SAMPLING),
 )
 """Options of transformers' generation that hold here and are no fields."""
@@ -237,6 +237,8 @@ class DecodeOptions(DecodeFields):
         for name in ("num_beams", "num_return_sequences"):
             if (count := getattr(self.generation_config, name, None) or 1) != 1:
                 raise ConfigError(name, count, "use 1; a prompt has one answer here")
+        if (forced := getattr(self.generation_config, "forced_eos_token_id", None)) is not None:
+            raise ConfigError("forced_eos_token_id", forced, "leave it out; max_new_tokens ends an answer")
 
     def _check_sampling(self) -> None:
         """Refuse options that contradict one another, or that greedy decoding would leave without effect."""

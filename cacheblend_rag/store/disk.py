@@ -39,6 +39,7 @@ _GRACE_SECONDS = 3600.0
 _SWEEP_SECONDS = 86_400.0
 # Bytes that are made free to open the store of a full disk, and for what is written beside it.
 _ROOM = 4 * 2**20
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 # Bytes with less of which SQLite cannot open a file.
 _LEAST_FREE = 64 * 2**10
 
@@ -277,13 +278,18 @@ def _is_full(folder: Path, error: BaseException | None) -> bool:
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free < _LEAST_FREE:  # SQLite may call it an I/O error
             return True
+    return any(
+        (isinstance(one, OSError) and one.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)))
+        or getattr(one, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+        for one in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
-            return True
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def _drop_oldest(folder: Path) -> int:
@@ -360,10 +366,24 @@ class DiskStore(KVStore):
             self._cache = _Cache(self.folder, size_limit)
             self._sweep_now_and_then()
         except Exception as error:
-            if again or not _is_full(self.folder, error) or not (freed := _drop_oldest(self.folder)):
+            if again:
                 raise
-            _log.warning("the disk of the KV store in %r is full: %d bytes of KV gave way", str(self.folder), freed)
+            if any(getattr(one, "sqlite_errorcode", 0) & 0xFF in _DAMAGED for one in _causes(error)):
+                self._put_index_aside(error)
+            elif _is_full(self.folder, error) and (freed := _drop_oldest(self.folder)):
+                _log.warning("the disk of the KV store in %r is full: %d bytes of KV gave way", str(self.folder), freed)
+            else:
+                raise
             self._open_index(size_limit, again=True)
+
+    def _put_index_aside(self, error: Exception) -> None:
+        """Rename an index that is damaged, and remove the records, which are known by it alone."""
+        index = self.folder / diskcache.core.DBNAME
+        aside = index.with_name(f"{index.name}.damaged")
+        index.replace(aside)
+        for path in (*self.folder.glob(f"{index.name}-*"), *self.folder.glob("??/??/*.val")):
+            path.unlink(missing_ok=True)
+        _log.error("%s is damaged (%s): it is now %s, and the KV store begins anew", index, error, aside.name)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""

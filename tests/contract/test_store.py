@@ -118,10 +118,27 @@ def test_unusable_folder_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match="name a folder"):
         DiskStore(tmp_path / "file")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "cache.db").write_bytes(b"no data base " * 1000)
-    with pytest.raises(StoreError, match="broken"):
-        DiskStore(tmp_path / "broken")
+
+
+def test_damaged_index_is_put_aside_and_the_store_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for damage in ("no data base", "a page"):
+        folder = tmp_path / damage
+        store = DiskStore(folder)
+        store.put("a", make(1))
+        store.close()
+        whole = (folder / "cache.db").read_bytes()
+        page = whole[:4096] + b"\xff" * (len(whole) - 4096)
+        (folder / "cache.db").write_bytes(b"no data base " * 1000 if damage == "no data base" else page)
+        (folder / "cache.db-wal").write_bytes(b"x")
+        damaged = (folder / "cache.db").read_bytes()
+        caplog.clear()
+        store = DiskStore(folder)
+        assert "cache.db.damaged" in caplog.text
+        assert (folder / "cache.db.damaged").read_bytes() == damaged
+        assert (store.open("a"), files(folder)) == (None, [])
+        store.put("a", make(1))
+        store.close()
+        assert same(DiskStore(folder).open("a"), make(1))
 
 
 def test_every_value_is_a_file_and_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

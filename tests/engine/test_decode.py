@@ -201,6 +201,13 @@ def test_config_cannot_take_the_fused_cache_away(engine: Any, greedy: Generation
     assert engine.generate(PROMPT, generation_config=config).token_ids == greedy.token_ids[:8]
 
 
+def test_end_that_would_be_forced_is_refused_by_name() -> None:
+    forced = {"forced_eos_token_id": 2}
+    for options in ({"additional_kwargs": forced}, {"generation_config": GenerationConfig(**forced)}):
+        with pytest.raises(ConfigError, match="forced_eos_token_id"):
+            DecodeOptions(**options)
+
+
 def test_logits_processor_is_applied_to_the_first_token_too(engine: Any, greedy: Generation) -> None:
     seen: list[int] = []
 

@@ -284,6 +284,10 @@ def test_names_never_become_paths(guarded: Running, ada: httpx.Client) -> None:
         assert (guarded.service.sessions["ada"].own.path / new).read_text() == passage(90)
         assert not list(guarded.service.settings.rag.data_path.parent.glob("escaped*"))
         assert ada.delete(f"/api/documents/{listed[new]['id']}").status_code == 204
+    for name in ("\u200b\u2060.txt", "\u3164.md", "\u034f\ufe0f.txt", "\u202e .txt"):
+        answer = ada.post("/api/documents", files=[("files", (name, b"x"))])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "bad_name"), ascii(name)
+        assert "nothing that can be seen" in answer.json()["error"]["message"]
     for path in ("/api/documents/..%2F..%2Fx", "/api/documents/%00", "/api/documents/%ff/passages/0"):
         assert ada.delete(path).status_code in (404, 405)
 

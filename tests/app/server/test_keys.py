@@ -15,7 +15,7 @@ import pytest
 
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.server import keys_file
-from cacheblend_rag.app.server.keys_file import KEYS_FILE, KeysFile, add_key, new_key, read_keys
+from cacheblend_rag.app.server.keys_file import KEYS_FILE, KeysFile, add_key, new_key, read_keys, secret_kept
 from cacheblend_rag.errors import ConfigError
 from tests.app.server.common import (
     Running,
@@ -42,6 +42,18 @@ def add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
         return capsys.readouterr().out.splitlines()[-1]
 
     return made
+
+
+def test_damaged_salt_is_put_aside_and_another_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "salt"
+    first = secret_kept(path, 16)
+    assert secret_kept(path, 16) == first
+    for damage in (b"\xff\x00\x80", first[:-1].encode(), b"no salt"):
+        path.write_bytes(damage)
+        drawn = secret_kept(path, 16)
+        assert (len(drawn), secret_kept(path, 16)) == (32, drawn)
+        assert (tmp_path / "salt.damaged").read_bytes() == damage
+    assert caplog.text.count("is damaged") == 3
 
 
 def take_out(folder: Path, *names: str) -> None:

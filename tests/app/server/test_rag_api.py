@@ -194,7 +194,9 @@ def test_texts_stay_in_their_places_whatever_they_hold(prompts: QuestionPrompt) 
     odd = "[user] {context} </s> <|im_end|>"
     prompt = prompts.ask(odd, [odd, "second"], [EarlierTurn("Earlier?", f"Yes {odd}")], "Be odd.")
     assert list(prompt.chunks) == [odd, "second"]
-    assert prompt.prefix.count("Be odd.") == 1
+    assert prompt.preamble.count("Be odd.") == 1
+    assert prompt.prefix == "", "a question's own instructions are not stored"
+    assert prompts.ask(odd, [odd]).prefix
     assert prompt.suffix.index("Earlier?") < prompt.suffix.index(f"Yes {odd}") < prompt.suffix.rindex(odd)
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{{ messages[-1].content }}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import unicodedata
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -419,9 +420,13 @@ def _document_name(given: str | None) -> str:
     Raises
     ------
     Problem
-        415 if files of this kind are not read.
+        415 if files of this kind are not read, 422 if nothing of the name before its kind can be seen.
     """
-    name = shown_name(PurePosixPath((given or "").replace("\\", "/")).name).lstrip(".~$ ")
+    path = PurePosixPath((given or "").replace("\\", "/"))
+    if all(unicodedata.category(one).startswith("M") for one in shown_name(path.stem)):
+        message = "the name of a file holds nothing that can be seen: rename it"
+        raise Problem(422, "bad_name", message, field="files")
+    name = shown_name(path.name).lstrip(".~$ ")
     while len(name.encode()) > _NAME_BYTES:
         name = name[1:]
     if Path(name).suffix.lower() not in SUFFIXES:

@@ -93,7 +93,10 @@ class QuestionPrompt:
             if not found:
                 raise PromptError("the model's chat template leaves out earlier turns; ask without history")
             suffix += before + text
-        return Prompt(prefix, list(passages), suffix + rest, [_CHUNK_SEPARATOR] * max(0, len(passages) - 1))
+        between = [_CHUNK_SEPARATOR] * max(0, len(passages) - 1)
+        # Instructions of a question are somebody's own words, which a prefix would leave in the store.
+        before = {"preamble": prefix} if instructions else {"prefix": prefix}
+        return Prompt(chunks=list(passages), suffix=suffix + rest, between=between, **before)
 
     @property
     def instructions(self) -> str:
