@@ -218,7 +218,7 @@ def test_call_that_cannot_be_read_is_told_as_it_was_written(
     assert chat.chat.completions.create(**asked).usage.prompt_tokens > 20, "the conversation goes on"
 
 
-def test_what_says_nothing_in_an_earlier_answer_is_passed_over_and_what_cannot_be_read_names_its_place(
+def test_earlier_answer_may_hold_what_says_nothing_and_what_cannot_be_read_names_its_place(
     chat: openai.OpenAI, chatty: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = {"name": "look_up", "arguments": "{}"}

@@ -95,8 +95,8 @@ class QuestionPrompt:
             suffix += before + text
         between = [_CHUNK_SEPARATOR] * max(0, len(passages) - 1)
         # Instructions of a question are somebody's own words, which a prefix would leave in the store.
-        before = {"preamble": prefix} if instructions else {"prefix": prefix}
-        return Prompt(chunks=list(passages), suffix=suffix + rest, between=between, **before)
+        stored, once = ("", prefix) if instructions else (prefix, "")
+        return Prompt(stored, list(passages), suffix + rest, between, preamble=once)
 
     @property
     def instructions(self) -> str:
