@@ -387,13 +387,8 @@ def _without_documents(stream: bool, engine: BlendEngine) -> WholeAnswer | Event
     none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
     told = {**report_of(engine, Prompt(), none), "fidelity": None}
     if stream:
-        said: tuple[tuple[str, Any], ...] = (
-            ("sources", []),
-            ("token", {"text": none.text}),
-            ("report", told),
-            ("done", {}),
-        )
-        return EventStream([event(name, data) for name, data in said])
+        said: dict[str, Any] = {"sources": [], "token": {"text": none.text}, "report": told, "done": {}}
+        return EventStream([event(name, data) for name, data in said.items()])
     return WholeAnswer(answer=none.text, thought="", sources=[], report=told)
 
 
