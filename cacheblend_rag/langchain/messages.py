@@ -7,14 +7,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
@@ -84,9 +77,7 @@ def _role(message: BaseMessage) -> str:
 
 def _text(message: BaseMessage) -> str:
     content = message.content
-    if isinstance(content, str):
-        return content
-    return "".join(map(_text_of, content))
+    return content if isinstance(content, str) else "".join(map(_text_of, content))
 
 
 def _text_of(block: str | dict[str, Any]) -> str:
