@@ -24,7 +24,7 @@ from cacheblend_rag.prompt.conversation import turn_of
 THOUGHT = "reasoning_content"
 """Where messages of LangChain have a thought as text."""
 _CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
-_UNREAD_CALL = "its arguments are no JSON, or were cut"
+_NO_CALL = "its arguments are no JSON, or were cut"
 # Blocks that say nothing to a template: thoughts, as each provider calls them, and calls.
 _UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
 
@@ -165,9 +165,7 @@ def read_message(read: ParsedAnswer, thought: str = "") -> AIMessage:
     A call that has begun for certain, and cannot be read in the end, is an invalid one.
     """
     calls = [tool_call(name=call.name, args=call.arguments, id=new_call_id()) for call in read.calls]
-    unread = [
-        invalid_tool_call(name=one.name, args=one.raw, id=new_call_id(), error=_UNREAD_CALL) for one in read.unread
-    ]
+    unread = [invalid_tool_call(name=one.name, args=one.raw, id=new_call_id(), error=_NO_CALL) for one in read.unread]
     thoughts = thought_fields(thought)
     return AIMessage(content=read.content, tool_calls=calls, invalid_tool_calls=unread, additional_kwargs=thoughts)
 

@@ -40,14 +40,7 @@ from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gon
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit, shown_name
-from cacheblend_rag.app.server.services.questions import (
-    NO_DOCUMENTS,
-    EarlierTurn,
-    compared_row,
-    report_of,
-    rule_name,
-    search,
-)
+from cacheblend_rag.app.server.services.questions import EarlierTurn, compared_row, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.services.verifications import LatestAnswers
@@ -65,6 +58,8 @@ from cacheblend_rag.report import BlendReport, Generation, Verification
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
 router = bounded_router("/api", "RAG")
+# The answer to a question for which there are no passages.
+_NO_DOCUMENTS = "There are no documents to answer from."
 _NAME_BYTES = 200  # of a file; systems take 255
 _MOST_SECONDS = 30  # that a request waits for a verification
 _COMPARED = 4  # answers that a comparison counts as, one of each method
@@ -314,7 +309,7 @@ async def compare(here: Here, request: Request, body: CompareBody) -> EventStrea
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, most))
         if question is None:
-            raise Problem(409, "no_documents", NO_DOCUMENTS)
+            raise Problem(409, "no_documents", _NO_DOCUMENTS)
         here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
@@ -384,7 +379,7 @@ def _fitting(
 
 def _without_documents(stream: bool, engine: BlendEngine) -> WholeAnswer | EventStream:
     """The answer to a question for which there are no passages."""
-    none = Generation(NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
+    none = Generation(_NO_DOCUMENTS, [], BlendReport((), finish_reason="no_documents"))
     told = {**report_of(engine, Prompt(), none), "fidelity": None}
     if stream:
         said: dict[str, Any] = {"sources": [], "token": {"text": none.text}, "report": told, "done": {}}

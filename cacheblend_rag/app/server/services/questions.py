@@ -21,8 +21,6 @@ from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.prompt.control import OWN, control_tokens
 from cacheblend_rag.report import Generation
 
-NO_DOCUMENTS = "There are no documents to answer from."
-"""The answer to a question for which there are no passages; no model gives it."""
 # A "stuff" chain joins documents with this.
 _CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account
