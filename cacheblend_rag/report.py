@@ -172,6 +172,11 @@ class BlendReport:
     chunk_tiers : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
+    missed : tuple of str
+        Of each chunk, in that order, why it was not read: ``"not stored"`` (new, erased or evicted), ``"stored
+        otherwise"`` (for another model, or with other settings or neighbours), ``"left to be computed"`` (that is
+        quicker, or its record failed); ``""`` if it was read. Empty if it is not known: of a prefill, and of stores on
+        other machines.
     variants : tuple of int
         Chunks whose KV an earlier, verified prompt left behind nearly the same chunks, by their number in that order,
         from 0; see `BlendConfig.variants`.
@@ -234,6 +239,7 @@ class BlendReport:
     hits: int = 0
     misses: int = 0
     chunk_tiers: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
     variants: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False

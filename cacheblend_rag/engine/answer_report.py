@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -9,8 +10,10 @@ from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.engine.route import Blend, Fused, Prefill
 from cacheblend_rag.engine.segments import Kind
 from cacheblend_rag.engine.verification import CheckedAnswer
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt import DocumentPlace
 from cacheblend_rag.report import BlendReport, DocumentUse, ExpectedTimes, Verification
+from cacheblend_rag.store.base import KVStore
 
 PREFILLED = "the prompt was prefilled in full"
 # Characters by which a report names a document.
@@ -49,6 +52,7 @@ def report_of(
         hits=len(tiers) - tiers.count(""),
         misses=tiers.count(""),
         chunk_tiers=tiers,
+        missed=_why_missed(pipeline.store, blend, len(tiers)),
         variants=tuple(number for number, one in chunks if one.kind is Kind.VARIANT and tiers[number]),
         left_out=route.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= fused.resumed or reads_whole_prefix,
@@ -91,6 +95,20 @@ def _tiers(fused: Fused) -> tuple[str, ...]:
     if isinstance(route, Blend):
         return resumed + tuple(route.records[one.key].tier if one.key in route.records else "" for one in route.chunks)
     return resumed + tuple("memory" if span.stop <= fused.resumed else "" for span in split.chunks)
+
+
+def _why_missed(store: KVStore, blend: Blend | None, count: int) -> tuple[str, ...]:
+    """Of each chunk of a whole prompt, why its KV was not read, as far as that costs nothing."""
+    if blend is None or any(one.traits.remote for one in (store, *store.traits.tiers)):
+        return ()
+    why, opened = [""] * count, {key for key, _ in blend.opened}
+    for number, (segment, hit) in enumerate(zip(blend.chunks, blend.hits, strict=True), count - len(blend.chunks)):
+        if not hit:
+            with contextlib.suppress(StoreError):
+                others = any(key != segment.key for key, _ in store.infos(segment.key.rpartition("-")[0] + "-"))
+                why[number] = "stored otherwise" if others else "not stored"
+            why[number] = "left to be computed" if segment.key in opened else why[number]
+    return tuple(why)
 
 
 def _reused_tokens(fused: Fused) -> int:

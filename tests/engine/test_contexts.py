@@ -139,6 +139,18 @@ def test_missed_chunk_is_computed_behind_chunks_of_its_prompt(model: Any) -> Non
         assert again.report.hits == 3
 
 
+def test_report_says_why_a_chunk_was_missed(model: Any) -> None:
+    with engine_with(model, write_back="off") as engine:
+        engine.warm(TEXTS[:1])
+        assert engine.fuse(PROMPT).report.missed == ("", "not stored", "not stored")
+        assert engine.with_config(condition="sink").fuse(PROMPT).report.missed == (
+            "stored otherwise",
+            *["not stored"] * 2,
+        )
+        engine.forget(TEXTS)
+        assert engine.fuse(PROMPT).report.missed == ("not stored",) * 3
+
+
 def test_forgetting_a_chunk_leaves_those_alone_that_begin_alike(model: Any) -> None:
     head = tiny.text(30, 99)
     texts = [f"{head} {tiny.text(40, seed)}" for seed in range(6)]

@@ -400,6 +400,7 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "resumed": report.resumed_tokens,
         "tokens_to_store": report.tokens_to_store,
         "tiers": list(report.chunk_tiers),
+        "missed": list(report.missed),
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,

@@ -79,9 +79,16 @@ def call_of(
         prompt = conversation.split(written.text, known, engine.config.text_separator, retrieved)
         grammar = answer_grammar(form, tools, choice, engine.tokenizer, schemas.check)
     except CacheBlendError as error:
-        if isinstance(error, PromptError) and (place := _unread_arguments(turns)):
-            remedy = "send a JSON object; the model's chat template refuses others"
-            raise ConfigError(place, "no JSON object", remedy) from error
+        unread = [
+            f"messages[{number}].tool_calls[{at}].function.arguments"
+            for number, turn in enumerate(turns)
+            for at, call in enumerate(turn.get("tool_calls", ()))
+            if isinstance(call["function"]["arguments"], str)
+        ]
+        if unread and isinstance(error, PromptError):
+            raise ConfigError(
+                unread[0], None, "send a JSON object; the model's chat template refuses others"
+            ) from error
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
@@ -145,12 +152,3 @@ def _arguments_of(written: str) -> Any:
     except ValueError:
         return written
     return {} if given is None else given if isinstance(given, dict) else written
-
-
-def _unread_arguments(turns: Sequence[dict[str, Any]]) -> str | None:
-    """Where the first arguments of a call stand that are no object."""
-    for number, turn in enumerate(turns):
-        for at, call in enumerate(turn.get("tool_calls", ())):
-            if isinstance(call["function"]["arguments"], str):
-                return f"messages[{number}].tool_calls[{at}].function.arguments"
-    return None

@@ -439,8 +439,7 @@ class ResponsesBody(AnswerBody):
         """Leave out tools of other kinds, which a model is not offered here."""
         if not isinstance(given, list):
             return given
-        kinds = [one.get("type") if isinstance(one, dict) else None for one in given]
-        return [one for one, kind in zip(given, kinds, strict=True) if kind == "function" or not isinstance(kind, str)]
+        return [one for one in given if not isinstance(one, dict) or one.get("type", "function") == "function"]
 
     @field_validator("store", "previous_response_id", "conversation", mode="before")
     @classmethod
