@@ -1,4 +1,4 @@
-"""Fast local RAG: stored KV of retrieved chunks, reused wherever they land in the prompt."""
+"""Fast local RAG: the KV of retrieved chunks is stored, and reused wherever the chunks are in a prompt."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from cacheblend_rag.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that an option may have.
+    """A kind of option: which values it accepts, and how text is read as a value.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def kind_of(
     toml: type = object,
     keep: Callable[[Any], Any] | None = None,
 ) -> Kind:
-    """A kind whose values are those that fit; `keep` makes the form in which they are kept."""
+    """Make a kind that accepts the values for which `fits` is true; `keep` converts an accepted value."""
 
     def check(name: str, value: Any) -> Any:
         if not fits(value):
@@ -67,7 +67,7 @@ def kind_of(
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an int, which a bool is not here."""
+    """True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -84,7 +84,7 @@ def whole(lowest: int = 0, highest: int | None = None) -> Kind:
 
 
 def number(words: str, fits: Callable[[Any], bool]) -> Kind:
-    """Numbers that fit."""
+    """Numbers for which `fits` is true."""
     return kind_of(f"a number {words}", lambda value: _is_number(value) and fits(value), float, float)
 
 
@@ -118,7 +118,7 @@ def _flag(given: str) -> bool:
 
 
 def or_auto(kind: Kind) -> Kind:
-    """The values of a kind, and ``"auto"``."""
+    """Accept ``"auto"`` as well as the values of a kind."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, str) and value == "auto":
@@ -136,7 +136,7 @@ def or_auto(kind: Kind) -> Kind:
 
 
 def read_reasoning(name: str, value: Any) -> Reasoning:
-    """Whether a model shall think, from what a user or a request has written.
+    """Read from text whether a model should think before it answers.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
 
 
 def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> None:
-    """Names of options that there are; the error gives the nearest."""
+    """Refuse unknown names of options; the error suggests the nearest name."""
     for name, value in given:
         if name in known:
             continue
@@ -210,7 +210,7 @@ def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> No
 
 
 def removed_remedy(name: str) -> str | None:
-    """The remedy for an option of earlier versions; None if it is none."""
+    """The remedy for an option of an earlier version, or None if there was no such option."""
     return f"there is no such option any more; {REMOVED[name]}" if name in REMOVED else None
 
 
@@ -221,7 +221,7 @@ def check_mapping(name: str, value: object, what: str = "arguments") -> None:
 
 
 def check_config(value: object) -> BlendConfig:
-    """Options of an engine; the default ones for None."""
+    """Options of an engine; None stands for the defaults."""
     if value is None or isinstance(value, BlendConfig):
         return value or BlendConfig()
     given = value.items() if isinstance(value, Mapping) else ()
@@ -244,7 +244,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
 
 
 def check_fit(name: str, wanted: Sequence[int], layers: int) -> None:
-    """Layers the model has."""
+    """Refuse options that name layers which the model does not have."""
     if wanted and wanted[-1] >= layers:
         raise ConfigError(name, tuple(wanted), f"this model has layers 0 to {layers - 1}")
 
@@ -325,7 +325,7 @@ _DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 
 
 def read_keep_alive(name: str, value: Any) -> float | None:
-    """Seconds for which a model that nobody uses stays in memory; None for ever.
+    """Read for how many seconds an unused model stays in memory; None means for ever.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ KEEP_ALIVE = Kind('seconds, such as 300, or text such as "5m" or "1h30m"; -1 for
 
 @dataclass(frozen=True)
 class Option:
-    """Description of an option: all that is to be known of it besides its type.
+    """Everything about an option except its type.
 
     Parameters
     ----------
@@ -394,23 +394,23 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """Name of the option's environment variable."""
         return ENV_PREFIX + self.prefix + self.name.upper()
 
     @property
     def help_line(self) -> str:
-        """Its line in the help of the command line, with its default."""
+        """The option's line in the command line's help, with the default."""
         first = self.about.split(". ")[0].removesuffix(".")
         begin = first if first[1:2].isupper() else first[0].lower() + first[1:]
         return f"{begin} (default: {self.shown or self.default})"
 
     def from_environment(self) -> Any:
-        """Its value in the environment, else its default."""
+        """The option's value from the environment, or its default."""
         given = os.environ.get(self.variable)
         return self.default if given is None else self.read(given, self.variable)
 
     def read(self, given: str | list[str], source: str) -> Any:
-        """Its value from text; from several, where it repeats.
+        """Read the option's value from text, or from several texts if the option can be repeated.
 
         Raises
         ------
@@ -447,7 +447,7 @@ def option(
 
 
 def options_of(kind: type) -> tuple[Option, ...]:
-    """Description of each option of a dataclass, in their order."""
+    """The `Option` of each field of a dataclass, in order."""
     return _options_of(kind)
 
 
@@ -457,7 +457,7 @@ def _options_of(kind: Any) -> tuple[Option, ...]:
 
 
 def check_options(options: Any) -> None:
-    """Check the options of a dataclass that is being made, and keep each value in its own form.
+    """Check the options of a new dataclass instance, and convert each value.
 
     Raises
     ------
@@ -477,7 +477,7 @@ _T = TypeVar("_T", bound=type[Any])
 
 
 def declared(kind: _T) -> _T:
-    """A dataclass of options: it refuses names that are none, and its docstring has their texts for `help`."""
+    """Decorator of a dataclass of options: unknown names are refused, and the docstring lists all options."""
     names, made = tuple(one.name for one in fields(kind)), kind.__init__
 
     @wraps(made)
@@ -495,7 +495,7 @@ def declared(kind: _T) -> _T:
 
 
 def default_data_path() -> Path:
-    """Where the command line keeps index and KV unless it is told otherwise."""
+    """Default folder for the command line's index and KV."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "cacheblend_rag"
 
@@ -745,7 +745,7 @@ class BlendConfig:
 
     @property
     def text_separator(self) -> str:
-        """Where a prompt that comes as one text is split; empty for nowhere."""
+        """Text at which a prompt given as one string is split; empty if it is not split."""
         return self.separator if self.split_at_separator else ""
 
     @property
@@ -755,7 +755,7 @@ class BlendConfig:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio, or the least one if a controller is to choose it."""
+        """The recompute ratio, or the lowest one that a controller may choose."""
         return LEAST_RATIO if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
     @property
@@ -770,11 +770,11 @@ class BlendConfig:
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """Value of an option that neither the caller nor the environment sets."""
+        """Value of an option if neither the caller nor the environment sets it."""
         return next(one.default for one in options_of(cls) if one.name == name)
 
     def asdict(self) -> dict[str, Any]:
-        """All options by name, as JSON would have them; ``BlendConfig(**config.asdict())`` is the same again."""
+        """All options by name, as JSON values; ``BlendConfig(**config.asdict())`` equals this object."""
         return {name: as_json(getattr(self, name)) for name in self.names()}
 
     def changed(self) -> dict[str, Any]:
@@ -783,7 +783,7 @@ class BlendConfig:
 
 
 def as_json(value: Any) -> Any:
-    """A value of an option as JSON would have it."""
+    """An option's value as a JSON value."""
     if isinstance(value, Mapping):
         return {name: as_json(one) for name, one in value.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -47,7 +47,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class ExpectedTimes:
-    """The loading controller's expectations of a request, in seconds.
+    """Times that the loading controller predicts for a request, in seconds.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class ExpectedTimes:
 
 @dataclass(frozen=True)
 class DocumentUse:
-    """The use of a retrieved document in one prompt.
+    """What became of a retrieved document in one prompt.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class DocumentUse:
 
     @property
     def found(self) -> bool:
-        """Whether it stands in the prompt."""
+        """True if the document is in the prompt."""
         return self.outcome in ("hit", "miss")
 
     def asdict(self) -> dict[str, str]:
@@ -101,7 +101,7 @@ class DocumentUse:
 
 @dataclass(frozen=True)
 class Verification:
-    """How an answer was held against full prefill.
+    """Result of comparing an answer with full prefill's.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class Verification:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is full prefill's: it stayed, or was corrected."""
+        """True if the answer is full prefill's, either unchanged or corrected."""
         return self.status in ("verified", "corrected")
 
     def asdict(self) -> dict[str, Any]:
@@ -266,17 +266,17 @@ class BlendReport:
 
     @property
     def fidelity(self) -> Fidelity:
-        """How near the answer is to full prefill's; see `Verification`."""
+        """Whether the answer is approximate, checked, corrected or exact; see `Verification`."""
         return self.verification.fidelity
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens the model was fed."""
+        """Number of tokens that the model was given."""
         return len(self.input_ids)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose KV was read and kept on every layer: those that were read, without those recomputed."""
+        """Number of reused tokens, without those that were recomputed."""
         return self.reused_tokens - (self.recomputed_tokens or (0,))[-1]
 
     @property
@@ -374,13 +374,13 @@ class Generation:
 
     @property
     def verification(self) -> Verification:
-        """How it was held against full prefill."""
+        """Result of comparing the answer with full prefill's."""
         return self.report.verification
 
 
 @dataclass(frozen=True)
 class WarmReport:
-    """Result of warming.
+    """Counts of what warming stored.
 
     Parameters
     ----------
@@ -411,7 +411,7 @@ class WarmReport:
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """Counts of a model's requests, and how much of them was found in the store.
+    """Counts of a model's requests, and of what the store had for them.
 
     Parameters
     ----------
@@ -458,7 +458,7 @@ class AnswerStats:
 
 @dataclass(frozen=True, eq=False)
 class Newest:
-    """The newest report of each model in a context, and in threads and tasks that were begun with copies of it."""
+    """Newest report of each model within a context; threads and tasks with a copy of the context share it."""
 
     outer: Newest | None
     thread: int = field(default_factory=threading.get_ident)
@@ -466,7 +466,7 @@ class Newest:
 
     @staticmethod
     def here() -> Newest:
-        """Those of this context, which begin now if this thread has none."""
+        """The reports of this context, created if there are none yet."""
         if (found := _newest.get()) is None or found.thread != threading.get_ident():
             _newest.set(found := Newest(found))
         return found
@@ -478,7 +478,7 @@ _REMEMBERED = 64
 
 
 class Tally:
-    """Counts answers, from any thread; a copy begins anew."""
+    """Counts answers from any thread. A copy starts at zero."""
 
     def __init__(self) -> None:
         self._stats = AnswerStats()
@@ -488,7 +488,7 @@ class Tally:
         Newest.here()  # so that threads begun by the caller say what is newest
 
     def note(self, answer: Generation) -> None:
-        """An answer is complete and was read in this context."""
+        """Count a complete answer that was read in this context."""
         report = answer.report
         here: Newest | None = Newest.here()
         while here is not None:
@@ -519,7 +519,7 @@ class Tally:
         self.note_verification(report.verification)
 
     def note_verification(self, found: Verification) -> None:
-        """An answer was verified, at its end or later."""
+        """Count a verified answer, at its end or later."""
         with self._lock:
             self._stats = replace(
                 self._stats,
@@ -528,7 +528,7 @@ class Tally:
             )
 
     def stats(self) -> AnswerStats:
-        """All answers so far."""
+        """Counts of all answers so far."""
         return self._stats
 
     @property

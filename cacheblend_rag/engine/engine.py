@@ -194,11 +194,11 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
     # Prompts ---------------------------------------------------------------------------------
 
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
-        """The ids of a prompt and where its segments lie, however long it is."""
+        """Token ids of a prompt and the positions of its segments, without regard to the context window."""
         return self._parts.pipeline.segments.tokenizer.tokenize(_prompt_of(prompt, self.config.text_separator))
 
     def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
-        """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
+        """The prompt as it is answered; ``overflow="drop_chunks"`` may have left out chunks that do not fit.
 
         Parameters
         ----------
@@ -214,7 +214,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self._parts.pipeline.split(_prompt_of(prompt, self.config.text_separator), needed, room)
 
     def grammar(self, schema: Mapping[str, Any]) -> Grammar:
-        """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
+        """Compile a JSON schema for answers: ``generate(prompt, grammar=engine.grammar(schema))``.
 
         The answer is JSON by the schema, unless ``max_new_tokens`` or a stop string cuts it.
 
@@ -239,17 +239,17 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self.chunks.warm(chunks, prefix=prefix, progress=progress)
 
     def forget(self, chunks: Iterable[str]) -> int:
-        """Erase the stored KV of chunks; how many records there were; see `Chunks.forget`."""
+        """Erase the stored KV of chunks and return the number of records; see `Chunks.forget`."""
         return self.chunks.forget(chunks)
 
     def flush(self) -> None:
-        """Wait until everything computed is stored, on other machines too, and all answers that wait are verified."""
+        """Wait until all computed KV is stored, also on other machines, and all waiting answers are verified."""
         self.verifications.wait()
         self.turns.write_back.flush()
         self.store.flush()
 
     def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
-        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
+        """Store waiting KV as far as the time allows, then release everything. Closing twice is harmless.
 
         Parameters
         ----------
@@ -356,7 +356,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self._changed(pipeline=self._parts.pipeline.with_config(dataclasses.replace(self.config, **changes)))
 
     def of_tenant(self, salt: str, finder: Finder | None = None) -> BlendEngine:
-        """A view of this engine that has nothing in common with those of other tenants but model, store and turns.
+        """A view of this engine for one tenant, which shares only the model, the store and the scheduler with others.
 
         The texts that it remembers are its own. It ends with this engine. It can be let go of, and made again when the
         tenant asks again: prompts of the tenant that lie in memory stay.
@@ -377,7 +377,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return self._changed(pipeline=pipeline)
 
     def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
-        """The same engine under another name. OpenTelemetry's spans of its answers give this name.
+        """The same engine under another name, which OpenTelemetry's spans of its answers show.
 
         Parameters
         ----------
@@ -390,7 +390,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
+        """Identity of the model: its weights, active adapters and everything else that its KV depends on."""
         return self._parts.pipeline.segments.model.look()
 
     def _changed(self, **changes: Any) -> BlendEngine:
@@ -431,7 +431,7 @@ def _prompt_of(prompt: Prompt | str, separator: str) -> Prompt:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Everything that an engine is made of. Another engine over the same model and store shares most of it.
+    """Parts of an engine. Another engine over the same model and store shares most of them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""LangChain: put our LLM into a chain and change nothing else."""
+"""LangChain's models over a `BlendEngine`, for any chain that takes a model."""
 
 from __future__ import annotations
 

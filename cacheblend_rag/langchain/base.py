@@ -1,4 +1,4 @@
-"""Fields and methods of both LangChain models, beside those of all adapters."""
+"""Fields and methods that both LangChain models share, in addition to those of all adapters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BlendFields(LLMBase):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """A model made by `from_model_id` can be loaded again; of others, only the fields are kept."""
+        """True: a model made by `from_model_id` can be loaded again. Of other models only the fields are saved."""
         return True
 
     @classmethod
@@ -117,14 +117,14 @@ class BlendFields(LLMBase):
         return cls.from_model(pipeline.model, pipeline.tokenizer, **fields)
 
     def report_of(self, id: str) -> BlendReport | None:
-        """How one of the last 64 answers was made, by the id of its run, or by the ``answer_id`` in its info.
+        """Report of one of the last 64 answers, by the id of its run or the ``answer_id`` in its info.
 
         Runs are known if retrievers are tracked. None if it is not known.
         """
         return self._tally.reports.get(answer_of_run(str(id)))
 
     def match_chunks(self, text: str) -> Prompt:
-        """The segments this model sees in a finished prompt."""
+        """The segments that this model recognises in a finished prompt."""
         documents = documents_of_run(text)
         self._learn(documents)
         prompt = match_chunks(text, self._registry, self.engine.config.text_separator, documents=documents)
@@ -180,14 +180,14 @@ class BlendFields(LLMBase):
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text by ``custom_get_token_ids``, else by the model's tokenizer without what opens a text."""
+        """Token ids of a text, by ``custom_get_token_ids`` or by the model's tokenizer without its start tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
 
 
 def within_run(run: BaseRunManager | None, prompts: int = 1) -> AbstractContextManager[None]:
-    """Let spans of OpenTelemetry stand below the one that OpenInference keeps for a run of LangChain.
+    """Place OpenTelemetry's spans below the one that OpenInference keeps for a run of LangChain.
 
     OpenInference does not make it current: callbacks may be called in another thread.
 

@@ -100,7 +100,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as the chat template writes it.
+        """Number of tokens of a conversation in the model's chat template.
 
         A conversation that the model would refuse is counted, too, so that it can be trimmed. Its order may be one that
         the template does not take, or it holds blocks that are not read. The count is then an estimate: each message
@@ -176,7 +176,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answers as objects of a class, or as dicts.
+        """Make a runnable that answers with objects of a class, or with dicts.
 
         Parameters
         ----------
@@ -221,7 +221,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
-        """The segments this model sees in a conversation."""
+        """The segments that this model recognises in a conversation."""
         return self._prepared(messages, None, {"tools": tools}).prompts[0]
 
     def _generate(

@@ -51,7 +51,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         return {**super()._identifying_params, "prompt_prefix": self.prompt_prefix}
 
     def match_chunks(self, text: str) -> Prompt:
-        """The segments this model sees in a finished prompt, behind the text that stands before every prompt."""
+        """The segments that this model recognises in a finished prompt, after its `prompt_prefix`."""
         return super().match_chunks(self.prompt_prefix + text)
 
     def _generate(

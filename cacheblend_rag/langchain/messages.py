@@ -97,7 +97,7 @@ def _text_of(block: str | dict[str, Any]) -> str:
 
 
 class WholeJson(JsonOutputParser):
-    """Reads answers that are JSON, as objects of a pydantic class if there is one.
+    """Parses JSON answers, into objects of a pydantic class if one is given.
 
     LangChain's own parser closes what is open in an answer that was cut. Here that is an error.
     """
@@ -118,7 +118,7 @@ class WholeJson(JsonOutputParser):
 
 
 class CalledObject(PydanticToolsParser):
-    """Reads the call that an answer must be, as an object of a pydantic class.
+    """Parses an answer that must be a tool call into an object of a pydantic class.
 
     LangChain's own parser gives None where there is no call. Here that is an error.
     """
@@ -136,7 +136,7 @@ class CalledObject(PydanticToolsParser):
 
 
 class CalledDict(JsonOutputKeyToolsParser):
-    """Reads the call that an answer must be, as a dict; see `CalledObject`."""
+    """Parses an answer that must be a tool call into a dict; see `CalledObject`."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """See `CalledObject.parse_result`."""
@@ -187,7 +187,7 @@ def _thought_of(message: AIMessage) -> str:
 
 
 def stream_chunks(pieces: Sequence[CallPiece]) -> list[ToolCallChunk]:
-    """Pieces of calls in the form in which streams carry them."""
+    """Pieces of tool calls in the form that streams use."""
     return [tool_call_chunk(name=one.name, args=one.arguments, id=one.call_id, index=one.index) for one in pieces]
 
 

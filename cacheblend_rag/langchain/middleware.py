@@ -22,7 +22,7 @@ _INSTRUCTIONS = "Use the following passages to answer. If they do not hold the a
 
 
 class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
-    """Puts retrieved documents before an agent's model, and makes documents of tools known.
+    """Adds retrieved documents to an agent's prompt, and registers documents that its tools return.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A retriever and vector stores that make their documents known without tracking, and warming a whole store.
+"""A retriever and vector stores that register their documents without tracking, and warming of a whole store.
 
 LangChain calls no callback for a method of a ``VectorStore``. Without `track` the documents of such a call are known
 only if a retriever, a runnable (a LangGraph node, a lambda) or a tool returns them as documents.
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=VectorStore)
 
 
 class CacheBlendRetriever(BaseRetriever):
-    """Asks another retriever and makes its documents known to our models.
+    """Wraps another retriever and registers its documents with this package's models.
 
     Models of this package track every retriever by themselves. Use this class if tracking is off, or if you want to
     see it in the chain. It returns the documents unchanged.
@@ -83,7 +83,7 @@ def _check(k: int | None) -> None:
 
 
 def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
-    """Make the documents that a vector store finds known to our models.
+    """Register the documents that a vector store finds with this package's models.
 
     Use it where the store itself is searched: ``vectorstore.similarity_search(question)`` in a LangGraph node, a
     lambda, a dynamic prompt, or a tool that returns text. Retrievers need nothing.

@@ -1,4 +1,4 @@
-"""Learning chunk texts from every retriever of the process.
+"""Tracking: the texts that any retriever of the process returns become known chunks.
 
 LangChain gives each run to the handlers of configure hooks. Our handler sees the documents that a retriever, a
 runnable or a tool returns, and those that a runnable is given, in any chain, sync or async. It notes their texts in a
@@ -48,7 +48,7 @@ _CHARACTERS = 16_000_000
 
 
 class RunDocuments:
-    """Which documents were retrieved in which run. It is bounded: the oldest runs are forgotten first.
+    """The documents that each run retrieved. Its size is bounded: the oldest runs are forgotten first.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ class RunDocuments:
 
     @property
     def documents(self) -> int:
-        """How many documents are remembered."""
+        """Number of documents that are remembered."""
         return sum(map(len, self._texts.values()))
 
     def begin(self, run: UUID, parent: UUID | None, given: Collection[str] = ()) -> None:
-        """A run has begun, with these documents in what it was given."""
+        """Note the start of a run, and the documents in its input."""
         with self._lock:
             self._roots[run] = self._root(run, parent)
             if len(self._roots) > _RUNS:
@@ -84,7 +84,7 @@ class RunDocuments:
         self.give(run, given)
 
     def give(self, run: UUID, given: Collection[str]) -> None:
-        """A run was given documents; those that are new belong to its outermost run."""
+        """Note documents that a run was given. New documents belong to its outermost run."""
         if not given:
             return
         with self._lock:
@@ -94,7 +94,7 @@ class RunDocuments:
             self._note(root, {text: False for text in given if text not in known})
 
     def end(self, run: UUID) -> tuple[int, int]:
-        """A run has ended; with the outermost, its documents are forgotten.
+        """Note the end of a run. At the end of the outermost run, its documents are forgotten.
 
         Returns
         -------
@@ -150,7 +150,7 @@ class RunDocuments:
             self._forget(next(iter(self._texts)))
 
     def call(self, parent: UUID | None, prompts: Iterable[bytes]) -> None:
-        """A model is about to be called in a run; prompts are given by `prompt_key`."""
+        """Note that a run is about to call a model with these prompts, each named by its `prompt_key`."""
         with self._lock:
             root = self._root(parent, parent) if parent else None
             texts = self._texts.get(root) if root else None
@@ -168,7 +168,7 @@ class RunDocuments:
         return tuple(RetrievedDocument((text,), left_out=left_out) for text, left_out in texts.items())
 
     def note_found(self, prompt: bytes, texts: Iterable[str]) -> None:
-        """A prompt for a model of ours holds these documents of its run."""
+        """Note which documents of its run a prompt contains."""
         with self._lock:
             root, _ = self._prompts.get(prompt, (None, None))
             if root is not None and root in self._texts:
@@ -344,18 +344,18 @@ _registered = False
 
 
 def switch_on() -> None:
-    """Offer the tracker to every run from now on, whatever was switched off before."""
+    """Track every run from now on, even after `switch_off`."""
     _register()
     _tracker.off = False
 
 
 def switch_off() -> None:
-    """Track nothing any more, in the whole process, until `switch_on`; new models do not change that."""
+    """Stop tracking in the whole process until `switch_on`, also for models that are made later."""
     _tracker.off = True
 
 
 def begin_tracking() -> None:
-    """`switch_on`, unless the user has switched tracking off; what constructing a model does."""
+    """Switch tracking on unless the user has switched it off. Constructing a model calls this."""
     if not _tracker.off:
         _register()
 
@@ -370,7 +370,7 @@ def _register() -> None:
 
 @contextmanager
 def tracking_off() -> Iterator[None]:
-    """Within this, retrievers are not tracked."""
+    """Context manager in which retrievers are not tracked."""
     token = _handler.set(None)
     try:
         yield
@@ -380,7 +380,7 @@ def tracking_off() -> Iterator[None]:
 
 @contextmanager
 def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
-    """Within this, retrievers are tracked, also inside `tracking_off` or after `switch_off`.
+    """Context manager in which retrievers are tracked, also inside `tracking_off` or after `switch_off`.
 
     Parameters
     ----------
@@ -404,28 +404,28 @@ def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
 
 
 def prompt_key(prompt: str | Sequence[BaseMessage]) -> bytes:
-    """By what a prompt is known between its announcement and the call of the model: a digest of all its text."""
+    """Key of a prompt between its announcement and the call of the model: a digest of its whole text."""
     texts = prompt if isinstance(prompt, str) else [str(message.content) for message in prompt]
     return hashlib.sha256(json.dumps(texts).encode()).digest()
 
 
 def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[RetrievedDocument, ...]:
-    """Documents retrieved in the run in which a prompt was made, as far as that is known."""
+    """Documents that were retrieved in the run that made a prompt, if the run is known."""
     return _tracker.runs.documents_of(prompt_key(prompt))
 
 
 def answer_of_run(run: str) -> str:
-    """The id of a run's answer; the text itself if that is not known."""
+    """The id of a run's answer, or the text itself if the id is not known."""
     return _tracker.runs.answers.get(run, run)
 
 
 def note_found(prompt: str | Sequence[BaseMessage], seen: Prompt) -> None:
-    """A prompt was made for a model of ours; what it holds is not missing in its run."""
+    """Note the documents in a prompt, so that its run does not count them as missing."""
     _tracker.runs.note_found(prompt_key(prompt), [one.text for one in seen.documents if one.chunk is not None])
 
 
 def note_search(texts: Sequence[str], known: ChunkRegistry) -> None:
-    """A search that is no run has returned documents; they belong to the run in which it was called."""
+    """Note documents of a search that is not a run of its own. They belong to the run that called it."""
     known.add(texts)
     config = var_child_runnable_config.get()
     run = getattr((config or {}).get("callbacks"), "parent_run_id", None)

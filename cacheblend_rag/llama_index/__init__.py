@@ -1,4 +1,4 @@
-"""LlamaIndex: put our LLM into a query engine, chat engine or agent and change nothing else.
+"""LlamaIndex's LLM over a `BlendEngine`, for any query engine, chat engine or agent.
 
 ``embedding`` has a sentence-transformers embedding. It loads its library, so it is not imported here.
 """

@@ -1,4 +1,4 @@
-"""Responses to calls of the model as LlamaIndex writes them, and their event in tracing."""
+"""The model's answers as LlamaIndex's responses, and their event in tracing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def usage_of(report: BlendReport) -> dict[str, Any]:
 
 
 class CacheBlendEvent(BaseEvent):
-    """An answer is complete.
+    """Event of a complete answer.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class CacheBlendEvent(BaseEvent):
 
 
 def logprobs_of(answer: Generation | None) -> list[list[LogProb]] | None:
-    """For each token of a whole answer the likeliest in its place, the token itself first; None if not asked for.
+    """For each token of a whole answer, the token and the likeliest others in its place; None if not requested.
 
     LlamaIndex's models of OpenAI give the likeliest alone, among which a token that was drawn may be missing.
     """
@@ -74,21 +74,21 @@ def logprobs_of(answer: Generation | None) -> list[list[LogProb]] | None:
 
 
 def thought_of(said: Said) -> dict[str, Any]:
-    """The thought so far: its newest piece, where LlamaIndex's agents look for it, and all of it."""
+    """The fields of a thought so far: its newest piece, where LlamaIndex's agents look for it, and its whole text."""
     delta = {"thinking_delta": said.thought} if said.thought else {}
     whole = said.split.thought if said.answer is None else said.answer.thought
     return {**delta, "thinking": whole} if whole else {}
 
 
 def delta_of(said: Said, content: str) -> str | None:
-    """The newest piece of a response with this content; nothing of an answer that was corrected since."""
+    """The newest piece of a response with this content; None if the answer was corrected since."""
     if said.answer is None:
         return said.text
     return said.split.rest(content) if said.streamed else None
 
 
 def check_whole(answer: Generation | None) -> None:
-    """Refuse an answer that was cut, where it is read as JSON.
+    """Refuse an answer that was cut off and is to be read as JSON.
 
     Raises
     ------

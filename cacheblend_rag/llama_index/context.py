@@ -1,4 +1,4 @@
-"""Where the context stands in a prompt, and where its chunks are.
+"""Finds the context in a prompt, and the chunks in the context.
 
 LlamaIndex fills its templates by name, so the exact context, the question and an earlier answer
 are known when a prompt is made. They go with the prompt as a `Hint`. The text still decides:
@@ -38,7 +38,7 @@ _FIXED = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
 
 @dataclass(frozen=True)
 class Hint:
-    """The values that a template was filled with.
+    """Values that a template was filled with.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Hint:
 
 
 class MarkedText(str):
-    """A finished prompt that knows what it was made of."""
+    """A finished prompt, together with the values of its template."""
 
     hint: Hint
 
@@ -81,7 +81,7 @@ class MarkedText(str):
 
 
 class MarkedMessages(list[ChatMessage]):
-    """Finished messages that know what they were made of."""
+    """Finished messages, together with the values of their template."""
 
     def __init__(self, messages: Iterable[ChatMessage], hint: Hint) -> None:
         super().__init__(messages)

@@ -1,4 +1,4 @@
-"""The KV of an index: computed ahead of time, while documents are ingested, and erased with the nodes that leave it."""
+"""The KV of an index: stored ahead of time or during ingestion, and erased with deleted nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def warm_index(
     progress: bool | None = None,
     say: Callable[[str], object] | None = None,
 ) -> WarmReport:
-    """Compute and store the KV of all nodes of an index; says first how many bytes that takes.
+    """Compute and store the KV of all nodes of an index, after printing how many bytes that takes.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def warm_index(
 
 
 def forget_nodes(nodes: Iterable[BaseNode], llm: CacheBlendLLM | None = None) -> int:
-    """Erase all that is stored of some nodes.
+    """Erase the stored KV of nodes.
 
     Texts with and without metadata are erased, and the parts of them that were found in prompts
     by this process; parts that an earlier process stored are not known here.
@@ -98,7 +98,7 @@ def forget_nodes(nodes: Iterable[BaseNode], llm: CacheBlendLLM | None = None) ->
 
 @contextmanager
 def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator[None]:
-    """Within this, the KV of what leaves an index is erased: deleted nodes, old texts of updated ones.
+    """Context manager that erases the KV of deleted nodes, and of the old texts of updated nodes.
 
     ::
 
@@ -118,7 +118,7 @@ def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator
 
 
 class CacheBlendPrecompute(TransformComponent):
-    """Computes and stores the KV of nodes while they are ingested; the nodes stay as they are.
+    """Computes and stores the KV of nodes during ingestion, without changing the nodes.
 
     Put it last in an ingestion pipeline. A later step that changes a node's text or metadata also changes the text in
     prompts. The pipeline's cache does not skip it, because only the KV store knows what it still holds.
@@ -143,7 +143,7 @@ class CacheBlendPrecompute(TransformComponent):
         return "CacheBlendPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Key of this step in a pipeline's cache: never the same twice."""
+        """Key of this step in a pipeline's cache, different at every call so that the step always runs."""
         return {"class_name": self.class_name(), "run": uuid4().hex}
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

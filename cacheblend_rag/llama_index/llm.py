@@ -83,7 +83,7 @@ class ObjectAnswers(CustomLLM, FunctionCallingLLM):
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
     ) -> Model:
-        """An answer as an object of a pydantic class: by a tool call if the model takes tools, else as JSON."""
+        """Answer with an object of a pydantic class: by a tool call if the model takes tools, else as JSON."""
         options = self._in_form(output_cls, llm_kwargs)
         return cast(Model, super().structured_predict(output_cls, prompt, options, **values))
 
@@ -250,7 +250,7 @@ class CacheBlendLLM(LLMBase, ObjectAnswers):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Answer a prompt piece by piece; ``text`` is all so far, ``delta`` the newest piece."""
+        """Answer a prompt piece by piece; ``text`` is the whole answer so far, ``delta`` its newest piece."""
         call = self._completion(prompt, formatted, kwargs)
         return call.read(call.open())
 
@@ -272,7 +272,7 @@ class CacheBlendLLM(LLMBase, ObjectAnswers):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; each piece has the tool calls, as far as they are written.
+        """Answer a conversation piece by piece; each piece has the tool calls as written so far.
 
         The last piece has those calls alone that can be read. With ``verify="always"`` calls come with it alone, since
         an answer may be corrected until then. With ``as_object=True``, as streams of objects ask for it, an answer that

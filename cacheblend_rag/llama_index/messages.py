@@ -89,7 +89,7 @@ def answer_message(
 
 
 def growing_message(text: str, calls: Sequence[StreamedCall], thought: str = "") -> ChatMessage:
-    """An answer that is being written as a message, with its calls as far as they are."""
+    """An unfinished answer as a message, with its tool calls as written so far."""
     values = [from_json(one.written or "{}", allow_partial="trailing-strings") for one in calls]
     grown = [WrittenCall(one.name, value) for one, value in zip(calls, values, strict=True)]
     return called_message(grown, text, thought, [one.call_id for one in calls])
@@ -111,7 +111,7 @@ def calls_of(message: ChatMessage) -> list[ToolSelection]:
 def called_message(
     calls: Sequence[WrittenCall], text: str = "", thought: str = "", names: Sequence[str] = ()
 ) -> ChatMessage:
-    """A text and calls as a message, behind the thought that came before them.
+    """A message of a thought, then a text and calls.
 
     The calls stand in blocks, and once more in OpenAI's form where LlamaIndex's streams of objects look for them.
     """

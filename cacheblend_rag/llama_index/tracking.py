@@ -1,4 +1,4 @@
-"""Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation.
+"""Tracking: LlamaIndex's instrumentation tells which nodes any retriever of the process returns.
 
 There is one listener for the process, because LlamaIndex's root dispatcher gives none back. It notes nodes with the
 tracker of the context in which a retriever is called.
@@ -104,14 +104,14 @@ def _extend(text: str, at: int, start: int, stop: int, known: str, place: int) -
 
 
 def node_texts(node: BaseNode) -> list[str]:
-    """The texts under which a node may stand in a prompt: with the metadata for the model, and without."""
+    """Texts of a node that a prompt may contain: with the model's metadata, and without."""
     forms = (MetadataMode.LLM, MetadataMode.NONE)
     texts = [chunk_text(node.get_content(metadata_mode=form)) for form in forms]
     return [text for text in dict.fromkeys(texts) if text]
 
 
 class NodeTracker:
-    """Where retrieved nodes are noted, and the texts of those that were retrieved last.
+    """Keeps the texts of retrieved nodes, and which of them are the newest.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class NodeTracker:
         self._lock = threading.Lock()
 
     def note(self, nodes: Sequence[BaseNode]) -> None:
-        """Nodes were retrieved."""
+        """Note retrieved nodes."""
         self.known.add(text for node in nodes for text in node_texts(node))
         with self._lock:
             for node in nodes:
@@ -140,7 +140,7 @@ class NodeTracker:
                 self._recent.popitem(last=False)
 
     def forget(self, texts: Iterable[str] | None = None) -> None:
-        """Forget that texts were retrieved, or all of them."""
+        """Forget that these texts, or all texts, were retrieved."""
         with self._lock:
             gone = set(self._recent.values() if texts is None else texts)
             for node_id in [one for one, text in self._recent.items() if text in gone]:
@@ -148,12 +148,12 @@ class NodeTracker:
 
     @property
     def recent(self) -> list[str]:
-        """Texts of the nodes that were retrieved last, the latest first."""
+        """Texts of the last retrieved nodes, the newest first."""
         with self._lock:
             return list(dict.fromkeys(reversed(self._recent.values())))
 
     def note_given(self, nodes: Sequence[BaseNode], inside: bool) -> None:
-        """Know nodes that a synthesizer is given and that were not retrieved.
+        """Note nodes that a synthesizer was given and that no retriever returned.
 
         Within a query engine these are those that have a document, such as neighbours of retrieved nodes. Others are
         made of answers, or cut of retrieved nodes for citations.
@@ -166,7 +166,7 @@ class NodeTracker:
         self.note(new)
 
     def documents(self, nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
-        """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
+        """The documents among a synthesizer's nodes, or the retrieved ones if all nodes are parts, as for citations."""
         known = [(node, original) for node in nodes if (original := self._recent.get(node.node_id)) is not None]
         retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
         cut = not known and _cut_of_retrieved(nodes)
@@ -180,7 +180,7 @@ class NodeTracker:
         return tuple(found)
 
     def note_rewritten(self, nodes: Iterable[BaseNode]) -> None:
-        """Know the new texts of retrieved nodes; nodes made of answers and questions are no documents."""
+        """Note the new texts of retrieved nodes. Nodes made of answers and questions are not documents."""
         for node in nodes:
             original = self._recent.get(node.node_id)
             text = chunk_text(node.get_content(metadata_mode=MetadataMode.LLM))
@@ -265,7 +265,7 @@ def answers_noted() -> Callable[[BlendReport], None]:
 
 
 def documents_retrieved() -> tuple[RetrievedDocument, ...]:
-    """Documents of which the synthesizer that now calls the model makes an answer."""
+    """Documents of the synthesizer that is calling the model."""
     under_way = _synthesis.get()
     return under_way.documents if under_way is not None else ()
 
@@ -364,7 +364,7 @@ def _cut_of_retrieved(nodes: Sequence[BaseNode]) -> bool:
 
 
 def split_again(known: ChunkRegistry, documents: Iterable[RetrievedDocument]) -> list[str]:
-    """Texts of which parts may stand in a prompt, the last retrieved first.
+    """Texts whose parts a prompt may contain, the last retrieved first.
 
     Parameters
     ----------
@@ -378,12 +378,12 @@ def split_again(known: ChunkRegistry, documents: Iterable[RetrievedDocument]) ->
 
 
 def rewritten_texts(documents: Iterable[RetrievedDocument]) -> list[str]:
-    """Texts that were put in the place of documents and that a tracker has noted as chunks."""
+    """Texts that replaced documents and that a tracker has noted as chunks."""
     return [text for one in documents for text in one.rewritten if any(text in each.known for each in _trackers())]
 
 
 def forget_retrieved(texts: Sequence[str]) -> None:
-    """Forget texts of nodes that were retrieved lately."""
+    """Forget texts of recently retrieved nodes."""
     for tracker in _trackers():
         tracker.forget(texts)
 
@@ -393,7 +393,7 @@ def _trackers() -> set[NodeTracker]:
 
 
 def switch_on() -> None:
-    """Listen to LlamaIndex's root dispatcher from now on; further calls do nothing."""
+    """Listen to LlamaIndex's root dispatcher from now on. Calling this again does nothing."""
     global _registered
     with _lock:
         if not _registered:
@@ -405,7 +405,7 @@ def switch_on() -> None:
 
 @contextmanager
 def tracking_off() -> Iterator[None]:
-    """Within this, retrievers are not tracked."""
+    """Context manager in which retrievers are not tracked."""
     token = _tracker.set(None)
     try:
         yield
@@ -415,7 +415,7 @@ def tracking_off() -> Iterator[None]:
 
 @contextmanager
 def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
-    """Within this, retrievers are tracked, also inside `tracking_off`; gives the registry.
+    """Context manager in which retrievers are tracked, also inside `tracking_off`; it yields the registry.
 
     Parameters
     ----------

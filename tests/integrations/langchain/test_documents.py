@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[3]
 NAMES = ("langchain", "from-huggingface", "troubleshooting")
 PAGES = {name: (ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
 EXPECTED = {
-    "langchain": r"\d+ documents are known\n\d+ documents are known to it\n\[\] 0\n"
-    r"((hit|miss) as it was retrieved .+\n){3}[23] hits",
+    "langchain": r"(.*\n)+0 hits, 3 misses\n(.*\n)*.* \(3 hits\)\n(.*\n)*.* [23] hits\n(.*\n)*.* 3 hits\n"
+    r"(.*\n)*.* [23] hits\n(.*\n)*.* [3-9] hits\n(.*\n)*"
+    r"\d+ documents are known\n\d+ documents are known to it\n\[\] 0\n((hit|miss) as it was retrieved .+\n){3}",
     "from-huggingface": r"\S",
     "troubleshooting": r"chunks=\('The harbour was dredged in 1912, and again after the war\.',\).*\n\(\)",
 }
