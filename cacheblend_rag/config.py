@@ -284,7 +284,7 @@ REMOVED = {
     "prompt_lookup": "leave it out; tokens are tried where that is faster",
     "keep_converted": "leave it out; GGUF files are not converted",
     "prefetch": "leave it out; layers are read ahead wherever that is faster",
-    "contexts": "leave it out; each chunk is computed behind two stretches of other chunks",
+    "contexts": "leave it out; each chunk is computed after text of two other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
     "keep_alive": "leave it out; `serve --keep-alive` gives the memory of idle models back",
@@ -360,7 +360,7 @@ class Option:
     Parameters
     ----------
     default : object
-        Its value when nobody says anything.
+        Its value if none is given.
     kind : Kind
         Its values.
     about : str
@@ -374,7 +374,7 @@ class Option:
     shown : str
         Its default in words, where the value itself would say less.
     prefix : str
-        Prefix of its name in the environment, behind ``CACHEBLEND_RAG_``.
+        Prefix of its name in the environment, after ``CACHEBLEND_RAG_``.
     repeats : bool
         Whether the command line takes it several times.
     identity : {"", "kv", "answer"}
@@ -552,9 +552,9 @@ class BlendConfig:
         "\n\n",
         kind_of("a text that is not empty", lambda value: isinstance(value, str) and value != "", toml=str),
         """
-        Text between the segments of a `Prompt` that does not say what stands between its chunks, and around a chunk
-        that is stored ahead of time. Prompts of chains are read as they were written. Set it to the text that your own
-        prompts have between chunks.
+        Text between the chunks of a `Prompt` that does not set ``between``, and around a chunk that is stored ahead of
+        time. Prompts of chains are read as they were written. Set it to the text that your own prompts have between
+        chunks.
         """,
         identity="answer",
     )
@@ -562,9 +562,9 @@ class BlendConfig:
         False,
         FLAG,
         """
-        Split a prompt that comes as one text at every separator. Turn it on where your program joins chunks by the
-        separator and hands over one text. Leave it off where text comes from outside: a question that holds the
-        separator would be split, too.
+        Split a prompt given as one text at every separator. Turn it on if your program joins chunks with the separator
+        and passes one text. Leave it off where text comes from outside: a question that contains the separator would be
+        split too.
         """,
         identity="answer",
     )
@@ -574,9 +574,9 @@ class BlendConfig:
         """
         Share of the reused chunk tokens that is recomputed, 0 to 1. The paper takes 0.15 (section 4.3). 'auto' is 0.15,
         until `cacheblend-rag profile` has measured this machine: the loading controller then raises it for each request
-        by as much as loading hides. After `cacheblend-rag calibrate` it is the rule and the share that were found, as
-        long as no rule is named here. Raise it where answers must be nearer to full prefill; lower it where the first
-        token must come sooner. See docs/explanation/loading.md.
+        as far as the computation is hidden by loading. After `cacheblend-rag calibrate` it is the rule and the share
+        that were found, unless you name a rule. Raise it where answers must be closer to full prefill; lower it where
+        the first token must come earlier. See docs/explanation/loading.md.
         """,
         flag="ratio",
         metavar="R",
@@ -586,10 +586,10 @@ class BlendConfig:
         "query",
         _SELECTION,
         """
-        Which tokens are recomputed: the name of a rule, or a rule. 'query' takes those that the question attends to
-        most, 'boundary' the first tokens of each chunk, 'hkvd' those of highest KV deviation, as the paper does. 'none'
-        is full KV reuse, 'all' is full KV recompute. Change it where you reproduce the paper, or where looking at the
-        question takes too long. See docs/reference/selection.md.
+        Rule that chooses which tokens are recomputed, by name or as an object. 'query' takes the tokens that the
+        question attends to most, 'boundary' the first tokens of each chunk, 'hkvd' those of highest KV deviation, as
+        the paper does. 'none' is full KV reuse, 'all' is full KV recompute. Change it to reproduce the paper, or where
+        scoring by the question takes too long. See docs/reference/selection.md.
         """,
         identity="kv",
     )
@@ -597,8 +597,8 @@ class BlendConfig:
         {},
         _RULE_OPTIONS,
         """
-        Options of the rule that is named, such as {"score_layers": [28]} for 'query'; JSON in the environment. Give
-        them where the rule's own defaults do not suit the model. See docs/reference/selection.md.
+        Options of the named rule, such as {"score_layers": [28]} for 'query'; JSON in the environment. Set them where
+        the rule's defaults do not suit the model. See docs/reference/selection.md.
         """,
         shown="none",
         hashed=False,
@@ -608,9 +608,10 @@ class BlendConfig:
         256,
         whole(),
         """
-        Chunk tokens that a prompt must have: with fewer it is answered by plain prefill. So is a prompt of which too
-        little is stored, unless this is 0: then each prompt with a chunk is blended, also where that takes longer.
-        Lower it where prefill is slow, as with a large model on a CPU; raise it where short prompts are quick anyway.
+        Least number of chunk tokens in a blended prompt; a prompt with fewer is answered by full prefill. So is a
+        prompt of which too little is stored. With 0, every prompt with a chunk is blended, even where that takes
+        longer. Lower it where prefill is slow, as with a large model on a CPU; raise it where short prompts are fast
+        anyway.
         """,
         identity="answer",
     )
@@ -618,8 +619,8 @@ class BlendConfig:
         "error",
         choice(("error", "drop_chunks")),
         """
-        The way of a prompt that the context window does not hold: it is refused, or loses whole chunks from the
-        end until it fits. Change it where a shorter context is better than no answer, and retrieval gives the best
+        Treatment of a prompt that is longer than the context window: it is refused, or loses whole chunks from the
+        end until it fits. Change it where a shorter context is better than no answer, and retrieval returns the best
         chunks first. See docs/reference/options.md#the-context-window.
         """,
         identity="answer",
@@ -628,12 +629,12 @@ class BlendConfig:
         "auto",
         choice(CONDITIONS),
         """
-        The tokens that a chunk is computed behind before it is stored. 'context': stretches of chunks that it belongs
-        with, those beside it where chunks are warmed, those retrieved with it otherwise; the chunk hits wherever it
-        stands. 'sink': only the fixed tokens that open every text, as in the paper; storing takes half of the time, and
-        on SmolLM2-135M answers are further from full prefill. 'prefix': the actual prefix, which is exact directly
-        behind it; another prefix is another record. 'auto': what `cacheblend-rag calibrate` found, else 'context'.
-        Change it where storing takes too long, or where every prompt has one chunk behind one prefix. See
+        Tokens that precede a chunk when it is computed for the store. 'context': text of related chunks, which are its
+        neighbours if it is warmed, and otherwise the chunks retrieved with it; the chunk is reused at any position.
+        'sink': only the fixed tokens at the start of every text, as in the paper; storing takes half of the time, and
+        on SmolLM2-135M answers are further from full prefill. 'prefix': the prompt's prefix, after which the chunk is
+        exact; each prefix has its own record. 'auto': what `cacheblend-rag calibrate` found, or 'context'. Change it
+        where storing takes too long, or where every prompt has one chunk after one prefix. See
         docs/explanation/engine.md#what-is-stored.
         """,
         identity="kv",
@@ -642,27 +643,27 @@ class BlendConfig:
         "background",
         choice(("background", "inline", "off")),
         """
-        When chunks that were missing are stored: after the answer when nothing else waits, before the call returns, or
-        never. Use 'inline' in a program that ends after its answer, and 'off' where chunks never come again.
+        When missing chunks are stored: after the answer when no request waits, before the call returns, or never. Use
+        'inline' in a program that ends after its answer, and 'off' where chunks never come back.
         """,
     )
     prompt_cache: int | str = _engine_option(
         "auto",
         or_auto(_MEMORY),
         """
-        Bytes of memory for the KV of the last prompts and their answers; 0 for none. A prompt that begins as one of
-        them goes on from there: the next step of an agent, the next turn of a chat, the same system prompt. 'auto' is
-        1 GiB, or a sixteenth of the memory of the machine (of the GPU, if the model is there) if that is less. Raise it
-        where several long conversations take turns; set 0 where memory is short, or where answers must not depend, by
-        rounding alone, on what was asked before. See docs/explanation/engine.md#the-last-prompts.
+        Bytes of memory for the KV of the last prompts and their answers; 0 for none. A prompt with the same beginning
+        continues from there: the next step of an agent, the next turn of a chat, the same system prompt. 'auto' is 1
+        GiB, or a sixteenth of the memory of the machine (of the GPU, if the model is there) if that is less. Raise it
+        where several long conversations take turns; set 0 where memory is short, or where not even the rounding of an
+        answer may depend on earlier prompts. See docs/explanation/engine.md#the-last-prompts.
         """,
     )
     size_limit: int | str = _engine_option(
         10 * 10**9,
         BYTES,
         """
-        Bytes the KV store may take, such as "20GB". What was used least recently is evicted beyond it. Raise it where
-        your documents need more: `cacheblend-rag cache estimate` tells how much.
+        Bytes the KV store may take, such as "20GB". Beyond them, the least recently used records are evicted. Raise it
+        where your documents need more: `cacheblend-rag cache estimate` tells how much.
         """,
         flag="size-limit",
         metavar="SIZE",
@@ -672,8 +673,8 @@ class BlendConfig:
         "auto",
         or_auto(_MEMORY),
         """
-        Bytes of memory for copies of records above a folder or a shared store; 0 for none. 'auto' is a quarter of what
-        is free if the model is on a GPU, 256 MB above a shared store alone and in `ask` and `serve`, else none. Raise
+        Bytes of memory for copies of records from a folder or a shared store; 0 for none. 'auto' is a quarter of the
+        free memory if the model is on a GPU, 256 MB with only a shared store and in `ask` and `serve`, else none. Raise
         it where reading is slow and memory is free; set 0 where memory is short. See docs/how-to/shared-kv.md.
         """,
     )
@@ -681,9 +682,8 @@ class BlendConfig:
         "int8",
         choice(CODEC_NAMES),
         """
-        How the KV of chunks is written to a folder or a shared store: as it is, or in eight bits. Choose 'raw'
-        where a chunk that stands where it was computed must be exact.
-        See docs/reference/kv-record.md.
+        How the KV of chunks is written to a folder or a shared store: unchanged, or in eight bits. Choose 'raw' where a
+        chunk in its original position must be exact. See docs/reference/kv-record.md.
         """,
         identity="answer",
     )
@@ -691,8 +691,8 @@ class BlendConfig:
         "",
         text("; an empty one is shared by all who set none"),
         """
-        Text that is part of every key: tenants with different salts never share a record. Set one for each group of
-        users, where none of them must learn what others have stored.
+        Text that is part of every key: tenants with different salts never share a record. Set a salt for each group of
+        users that must not learn what other groups have stored.
         """,
         shown="empty",
     )
@@ -700,40 +700,38 @@ class BlendConfig:
         1,
         whole(1),
         """
-        Most answers that are under way at once. With more than 1, a request is let in between two tokens of the others,
-        as long as memory has room for its KV, and they take their steps together; rounding then differs with the other
-        requests. Raise it where several people ask at the same time. See docs/explanation/engine.md#several-at-once.
+        Most answers that run at the same time. With more than 1, a request can start between two tokens of the others
+        if memory has room for its KV, and all decode together; rounding then depends on the other requests. Raise it
+        where several people ask at the same time. See docs/explanation/engine.md#several-at-once.
         """,
     )
     verify: str = _engine_option(
         "off",
         choice(VERIFY),
         """
-        Whether answers are held against full prefill, and corrected where the model itself goes on differently. Set it
-        to 'idle' where answers should be checked when nothing else waits; to 'always' where an answer must be the full
-        model's before it counts as done, and its first words should come early; to 'held' where a stream must never be
-        corrected: it is prefilled in full, so its first word comes later. See docs/explanation/verification.md.
+        Whether answers are compared with full prefill's, and corrected where they differ. 'idle' checks them when no
+        request waits. 'always' checks each answer before it is complete; its first words still come early. 'held' is
+        for streams that must never be corrected: the prompt is prefilled in full, so the first word comes later. See
+        docs/explanation/verification.md.
         """,
     )
     verify_share: float = _engine_option(
         1.0,
         SHARE,
         """
-        Share of the answers that 'idle' verification checks. Lower it, for instance to 0.01, where checking all would
-        keep the machine busy, and you want to notice in operation that answers are corrected more often.
+        Share of the answers that 'idle' verification checks. Lower it, for instance to 0.01, where checking all answers
+        would keep the machine busy and a sample is enough to notice a change.
         """,
     )
     prepack_weights: bool | str = _engine_option(
         "auto",
         or_auto(FLAG),
         """
-        Multiply by copies of linear weights on a CPU, faster for few rows. In bfloat16 they are in oneDNN's order and
-        take as much memory again, and a GGUF file of 4 bits has tokens multiplied by its codes. 'auto' does where
-        the processor has such arithmetic of its own and copies take at most a quarter of the machine's memory. In
-        float32, too, where weights are the same in float16: tokens of answers read half of the bytes, and copies take
-        half as much memory again; other rows are multiplied by oneDNN on AMD's processors.
-        True is for bfloat16, and refuses a model that cannot gain. Turn it off where memory is short. See
-        docs/explanation/engine.md#weight-prepacking.
+        Use rearranged copies of linear weights on a CPU, which are faster for few tokens. In bfloat16 the copies are in
+        oneDNN's order and take as much memory again; 'auto' makes them if the processor has bfloat16 arithmetic and
+        they take at most a quarter of the machine's memory. In float32, 'auto' packs weights that are equal in float16,
+        which takes half as much memory again and halves the bytes that a token reads. True is for bfloat16, and refuses
+        a model that cannot gain. Turn it off where memory is short. See docs/explanation/engine.md#weight-prepacking.
         """,
     )
 

@@ -66,7 +66,7 @@ class ExpectedTimes:
 
 @dataclass(frozen=True)
 class DocumentUse:
-    """What became of a retrieved document in one prompt.
+    """Outcome of a retrieved document in one prompt.
 
     Parameters
     ----------

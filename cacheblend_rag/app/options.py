@@ -135,7 +135,7 @@ class FolderRAGOptions:
     reasoning_tokens: int | None = option(
         None,
         whole(),
-        "Longest thought, in tokens beside those of the answer. Models that have no switch think anyway, up to 256.",
+        "Longest thought, in tokens, not counting the answer. Models without a switch think anyway, up to 256.",
         flag="reasoning-tokens",
         metavar="N",
         shown="by level",

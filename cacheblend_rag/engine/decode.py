@@ -165,41 +165,41 @@ class DecodeFields(BaseModel):
     """False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the choice to
     ``temperature``."""
     top_p: Annotated[float | None, checked(number("above 0, up to 1", lambda p: 0 < p <= 1))] = None
-    """Nucleus sampling: the share of probability that the likeliest tokens have together."""
+    """Nucleus sampling: only the likeliest tokens with this total probability are sampled from."""
     top_k: Annotated[int | None, checked(whole())] = None
     """Number of the likeliest tokens that are sampled from; 0 for all."""
     min_p: Annotated[float | None, checked(_SHARE)] = None
-    """Least probability of the tokens that are sampled from, as a share of the likeliest token's; 0 for all."""
+    """Least probability of tokens that are sampled from, as a share of the likeliest token's; 0 for all."""
     repetition_penalty: Annotated[float | None, checked(_PENALTY)] = None
-    """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
+    """Above 1, tokens that are already in the prompt or the answer become less likely; 1 changes nothing."""
     presence_penalty: Annotated[float | None, checked(_TAKEN_OFF)] = None
-    """Taken off the logit of each token that the answer holds already, as OpenAI defines it; from -2 to 2."""
+    """Subtracted from the logit of each token that is already in the answer, as OpenAI defines it; from -2 to 2."""
     frequency_penalty: Annotated[float | None, checked(_TAKEN_OFF)] = None
-    """Taken off the logit of a token for each time that the answer holds it; from -2 to 2."""
+    """Subtracted from the logit of a token for each time that it is in the answer; from -2 to 2."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias)] = None
     """Numbers from -100 to 100 that are added to the logits of single tokens, by token id."""
     logprobs: Annotated[bool | None, checked(FLAG)] = None
     """Return the log-probability of each token of the answer: the model's own, before bias, penalties and
     temperature. Of a verified answer they are those of its final tokens."""
     top_logprobs: Annotated[int | None, checked(whole(0, 20))] = None
-    """How many of the likeliest tokens go with the log-probability of each, up to 20; beside ``logprobs=True``."""
+    """Number of likeliest tokens to return with each token, up to 20. Needs ``logprobs=True``."""
     seed: Annotated[int | None, checked(whole(-(2**63), 2**64 - 1))] = None
     """Makes sampling repeatable."""
     verify: Annotated[str | None, checked(choice(VERIFY))] = None
-    """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
+    """Whether the answer is compared with full prefill's, as for `BlendConfig`. None takes the engine's option."""
     reasoning: Annotated[Reasoning, BeforeValidator(reasoning_of)] = False
-    """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. Chat templates
-    that have a switch are told so. A thought is never part of the answer."""
+    """Whether the model thinks before it answers: False, True, ``"low"``, ``"medium"`` or ``"high"``. It sets
+    the chat template's switch, if there is one. A thought is never part of the answer."""
     reasoning_tokens: Annotated[int | None, checked(whole())] = None
-    """Most tokens of a thought, which do not count as tokens of the answer. Then it is ended, and the answer begins.
-    None takes 2,048; 512 if reasoning is low, 8,192 if it is high, and 256 if a model thinks without being asked to."""
+    """Most tokens of a thought, not counted as tokens of the answer. After them the thought ends and the answer begins.
+    None means 2,048; 512 if reasoning is low, 8,192 if it is high, and 256 if a model thinks without being asked to."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
-    """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and
-    an empty list of a call means that none ends it."""
+    """Text or texts that end the answer and are not part of it. A call adds its texts to those of the model; an empty
+    list in a call means that no text ends the answer."""
     stop_repetition: Annotated[bool | None, checked(FLAG)] = None
-    """False lets an answer go on that only repeats itself. Else it is ended once its last 128 tokens are one stretch of
-    prose, four times or more; 512 tokens if they are no prose, such as rows of a table or of numbers. The report says
-    so. An answer by a grammar, and one that has ``min_new_tokens`` before it, goes on."""
+    """False lets an answer repeat itself without end. Otherwise it is ended when its last 128 tokens are the same prose
+    four times or more; 512 tokens if they are not prose, such as rows of a table. The report says so. Answers by a
+    grammar, and answers shorter than ``min_new_tokens``, are not ended."""
     generation_config: Annotated[Any, checked(_GENERATION)] = Field(default=None, exclude=True, repr=False)
     """A `GenerationConfig` of transformers with anything else it offers; the options above win over it."""
     logits_processor: Annotated[
