@@ -47,6 +47,7 @@ QUICKLY = ["--top-k", "2", "--max-new-tokens", "16"]
 PAGES = {
     "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n",
     "how-to/adding-a-store.md": r"2 hits\n",
+    "reference/engine-api.md": r"(.*\n)+ 2 hits, first token after \d+\.\d+ s\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": "",
     "how-to/shared-kv.md": r"first 0 hits, from \(.*\)\nsecond 2 hits, from \('s3', 's3'\)\n",
