@@ -281,12 +281,11 @@ class LlamaDecode:
 
     def __init__(self, adapter: LlamaAdapter) -> None:
         self._adapter, self._runtime = adapter, adapter.runtime
-        self._token_bytes = 4 * adapter.num_layers * adapter.kv_heads * adapter.head_dim
 
     def fit(self, tokens: int) -> bool:
         """Whether memory has room for the KV of so many tokens, and as much again for what is enlarged."""
         free = free_memory()
-        return free is None or 2 * tokens * self._token_bytes <= free
+        return free is None or 2 * tokens * self._runtime.token_bytes <= free
 
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Logits of each step, ``[1, tokens, vocab]``; caches grow."""

@@ -18,8 +18,10 @@ from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
 from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.models.kv import LayerKV
 
-BLOCK = 16
-"""Rows that are chosen together: each stretch of rows is a call of llama.cpp."""
+TILE = 64
+"""Rows of a call from which on llama.cpp computes attention in tiles, several times faster."""
+_LONG = 1024  # tokens of a prompt from which on that is worth it
+_BLOCK = 16  # rows that are chosen together
 
 
 def fuse(
@@ -50,6 +52,9 @@ class _Pass:
         self._question = min(max((span.stop for span in self._stored), default=0), self._tokens - 1)
         if plan.question is not None:
             self._question = min(self._tokens - 1, max(self._question, plan.question.start))
+        self._asked = self._question
+        if self._tokens >= _LONG:  # rows before the question come with it at no cost
+            self._question = min(self._question, self._tokens - TILE)
 
     def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
         runtime = self._runtime
@@ -59,15 +64,46 @@ class _Pass:
         chosen = self._chosen(attention)
         final = self._adapter.empty_cache()
         at = 0
-        for stretch in _stretches(chosen):
-            runtime.copy(placed.sequence, final.sequence, at, stretch.start)
-            runtime.compute(self._ids[stretch.start : stretch.stop], stretch.start, final.sequence)
-            at = stretch.stop
+        for group in self._groups(_stretches(chosen)):
+            self._compute_together(group, at, placed.sequence, final.sequence)
+            at = group[-1].stop
         if at < self._question:
             runtime.copy(placed.sequence, final.sequence, at, self._question)
         logits = runtime.compute(self._ids[self._question :], self._question, final.sequence, 1)[-1]
         final.length = self._tokens
         return self._fusion(final, chosen, logits, scored), final
+
+    def _groups(self, stretches: Iterable[range]) -> Iterator[list[range]]:
+        """Stretches that are computed in one call: alone, or in long prompts as many as make a tile."""
+        group, least = list[range](), TILE if self._tokens >= _LONG else 1
+        for stretch in stretches:
+            group.append(stretch)
+            if sum(map(len, group)) >= least:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _compute_together(self, group: Sequence[range], at: int, placed: int, final: int) -> None:
+        """Compute stretches, and append them to the final sequence with the stored rows between.
+
+        Each stretch of several is computed in a sequence of its own, so it sees the stored KV of the others' rows.
+        """
+        runtime = self._runtime
+        with ExitStack() as stack:
+            own = [final] if len(group) == 1 else [stack.enter_context(runtime.sequence()) for _ in group]
+            for stretch, sequence in zip(group, own, strict=True):
+                if sequence != final:
+                    runtime.copy(final, sequence, 0, at)
+                runtime.copy(placed, sequence, at, stretch.start)
+            runtime.compute_in(
+                [(self._ids[row], row, sequence) for part, sequence in zip(group, own, strict=True) for row in part]
+            )
+            if len(group) > 1:
+                for stretch, sequence in zip(group, own, strict=True):
+                    runtime.copy(placed, final, at, stretch.start)
+                    runtime.copy(sequence, final, stretch.start, stretch.stop)
+                    at = stretch.stop
 
     def _put_in_place(self, layers: Sequence[LayerKV], target: int) -> None:
         """Build a sequence of stored KV, from left to right; what is not stored is computed on the way."""
@@ -97,28 +133,31 @@ class _Pass:
         queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layer)
         keys = runtime.kv(placed.sequence, 0, self._tokens)[0][layer].float()  # [kv_heads, tokens, head_dim]
         runtime.cut(placed.sequence, self._question)
-        return True, _attention(queries, keys, self._question)
+        return True, _attention(queries[self._asked - self._question :], keys, self._asked)
 
     def _chosen(self, attention: torch.Tensor | None) -> torch.Tensor:
         """Positions that are recomputed, rising."""
         positions, offsets, blocks = [], [], []
-        for number, span in enumerate(self._plan.reused):
+        for span in self._plan.reused:
+            count, first = -(-len(span) // _BLOCK), blocks[-1] + 1 if blocks else 0
             for offset, position in enumerate(span):
                 if position < self._question:
                     positions.append(position)
                     offsets.append(offset)
-                    blocks.append((number, offset // BLOCK))
+                    blocks.append(first + offset * count // len(span))
         if not positions:
             return torch.empty(0, dtype=torch.long)
-        at = torch.tensor(positions)
+        at, block = torch.tensor(positions), torch.tensor(blocks)
+        rows = torch.bincount(block)
         seen = None
         if attention is not None:
-            numbers = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
-            index = torch.tensor([numbers[block] for block in blocks])
-            sums = torch.zeros(len(numbers)).index_add_(0, index, attention[at])
-            seen = (sums / torch.bincount(index, minlength=len(numbers)))[index]
+            seen = (torch.zeros(len(rows)).index_add_(0, block, attention[at]) / rows)[block]
         reused = sum(map(len, self._plan.reused))
-        return at[self._rule.begin(StartView(at, torch.tensor(offsets), reused, seen))]
+        chosen = self._rule.begin(StartView(at, torch.tensor(offsets), reused, seen))
+        if seen is None:
+            return at[chosen]
+        # Each stretch is a call of llama.cpp: a block is computed as a whole, or left if little of it was chosen.
+        return at[(2 * torch.bincount(block[chosen], minlength=len(rows)) >= rows)[block]]
 
     def _fusion(self, final: SequenceCache, chosen: torch.Tensor, logits: torch.Tensor, scored: bool) -> Fusion:
         rows = torch.ones(self._tokens, dtype=torch.bool)

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.gguf import content_sha256, settings_folder
+from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.ollama import local_path
+from cacheblend_rag.models.starter_table import BESIDE_WEIGHTS
 
 
 def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
@@ -26,12 +29,18 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
     Raises
     ------
     ModelLoadError
-        If the file is missing or damaged, or llama.cpp is not installed or cannot load it.
+        If the file is missing or damaged, memory is too small for it, or llama.cpp is not installed or cannot load it.
     UnsupportedModelError
         If its architecture is not supported.
     """
     path = local_path(file)
     folder = settings_folder(path)
+    needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()
+    if there is not None and needed > there:
+        raise ModelLoadError(
+            f"{str(path)!r} takes some {needed:,} bytes of memory, and there are {there:,}; take a smaller model, or a "
+            "file with fewer bits"
+        )
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
     runtime = Runtime(path, torch.get_num_threads())

@@ -16,6 +16,7 @@ import torch
 from cacheblend_rag.errors import GenerationError, ModelLoadError
 from cacheblend_rag.llama_cpp.library import F16, Batch, ContextOptions, Library, ModelOptions, Observer, library
 from cacheblend_rag.llama_cpp.state import StateLayout
+from cacheblend_rag.models.memory import free_memory
 
 BATCH = 512
 """Tokens of one call of `llama_decode`. A prefill is always cut so, since other batches round otherwise."""
@@ -49,6 +50,8 @@ class Runtime:
     shifts : bool
         Whether KV can be moved to other positions.
     layout : StateLayout
+    token_bytes : int
+        Bytes of a token's KV; 0 where it cannot be moved.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -69,7 +72,7 @@ class Runtime:
         self._wanted: bytes | None = None
         self._seen: np.ndarray | None = None
         self._observer = Observer(self._observe)
-        self._cells = 0
+        self._cells = self.token_bytes = 0
         self._batch: Batch = lib.llama_batch_init(BATCH, 0, 1)
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
@@ -82,6 +85,7 @@ class Runtime:
             with self.sequence() as probe:
                 self.compute([1, 2], 0, probe)
                 self.layout = StateLayout(self.state(probe), self.layers, self.kv_heads)
+                self.token_bytes = sum(self.layout.widths)
 
     # Sequences -------------------------------------------------------------------------------
 
@@ -190,6 +194,11 @@ class Runtime:
             self._decode(rows, logits[max(0, begin - first) : max(0, end - first)])
         return logits
 
+    def compute_in(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Compute tokens that stand at the ends of several sequences; see `step`."""
+        for begin in range(0, len(rows), BATCH):
+            self._decode([(*row, False) for row in rows[begin : begin + BATCH]], torch.empty(0))
+
     def step(self, rows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Compute one token of each of several sequences; logits ``[rows, vocab]``.
 
@@ -248,7 +257,13 @@ class Runtime:
     # Memory ----------------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        """Give the context twice its cells; sequences are carried over."""
+        """Give the context twice its cells; sequences are carried over, so that both contexts are there for a while."""
+        needed, free = 3 * self._cells * self.token_bytes, free_memory()
+        if free is not None and needed > free:
+            raise GenerationError(
+                f"a context of {2 * self._cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
+                "with fewer documents, or fewer questions at once"
+            )
         states = {one: self.state(one) for one in range(_SEQUENCES) if one not in self._free and self._length(one)}
         old = self._context
         self._open(2 * self._cells)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-# Memory of a process that answers inside llama.cpp, weights aside (docs/benchmarks/llama-cpp.md).
-_BESIDE_WEIGHTS = 1_300_000_000
+BESIDE_WEIGHTS = 1_300_000_000
+"""Memory of a process that answers inside llama.cpp, weights aside (docs/benchmarks/llama-cpp.md)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Starter:
     @property
     def memory_bytes(self) -> int:
         """Memory of a process that answers with the language model."""
-        return self.whole_bytes + _BESIDE_WEIGHTS if self.is_gguf else 0
+        return self.whole_bytes + BESIDE_WEIGHTS if self.is_gguf else 0
 
     def about(self) -> Mapping[str, str]:
         """Source of the model's folder."""

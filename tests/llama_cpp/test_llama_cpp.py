@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
 from cacheblend_rag.llama_cpp.loading import load_gguf
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt
@@ -230,6 +230,44 @@ def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path)
         load_gguf(cut)
     with pytest.raises(ModelLoadError, match="does not exist"):
         load_gguf(tmp_path / "none.gguf")
+
+
+def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend_rag.llama_cpp.loading.total_memory", lambda: 10**9)
+        with pytest.raises(
+            ModelLoadError, match=r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
+        ):
+            load_gguf(file)
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    engine = engine_of(load_gguf(file))
+    ids = [5 + number % 40 for number in range(700)]
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend_rag.llama_cpp.runtime.free_memory", lambda: 10**5)
+        with pytest.raises(GenerationError, match=r"context of 1,024 tokens takes .* bytes of memory, and 100,000 are"):
+            engine.adapter.prefill(ids)
+    assert engine.adapter.prefill(ids).cache.length == 700
+
+
+def test_rows_of_a_long_prompt_are_computed_in_tiles(loaded, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.blend._LONG", 100)
+    calls = []
+    compute = type(loaded[0].runtime).compute
+    monkeypatch.setattr(
+        type(loaded[0].runtime),
+        "compute",
+        lambda self, ids, *rest: (calls.append(len(ids)), compute(self, ids, *rest))[1],
+    )
+    engine = engine_of(loaded, recompute_ratio=0.3)
+    chunks = [tiny.text(150, number) for number in range(3)]
+    engine.chunks.warm(chunks)
+    calls.clear()
+    computed = engine.generate(prompt_of(chunks), max_new_tokens=1).report.computed_tokens[0]
+    # Separators are computed where stored KV is put in place; then come whole blocks, and the question at the end.
+    rows = [count for count in calls if count >= 40]
+    assert rows[-1] >= 64
+    assert sum(rows) <= computed
+    assert all(count >= 40 for count in calls[-len(rows) :])
 
 
 def test_missing_library_is_named_with_its_remedy(file, monkeypatch, caplog):

@@ -6,6 +6,10 @@ Both ways compute the same GGUF file in the same library, in turn. *llama.cpp al
 batches of 512 tokens and takes the answer token by token, greedily, in a context of its own that nothing watches. *This
 package* answers by `BlendEngine.generate`, chunks stored on disk before, no kept prompts. The prompt is a chat about
 the bundled articles, in chunks of 512 tokens. The answers may not end before their length.
+
+``python -m docs.benchmarks.scripts.llama_cpp --rows squad.jsonl --half choose --count 12 --out rows.json``
+
+How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions.
 """
 
 from __future__ import annotations
@@ -19,16 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.calibration.quality import Methods, ReferenceAnswer, another_order
+from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.llama_cpp.library import Observer
 from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.starters import STARTERS
 from cacheblend_rag.prompt.chat import question_turns, render_turns
+from docs.benchmarks.evaluation.datasets import load_cases
 from docs.benchmarks.scripts.common import machine, table, write_json
 
 CHUNK_TOKENS = 512
+PASSAGES = 4
 QUESTION = "When did the island appear, and what happened on it first?"
 
 
@@ -46,8 +55,15 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="questions; divergences by rule are measured")
+    parser.add_argument("--half", choices=("choose", "test"), default="choose")
+    parser.add_argument("--count", type=int, default=12, help="questions")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.rows is not None:
+        found = divergences(options.model, options.rows, options.half, options.count, options.out)
+        print(rows_table(found))
+        return
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options.model, options.chunks, options.tokens, options.rounds, Path(folder))
     print(rows(result))
@@ -117,6 +133,64 @@ def rows(result: dict[str, Any]) -> str:
     return f"{about}\n\n" + table(["", "llama.cpp alone", "this package", "ratio"], found)
 
 
+RULES: dict[str, dict[str, Any]] = {
+    "nothing": {"selection": "none"},
+    "heads 5%": {"selection": "boundary", "recompute_ratio": 0.05},
+    "heads 15%": {"selection": "boundary", "recompute_ratio": 0.15},
+    "question at 0.6, 5%": {"depth": 0.6, "recompute_ratio": 0.05},
+    "question at 0.6, 15%": {"depth": 0.6, "recompute_ratio": 0.15},
+    "question at 0.75, 5%": {"depth": 0.75, "recompute_ratio": 0.05},
+    "question at 0.75, 15%": {"depth": 0.75, "recompute_ratio": 0.15},
+}
+
+
+def divergences(model: str, file: Path, half: str, count: int, out: Path | None) -> dict[str, Any]:
+    """Nats a token from full prefill's own answer, a row a question, by rule."""
+    cases = [case for at, case in enumerate(load_cases(str(file))) if at % 2 == (half == "test")]
+    found: list[dict[str, float]] = []
+    with BlendEngine.from_pretrained(model, backend="llama.cpp", config=BlendConfig(prompt_cache=0)) as engine:
+        last = engine.adapter.num_layers - 1
+        engines = {}
+        for name, rule in RULES.items():
+            options = dict(rule)
+            if (depth := options.pop("depth", None)) is not None:
+                options |= {"selection": "query", "selection_options": {"score_layers": [int(depth * last)]}}
+            engines[name] = engine.with_config(**options)
+        for case in cases[:: max(1, len(cases) // count)][:count]:
+            before, after = render_turns(
+                engine.tokenizer, question_turns(engine.tokenizer, "<chunks>", case.question)
+            ).split("<chunks>")
+            prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
+            full = Methods(engine, prompt)
+            answer = ReferenceAnswer(full, full.full_recompute(), DecodeOptions(max_new_tokens=24))
+            engine.chunks.warm(prompt.chunks, progress=False)
+            other = Methods(engine, another_order(prompt)).full_recompute()
+            row = {"another order": answer.divergence(other.cache, other.logits)}
+            for name, one in engines.items():
+                made = Methods(one, prompt).blended()
+                row[name] = answer.divergence(made.cache, made.logits)
+            found.append(row)
+            print(len(found), {name: round(value, 3) for name, value in row.items()}, flush=True)
+            result = {"model": model, "questions": file.name, "half": half, "rows": found, "machine": machine("cpu")}
+            if out is not None:
+                write_json(out, result)
+    return result
+
+
+def rows_table(result: dict[str, Any]) -> str:
+    """Mean, median and worst of each rule, and how many times nearer than another order of the passages."""
+    found = result["rows"]
+    order = statistics.fmean(row["another order"] for row in found)
+    lines = []
+    for name in found[0]:
+        values = [row[name] for row in found]
+        mean = statistics.fmean(values)
+        lines.append(
+            [name, f"{mean:.3f}", f"{statistics.median(values):.3f}", f"{max(values):.3f}", f"{order / mean:.1f}"]
+        )
+    return table(["", "mean", "median", "worst", "nearer than another order"], lines)
+
+
 def _alone(runtime: Runtime, ids: list[int], tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and to the last."""
     started = time.perf_counter()
@@ -130,9 +204,10 @@ def _alone(runtime: Runtime, ids: list[int], tokens: int) -> tuple[float, float]
 
 def _with_reuse(engine: BlendEngine, prompt: Prompt, tokens: int) -> tuple[float, float]:
     started = time.perf_counter()
-    answer = engine.generate(
-        prompt, max_new_tokens=tokens, stop_repetition=False, additional_kwargs={"min_new_tokens": tokens}
-    )
+    # No token ends the answer; a least length would be looked after by code of transformers that users do not run.
+    endless = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answer = engine.generate(prompt, stop_repetition=False, generation_config=endless)
+    assert len(answer.token_ids) == tokens
     return answer.report.ttft, time.perf_counter() - started
 
 
