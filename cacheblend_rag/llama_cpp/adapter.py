@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import Cache
 
 from cacheblend_rag.llama_cpp.cache import SequenceCache
-from cacheblend_rag.llama_cpp.runtime import BATCH
+from cacheblend_rag.llama_cpp.runtime import BATCH, Runtime
 from cacheblend_rag.models.cache import PreallocatedLayer
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.memory import free_memory
@@ -102,7 +103,12 @@ class LlamaAdapter:
     # Passes ------------------------------------------------------------------------------------
 
     def empty_cache(self) -> SequenceCache:
-        """A cache that holds nothing yet."""
+        """A cache that holds nothing yet, in a context of its own."""
+        alone = self.runtime.alone()
+        return SequenceCache(alone, alone.take(), 0)
+
+    def blended_cache(self) -> SequenceCache:
+        """A cache that holds nothing yet, beside the sequences that stored KV is put in."""
         return SequenceCache(self.runtime, self.runtime.take(), 0)
 
     def prefill(
@@ -137,7 +143,7 @@ class LlamaAdapter:
         """`prefill` of ids that stand behind what a cache holds; it grows."""
         for start in range(0, len(ids), BATCH):
             began, part = time.perf_counter(), ids[start : start + BATCH]
-            logits = self.runtime.compute(part, cache.length, cache.sequence, int(start + BATCH >= len(ids)))
+            logits = cache.runtime.compute(part, cache.length, cache.sequence, int(start + BATCH >= len(ids)))
             cache.length += len(part)
             if between is not None and start + BATCH < len(ids):
                 between(time.perf_counter() - began)
@@ -150,7 +156,7 @@ class LlamaAdapter:
         -------
         Tensor, [positions, vocab]
         """
-        logits = self.runtime.compute(ids, cache.length, cache.sequence, logits_to_keep or len(ids))
+        logits = cache.runtime.compute(ids, cache.length, cache.sequence, logits_to_keep or len(ids))
         cache.length += len(ids)
         return logits
 
@@ -168,7 +174,7 @@ class LlamaAdapter:
         with runtime.sequence() as context:
             if behind:
                 before = behind[0].keys.shape[2]
-                self.place(behind, slice(0, before), context)
+                runtime.place(self.state_of(behind, slice(0, before)), context)
             runtime.compute(context_ids, before, context)
             before += len(context_ids)
             for ids, head in zip(segments, heads, strict=True):
@@ -184,7 +190,7 @@ class LlamaAdapter:
         (ids,) = rows
         with self.runtime.sequence() as sequence:
             self.runtime.compute(ids, 0, sequence)
-            return self._layers(sequence, len(ids))
+            return self._layers(self.runtime, sequence, len(ids))
 
     # KV --------------------------------------------------------------------------------------
 
@@ -192,12 +198,12 @@ class LlamaAdapter:
         """A cache that holds these layers, ready for generation."""
         cache = self.empty_cache()
         cache.length = layers[0].keys.shape[2]
-        self.place(layers, slice(None), cache.sequence)
+        cache.runtime.place(self.state_of(layers, slice(None)), cache.sequence)
         return cache
 
-    def place(self, layers: Sequence[LayerKV], rows: slice, sequence: int) -> None:
-        """Let an empty sequence have some rows of layers, from position 0 on."""
-        self.runtime.place(self.runtime.layout.write(*_parts(layers, rows), 0), sequence)
+    def state_of(self, layers: Sequence[LayerKV], rows: slice) -> np.ndarray:
+        """Some rows of layers as the state of a sequence, from position 0 on."""
+        return self.runtime.layout.write(*_parts(layers, rows), 0)
 
     def aligned(self, tokens: int) -> int:
         """How many of a kept prompt's exact first tokens a check may go on from: those of whole batches."""
@@ -210,7 +216,8 @@ class LlamaAdapter:
     def at_rest(self, cache: Cache, tokens: int) -> Cache:
         """A copy of a cache's first tokens in memory, which takes no cells of llama.cpp."""
         layers = []
-        for kv in self._layers(self.live(cache).sequence, tokens):
+        live = self.live(cache)
+        for kv in self._layers(live.runtime, live.sequence, tokens):
             layer = PreallocatedLayer()
             layer.hold(kv.keys, kv.values)
             layers.append(layer)
@@ -228,8 +235,8 @@ class LlamaAdapter:
         """A copy of the KV of some positions of a prompt, as if they were the first."""
         return self._moved(*_parts(layers, rows), rows.start)
 
-    def _layers(self, sequence: int, tokens: int) -> list[LayerKV]:
-        keys, values = self.runtime.kv(sequence, 0, tokens)
+    def _layers(self, runtime: Runtime, sequence: int, tokens: int) -> list[LayerKV]:
+        keys, values = runtime.kv(sequence, 0, tokens)
         return [LayerKV(k[None], v[None], rotated=True) for k, v in zip(keys, values, strict=True)]
 
     def _moved(self, keys: list[torch.Tensor], values: list[torch.Tensor], start: int) -> SegmentKV:
@@ -263,7 +270,7 @@ class _LayersInLlama(Sequence[LayerKV]):
 
     @cached_property
     def _read(self) -> list[LayerKV]:
-        return self._adapter._layers(self._cache.sequence, self._tokens)
+        return self._adapter._layers(self._cache.runtime, self._cache.sequence, self._tokens)
 
     def __len__(self) -> int:
         return self._adapter.num_layers
@@ -290,10 +297,14 @@ class LlamaDecode:
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Logits of each step, ``[1, tokens, vocab]``; caches grow."""
         name = cache_argument(self._adapter.model)
-        rows, counts = [], []
+        rows: dict[Runtime, list[tuple[int, int, int]]] = {}
         for one in inputs:
             cache, ids = one[name], one["input_ids"][0].tolist()
-            rows += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
+            here = rows.setdefault(cache.runtime, [])
+            here += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
             cache.length += len(ids)
-            counts.append(len(ids))
-        return [logits[None] for logits in torch.split(self._runtime.step(rows), counts)]
+        logits = {runtime: iter(runtime.step(here)) for runtime, here in rows.items()}
+        return [
+            torch.stack([next(logits[one[name].runtime]) for _ in range(one["input_ids"].shape[1])])[None]
+            for one in inputs
+        ]

@@ -58,11 +58,11 @@ class _Pass:
 
     def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
         runtime = self._runtime
-        placed = self._adapter.empty_cache()
+        placed = self._adapter.blended_cache()
         self._put_in_place(layers, placed.sequence)
         scored, attention = self._score(placed, layers)
         chosen = self._chosen(attention)
-        final = self._adapter.empty_cache()
+        final = self._adapter.blended_cache()
         at = 0
         for group in self._groups(_stretches(chosen)):
             self._compute_together(group, at, placed.sequence, final.sequence)
@@ -121,7 +121,7 @@ class _Pass:
 
     def _moved(self, layers: Sequence[LayerKV], span: range, own: int) -> int:
         """An empty sequence, given the stored KV of some positions."""
-        self._adapter.place(layers, slice(span.start, span.stop), own)
+        self._runtime.place(self._adapter.state_of(layers, slice(span.start, span.stop)), own)
         self._runtime.shift(own, span.start)
         return own
 

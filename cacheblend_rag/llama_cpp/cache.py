@@ -34,8 +34,15 @@ class SequenceCache(Cache):  # type: ignore[misc]
 
     def __copy__(self) -> SequenceCache:
         """Another cache of the same positions; what each adds is its own."""
-        other = SequenceCache(self.runtime, self.runtime.take(), self.length)
-        self.runtime.copy(self.sequence, other.sequence, 0, self.length)
+        runtime = self.runtime
+        if not runtime.is_alone:
+            other = SequenceCache(runtime, runtime.take(), self.length)
+            runtime.copy(self.sequence, other.sequence, 0, self.length)
+            return other
+        alone = runtime.alone()
+        other = SequenceCache(alone, alone.take(), self.length)
+        if self.length:
+            alone.place(runtime.state(self.sequence), other.sequence)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCache:

@@ -72,6 +72,6 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """Compute the next tokens of one sequence, whose `SequenceCache` grows by them."""
         ids, cache = input_ids[0].tolist(), past_key_values
-        logits = self.runtime.compute(ids, cache.length, cache.sequence, len(ids))
+        logits = cache.runtime.compute(ids, cache.length, cache.sequence, len(ids))
         cache.length += len(ids)
         return CausalLMOutputWithPast(logits=logits[None], **{CACHE_FIELD: cache})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import weakref
@@ -21,8 +22,10 @@ from cacheblend_rag.models.memory import free_memory
 BATCH = 512
 """Tokens of one call of `llama_decode`. A prefill is always cut so, since other batches round otherwise."""
 _CELLS = 8192  # of the context at first
+_CELLS_ALONE = 2048  # of the context of one sequence
 _SEQUENCES = 64
 _FLASH_ATTENTION = 1
+_READ = 0  # load_mode: not mapped
 _NO_ROOM = 1  # llama_decode: there are too few cells
 
 
@@ -34,7 +37,7 @@ class Runtime:
     Parameters
     ----------
     path : Path
-        The GGUF file; it is mapped into memory, not copied.
+        The GGUF file; it is mapped into memory, or read once.
     threads : int
         Threads of the CPU.
 
@@ -54,11 +57,18 @@ class Runtime:
         Bytes of a token's KV; 0 where it cannot be moved.
     """
 
+    _main: Runtime
+
     def __init__(self, path: Path, threads: int) -> None:
         self._lib = lib = library()
         self._threads = threads
         options: ModelOptions = lib.llama_model_default_params()
         options.n_gpu_layers = 0
+        # Where llama.cpp lays weights out anew, it reads the file instead of mapping it, so that they are in memory once.
+        # With AVX2 alone that gains nothing (docs/benchmarks/llama-cpp.md).
+        options.use_extra_bufts = torch.backends.cpu.get_cpu_capability() != "AVX2"
+        if options.use_extra_bufts:
+            options.load_mode = _READ
         self._model = lib.llama_model_load_from_file(os.fsencode(path), options)
         if not self._model:
             raise ModelLoadError(f"llama.cpp cannot load {str(path)!r}: it is damaged, or of an unknown architecture")
@@ -74,10 +84,11 @@ class Runtime:
         self._observer = Observer(self._observe)
         self._cells = self.token_bytes = 0
         self._batch: Batch = lib.llama_batch_init(BATCH, 0, 1)
+        self._sequences = _SEQUENCES
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
         self._open(_CELLS)
-        weakref.finalize(self, _end, lib, self._held, self._batch)
+        weakref.finalize(self, _end, lib, self._held, self._model, self._batch)
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0
         self.shifts = bool(lib.llama_memory_can_shift(self._memory)) and not states and not windowed
@@ -86,6 +97,25 @@ class Runtime:
                 self.compute([1, 2], 0, probe)
                 self.layout = StateLayout(self.state(probe), self.layers, self.kv_heads)
                 self.token_bytes = sum(self.layout.widths)
+
+    def alone(self) -> Runtime:
+        """The same model with another context, for one sequence that nothing else is beside.
+
+        Attention is summed in the order of cells, over all that are taken. So the same tokens round in other ways among
+        other sequences, and an answer can go on otherwise where two words are almost as likely. In a context of its
+        own, a sequence is computed as llama.cpp computes it by itself.
+        """
+        other = copy.copy(self)
+        other._sequences, other._free, other._left, other._held = 1, [0], deque(), []
+        other._observer, other._main = Observer(), self  # the model lives as long as its contexts
+        other._open(_CELLS_ALONE)
+        weakref.finalize(other, _end, self._lib, other._held)
+        return other
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its context is for one sequence."""
+        return self._sequences == 1
 
     # Sequences -------------------------------------------------------------------------------
 
@@ -99,7 +129,7 @@ class Runtime:
         """
         self._clear()
         if not self._free:
-            raise GenerationError(f"{_SEQUENCES} prompts and answers are under way at once, and no more can be")
+            raise GenerationError(f"{self._sequences} prompts and answers are under way at once, and no more can be")
         return self._free.pop()
 
     def drop(self, sequence: int) -> None:
@@ -264,7 +294,7 @@ class Runtime:
                 f"a context of {2 * self._cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
                 "with fewer documents, or fewer questions at once"
             )
-        states = {one: self.state(one) for one in range(_SEQUENCES) if one not in self._free and self._length(one)}
+        states = {one: self.state(one) for one in range(self._sequences) if one not in self._free and self._length(one)}
         old = self._context
         self._open(2 * self._cells)
         self._lib.llama_free(old)
@@ -277,7 +307,7 @@ class Runtime:
 
     def _open(self, cells: int) -> None:
         options: ContextOptions = self._lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = cells, BATCH, BATCH, _SEQUENCES
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = cells, BATCH, BATCH, self._sequences
         options.n_threads = options.n_threads_batch = self._threads
         options.kv_unified, options.flash_attn_type, options.no_perf = True, _FLASH_ATTENTION, True
         options.type_k = options.type_v = F16
@@ -285,7 +315,7 @@ class Runtime:
         context = self._lib.llama_init_from_model(self._model, options)
         if not context:
             raise GenerationError(f"llama.cpp could not make a context of {cells} tokens; memory may be too small")
-        self._context, self._cells, self._held[:] = context, cells, (context, self._model)
+        self._context, self._cells, self._held[:] = context, cells, [context]
         self._memory = self._lib.llama_get_memory(context)
 
 
@@ -298,9 +328,10 @@ def _bytes_of(state: np.ndarray) -> ctypes._Pointer[ctypes.c_uint8]:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-def _end(lib: Library, held: list[int], batch: Batch) -> None:
-    """Give back the memory of a context, its model and the batch."""
-    context, model = held
-    lib.llama_batch_free(batch)
-    lib.llama_free(context)
-    lib.llama_model_free(model)
+def _end(lib: Library, held: list[int], model: int | None = None, batch: Batch | None = None) -> None:
+    """Give back the memory of a context, and of the model and the batch if they are its own."""
+    if batch is not None:
+        lib.llama_batch_free(batch)
+    lib.llama_free(held[0])
+    if model is not None:
+        lib.llama_model_free(model)

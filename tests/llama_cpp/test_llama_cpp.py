@@ -170,7 +170,7 @@ def test_answers_at_once_are_those_of_one_after_another(loaded):
 
 
 def test_context_grows_with_what_it_must_hold(loaded, monkeypatch, file):
-    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
     model, tokenizer = load_gguf(file)
     engine = engine_of((model, tokenizer))
     ids = [5 + number % 40 for number in range(700)]
@@ -239,7 +239,7 @@ def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypa
             ModelLoadError, match=r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
         ):
             load_gguf(file)
-    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
     engine = engine_of(load_gguf(file))
     ids = [5 + number % 40 for number in range(700)]
     with monkeypatch.context() as patch:
@@ -275,3 +275,17 @@ def test_missing_library_is_named_with_its_remedy(file, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), BlendEngine.from_pretrained(file) as engine:
         assert type(engine.model).__name__ == "Qwen3ForCausalLM"
     assert "cacheblend-rag[llama-cpp]" in caplog.text
+
+
+def test_full_prefill_is_the_same_to_the_bit_whatever_else_is_in_memory(loaded):
+    adapter = engine_of(loaded).adapter
+    ids = [5 + number * 7 % 300 for number in range(600)]
+    first = adapter.prefill(ids)
+    with adapter.runtime.sequence() as one:
+        adapter.runtime.compute(ids[:150], 0, one)
+        others = [adapter.prefill(ids[:100]) for _ in range(2)]
+        again = adapter.prefill(ids)
+        assert torch.equal(again.logits, first.logits)
+        steps = [adapter.extend(made.cache, [9])[-1] for made in (first, again)]
+        assert torch.equal(*steps)
+    assert len(others) == 2
