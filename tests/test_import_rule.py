@@ -41,7 +41,6 @@ FORBIDDEN = {"fusor": ("store",)}
 REMEMBERED = {
     # about this machine, its packages and what PyTorch does here
     *(
-        "_agrees",
         "_auto_limit",
         "_multiprocessors",
         "_side_stream",

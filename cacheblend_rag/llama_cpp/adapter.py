@@ -107,10 +107,6 @@ class LlamaAdapter:
         alone = self.runtime.alone()
         return SequenceCache(alone, alone.take(), 0)
 
-    def blended_cache(self) -> SequenceCache:
-        """A cache that holds nothing yet, beside the sequences that stored KV is put in."""
-        return SequenceCache(self.runtime, self.runtime.take(), 0)
-
     def prefill(
         self,
         ids: Sequence[int],

@@ -58,11 +58,11 @@ class _Pass:
 
     def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
         runtime = self._runtime
-        placed = self._adapter.blended_cache()
+        placed = SequenceCache(runtime, runtime.take(), 0)
         self._put_in_place(layers, placed.sequence)
         scored, attention = self._score(placed, layers)
         chosen = self._chosen(attention)
-        final = self._adapter.blended_cache()
+        final = SequenceCache(runtime, runtime.take(), 0)
         at = 0
         for group in self._groups(_stretches(chosen)):
             self._compute_together(group, at, placed.sequence, final.sequence)
@@ -96,9 +96,8 @@ class _Pass:
                 if sequence != final:
                     runtime.copy(final, sequence, 0, at)
                 runtime.copy(placed, sequence, at, stretch.start)
-            runtime.compute_in(
-                [(self._ids[row], row, sequence) for part, sequence in zip(group, own, strict=True) for row in part]
-            )
+            rows = [(self._ids[at], at, one) for part, one in zip(group, own, strict=True) for at in part]
+            runtime.step(rows, wanted=False)
             if len(group) > 1:
                 for stretch, sequence in zip(group, own, strict=True):
                     runtime.copy(placed, final, at, stretch.start)

@@ -57,6 +57,8 @@ class Runtime:
         Bytes of a token's KV; 0 where it cannot be moved.
     """
 
+    is_alone = False
+    """Whether the context is for one sequence."""
     _main: Runtime
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -64,8 +66,8 @@ class Runtime:
         self._threads = threads
         options: ModelOptions = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        # Where llama.cpp lays weights out anew, it reads the file instead of mapping it, so that they are in memory once.
-        # With AVX2 alone that gains nothing (docs/benchmarks/llama-cpp.md).
+        # Where llama.cpp lays weights out anew, it reads the file instead of mapping it: they are in memory once. With
+        # AVX2 alone that gains nothing (docs/benchmarks/llama-cpp.md).
         options.use_extra_bufts = torch.backends.cpu.get_cpu_capability() != "AVX2"
         if options.use_extra_bufts:
             options.load_mode = _READ
@@ -107,15 +109,10 @@ class Runtime:
         """
         other = copy.copy(self)
         other._sequences, other._free, other._left, other._held = 1, [0], deque(), []
-        other._observer, other._main = Observer(), self  # the model lives as long as its contexts
+        other._observer, other._main, other.is_alone = Observer(), self, True  # the model lives as long as its contexts
         other._open(_CELLS_ALONE)
         weakref.finalize(other, _end, self._lib, other._held)
         return other
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether its context is for one sequence."""
-        return self._sequences == 1
 
     # Sequences -------------------------------------------------------------------------------
 
@@ -224,20 +221,17 @@ class Runtime:
             self._decode(rows, logits[max(0, begin - first) : max(0, end - first)])
         return logits
 
-    def compute_in(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Compute tokens that stand at the ends of several sequences; see `step`."""
-        for begin in range(0, len(rows), BATCH):
-            self._decode([(*row, False) for row in rows[begin : begin + BATCH]], torch.empty(0))
-
-    def step(self, rows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """Compute one token of each of several sequences; logits ``[rows, vocab]``.
+    def step(self, rows: Sequence[tuple[int, int, int]], wanted: bool = True) -> torch.Tensor:
+        """Compute tokens at the ends of several sequences; logits ``[rows, vocab]`` if they are wanted.
 
         Parameters
         ----------
         rows : sequence of (id, position, sequence)
+        wanted : bool
         """
-        logits = torch.empty(len(rows), self.vocabulary)
-        self._decode([(*row, True) for row in rows], logits)
+        logits = torch.empty(len(rows) if wanted else 0, self.vocabulary)
+        for begin in range(0, len(rows), BATCH):
+            self._decode([(*row, wanted) for row in rows[begin : begin + BATCH]], logits[begin : begin + BATCH])
         return logits
 
     def queries(self, ids: Sequence[int], start: int, sequence: int, layer: int) -> torch.Tensor:

@@ -20,23 +20,22 @@ def is_tag(model: str | os.PathLike[str]) -> bool:
 
 def local_path(model: str | os.PathLike[str]) -> Path:
     """The file that a tag stands for, if Ollama has it here; any other name as a path, ``~`` being the user's home."""
-    if is_tag(model) and not os.path.exists(model):
+    tag = _TAG.fullmatch(model) if isinstance(model, str) else None
+    if tag is not None and not os.path.exists(model):
         folders = [os.environ["OLLAMA_MODELS"]] if os.environ.get("OLLAMA_MODELS") else _FOLDERS
         for folder in folders:
-            if (file := _weights(Path(folder).expanduser(), str(model))) is not None:
+            if (file := _weights(Path(folder).expanduser(), tag["name"], tag["tag"])) is not None:
                 return file
     return Path(model).expanduser()
 
 
-def _weights(folder: Path, name: str) -> Path | None:
+def _weights(folder: Path, name: str, tag: str) -> Path | None:
     """The weights that Ollama's manifest of a model names."""
-    found = _TAG.fullmatch(name)
-    assert found is not None
-    parts = found["name"].split("/")
+    parts = name.split("/")
     if len(parts) < 3:  # else it begins with a registry, such as hf.co
         parts = ["registry.ollama.ai", *(["library"] if len(parts) == 1 else []), *parts]
     try:
-        manifest = json.loads(folder.joinpath("manifests", *parts, found["tag"]).read_text(encoding="utf-8"))
+        manifest = json.loads(folder.joinpath("manifests", *parts, tag).read_text(encoding="utf-8"))
         digests = [layer["digest"] for layer in manifest["layers"] if layer["mediaType"] == _WEIGHTS]
     except (OSError, ValueError, KeyError, TypeError):
         return None

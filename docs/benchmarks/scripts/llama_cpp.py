@@ -157,9 +157,7 @@ def divergences(model: str, file: Path, half: str, count: int, out: Path | None)
                 options |= {"selection": "query", "selection_options": {"score_layers": [int(depth * last)]}}
             engines[name] = engine.with_config(**options)
         for case in cases[:: max(1, len(cases) // count)][:count]:
-            before, after = render_turns(
-                engine.tokenizer, question_turns(engine.tokenizer, "<chunks>", case.question)
-            ).split("<chunks>")
+            before, after = render_turns(engine.tokenizer, question_turns("<chunks>", case.question)).split("<chunks>")
             prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
             full = Methods(engine, prompt)
             answer = ReferenceAnswer(full, full.full_recompute(), DecodeOptions(max_new_tokens=24))
@@ -216,7 +214,7 @@ def _about_articles(tokenizer: Any, count: int) -> Prompt:
     texts = [file.read_text(encoding="utf-8") for file in sorted(ARTICLES_PATH.glob("*.md"))]
     ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
     chunks = [tokenizer.decode(ids[at * CHUNK_TOKENS : (at + 1) * CHUNK_TOKENS]).strip() for at in range(count)]
-    before, after = render_turns(tokenizer, question_turns(tokenizer, "<chunks>", QUESTION)).split("<chunks>")
+    before, after = render_turns(tokenizer, question_turns("<chunks>", QUESTION)).split("<chunks>")
     return Prompt(before, chunks, after, ["\n\n"] * (count - 1))
 
 

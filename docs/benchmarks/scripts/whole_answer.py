@@ -379,7 +379,7 @@ def _about_articles(tokenizer: Any, count: int) -> Prompt:
     ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
     chunks = [tokenizer.decode(ids[n * CHUNK_TOKENS : (n + 1) * CHUNK_TOKENS]).strip() for n in range(count)]
     chunks.insert(count // 2, chunks.pop(0))
-    before, after = render_turns(tokenizer, question_turns(tokenizer, "<chunks>", QUESTION)).split("<chunks>")
+    before, after = render_turns(tokenizer, question_turns("<chunks>", QUESTION)).split("<chunks>")
     return Prompt(before, chunks, after, ["\n\n"] * (count - 1))
 
 
