@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -287,7 +286,7 @@ REMOVED = {
     "contexts": "leave it out; each chunk is computed after text of two other chunks",
     "variants": "leave it out; up to eight variants of a chunk are kept of verified answers",
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
-    "keep_alive": "leave it out; `serve --keep-alive` gives the memory of idle models back",
+    "keep_alive": "leave it out; a GGUF file is mapped, and the system takes its memory back",
     "keep_conversations": "leave it out; the browser keeps conversations",
     "database": "leave it out; replicas serve one folder, which several machines can mount",
 }
@@ -319,38 +318,6 @@ BYTES = Kind(
     lambda name, value: parse_bytes(value, name),
     parse_bytes,
 )
-
-
-_DURATIONS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
-
-
-def read_keep_alive(name: str, value: Any) -> float | None:
-    """Read for how many seconds an unused model stays in memory; None means for ever.
-
-    Parameters
-    ----------
-    value : float, str or None
-        Seconds, also as text (``"90"``), or a duration such as ``"30m"``, ``"1.5h"`` or ``"2h45m"``. Less than 0 is for
-        ever.
-
-    Raises
-    ------
-    ConfigError
-        If it is none of these.
-    """
-    seconds = value
-    if isinstance(value, str):
-        parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smh]?)", value)
-        known = re.fullmatch(r"-?([0-9]+(\.[0-9]+)?[smh])+|-?[0-9]+(\.[0-9]+)?", value) is not None
-        seconds = sum(float(count) * _DURATIONS[unit] for count, unit in parts) * (-1 if value[:1] == "-" else 1)
-    else:
-        known = value is None or (_is_number(value) and value == value)  # NaN is not itself
-    if not known:
-        raise ConfigError(name, value, f"use {KEEP_ALIVE.words}")
-    return float(seconds) if seconds is not None and 0 <= seconds <= sys.float_info.max else None
-
-
-KEEP_ALIVE = Kind('seconds, such as 300, or text such as "5m" or "1h30m"; -1 for ever', read_keep_alive)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from cacheblend_rag.config import (
     DEFAULT_MODEL,
     DEFAULT_NEW_TOKENS,
     DTYPES,
-    KEEP_ALIVE,
     REASONING,
     BlendConfig,
     Kind,
@@ -108,18 +107,6 @@ class FolderRAGOptions:
         flag="device",
     )
     dtype: str = option("auto", choice(DTYPES), '"auto", "float32", "bfloat16" or "float16"', flag="dtype")
-    keep_alive: float | str | None = option(
-        None,
-        KEEP_ALIVE,
-        """
-        How long models that nobody uses stay in memory: seconds, 30m, 1h. Give it on a machine that has other work,
-        too: then their weights lie in a file of the user's cache, which takes as much room. The next request reads
-        them.
-        """,
-        flag="keep-alive",
-        metavar="TIME",
-        shown="for ever",
-    )
     top_k: int = option(6, whole(1), "Chunks in the prompt.", flag="top-k", metavar="N")
     max_new_tokens: int | None = option(
         None, whole(1), "Longest answer, in tokens.", flag="max-new-tokens", metavar="N", shown=str(DEFAULT_NEW_TOKENS)

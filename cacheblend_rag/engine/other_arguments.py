@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.config import REMOVED
+
 _NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
 # Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
 # other. The first ones are of answers, and the server says the same of fields of a request.
@@ -17,7 +19,7 @@ OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "repeat_penalty": ((), "use repetition_penalty"),
     "format": (("",), 'give response_format={"type": "json_object"} or a schema, or use with_structured_output'),
     "think": ((), "use reasoning: True, False, 'low', 'medium' or 'high'"),
-    "keep_alive": ((-1,), "a model of your own process stays in memory; a server's takes `serve --keep-alive`"),
+    "keep_alive": ((-1,), REMOVED["keep_alive"]),
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "return_full_text": ((False,), "an answer never repeats its prompt"),
 }

@@ -107,8 +107,6 @@ class Scheduler:
         self._step_seconds, self._layer_since = 0.0, 0.0  # what the last step took; when the holder's last layer began
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
-        self.preparations: list[Callable[[], None]] = []
-        """See `prepare`."""
 
     @contextmanager
     def entered(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
@@ -131,11 +129,6 @@ class Scheduler:
             yield mine
         finally:
             self._leave()
-
-    def prepare(self) -> None:
-        """Bring weights that were put away to where they compute. Called by a holder before it uses a model."""
-        for preparation in tuple(self.preparations):
-            preparation()
 
     @property
     def waiting(self) -> int:
@@ -255,21 +248,6 @@ class Scheduler:
         self._leave()
         self._used -= mine.seconds
         self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
-
-    @contextmanager
-    def held_if_idle(self, seconds: float) -> Iterator[bool]:
-        """Hold the scheduler if nobody has had the model or waited for it for so long; gives whether it is held."""
-        with self._condition:
-            used = self._owner is not None or self._begun or self._queue or self._background
-            held = not used and self._clock() - self._freed >= seconds
-            if held:
-                self._hold(ModelTime(lambda: 0))
-                self._begun += 1
-        try:
-            yield held
-        finally:
-            if held:
-                self._leave()
 
     def hold_for_good(self) -> None:
         """Let nobody have the model any more, once its holder has left it."""

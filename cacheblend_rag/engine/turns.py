@@ -59,7 +59,6 @@ class Turns:
         """Hold the model and the store for one request; by default with no other under way."""
         with self.scheduler.entered(beside) as spent:
             self.check_open()
-            self.scheduler.prepare()
             self.segments.model.look()
             yield spent
 
@@ -84,7 +83,6 @@ class Turns:
         """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
         with self.scheduler.entered(lambda: sys.maxsize):
             self.check_open()
-            self.scheduler.prepare()
             yield
 
     @contextmanager
@@ -95,7 +93,6 @@ class Turns:
         """
         with self.scheduler.background():
             self.check_open()
-            self.scheduler.prepare()
             self.segments.model.look()
             yield
 

@@ -268,7 +268,6 @@ class WriteBack:
                 self._jobs.popleft()
         started = time.perf_counter()
         try:
-            self._scheduler.prepare()
             run_pass(self._doing)
         except Exception:
             _log.exception("storing %s failed", ", ".join(name for name, _ in self._doing))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,16 +52,6 @@ def free_memory_on(device: torch.device) -> int | None:
 
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def give_back_unused(device: torch.device) -> None:
-    """Give memory back that nothing lies in, but that PyTorch or the C library keeps for what comes next."""
-    import torch
-
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
-    with suppress(AttributeError, OSError, TypeError):  # only glibc has this
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _limits(own: Path, groups: Path) -> list[tuple[int, int]]:

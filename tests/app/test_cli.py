@@ -242,6 +242,7 @@ def test_commands_and_flags_that_went_are_named_with_their_remedy(capsys: pytest
         (["adapt"], "calibrate alone finds"),
         (["cache", "list"], "use cache stats"),
         (["serve", "--keep-conversations", "5"], "the browser keeps conversations"),
+        (["serve", "--keep-alive", "-1"], "the system takes its memory back"),
         (["ask", "--int8-prefill", "on", "q"], "multiplied as the weights are"),
     ):
         with pytest.raises(SystemExit):

@@ -25,11 +25,8 @@ QUICK: Any = {"min_tokens": 0, "write_back": "inline"}
 OTHERS: dict[str, tuple[Any, str]] = {
     **{"num_ctx": (4096, "drop_chunks"), "num_predict": (64, "use max_new_tokens")},
     **{"max_length": (64, "use max_new_tokens"), "repeat_penalty": (1.1, "use repetition_penalty")},
-    **{
-        "format": ("json", "response_format"),
-        "keep_alive": ("5m", "serve --keep-alive"),
-        "think": (True, "use reasoning"),
-    },
+    **{"format": ("json", "response_format"), "keep_alive": ("5m", "leave it out; a GGUF file is mapped")},
+    "think": (True, "use reasoning"),
     "base_url": ("http://localhost:11434", "init_chat_model"),
     **{"n": (1, ""), "num_beams": (2, "without beams"), "use_cache": (True, ""), "return_full_text": (False, "")},
     **{"task": ("text-generation", ""), "tokenizer": (object(), "from_model")},

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
@@ -67,12 +67,6 @@ def _by_its_flag(error: CacheBlendError, parsed: argparse.Namespace) -> CacheBle
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes what begins like a number below 0, such as ``-5m``, for a value and not for a flag."""
-
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self._negative_number_matcher = re.compile(r"-\.?\d")
-
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and what to use in place of what is gone."""
         word = next(iter(re.findall(r"'\w+'|--[\w-]+", message)), "")

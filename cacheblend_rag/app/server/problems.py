@@ -53,7 +53,6 @@ _OF_REQUESTS = {
         ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
     ),
     "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
-    "keep_alive": "give it to the server, as serve --keep-alive: it holds for all requests",
 }
 
 

@@ -111,7 +111,8 @@ def products_of(model: nn.Module, parts: Iterable[nn.Module], option: bool | str
         return None
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
     with _table_lock:
-        products = _known(model)
+        found = _by_model.get(model)
+        products = None if found is None else found()
         kernels = _choose(model, layers, option)
         if products is not None and set(kernels) <= set(products.chosen):
             if anew:
@@ -296,10 +297,10 @@ class Products(ForwardOverrides[_LayerProducts]):
         finally:
             self.thread.answers = before
 
-    def renew(self, layers: Iterable[nn.Linear] | None = None) -> None:
-        """Begin again with these layers, or the same, at the next pass; one that is under way goes on by its copies."""
+    def renew(self, layers: Iterable[nn.Linear]) -> None:
+        """Begin again with these layers at the next pass; one that is under way goes on by its copies."""
         with self._lock:
-            self._renewed = [forward.module for forward in self._forwards] if layers is None else list(layers)
+            self._renewed = list(layers)
             if not self._users:
                 self._begin()
 
@@ -381,15 +382,3 @@ def _samples(weights: Iterable[nn.Parameter | None]) -> torch.Tensor:
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Products]] = weakref.WeakKeyDictionary()
 _table_lock = threading.Lock()
-
-
-def _known(model: nn.Module) -> Products | None:
-    found = _by_model.get(model)
-    return None if found is None else found()
-
-
-def drop_copies(model: nn.Module) -> None:
-    """Free the copies of a model's weights; the next pass makes them again."""
-    with _table_lock:
-        if (products := _known(model)) is not None:
-            products.renew()

@@ -342,7 +342,9 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.Open
 
 
 def test_fields_of_other_servers_are_answered_with_those_to_use(client: openai.OpenAI) -> None:
-    for field, remedy in {"num_predict": "use max_tokens", "device_map": "leave it out"}.items():
+    gone = "leave it out; a GGUF file is mapped"
+    remedies = {"num_predict": "use max_tokens", "device_map": "leave it out", "keep_alive": gone}
+    for field, remedy in remedies.items():
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model=name_of(client), prompt="the", extra_body={field: 64})
         assert caught.value.param == field

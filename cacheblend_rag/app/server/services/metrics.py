@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,16 +29,10 @@ class Metrics:
         Requests that wait, and that are served, now.
     stats : callable
         Statistics of the KV store, or None.
-    models : callable
-        By model, 1 if its weights are in memory, else 0.
     """
 
     def __init__(
-        self,
-        waiting: Callable[[], int],
-        served: Callable[[], int],
-        stats: Callable[[], StoreStats | None],
-        models: Callable[[], Mapping[str, float]] = dict,
+        self, waiting: Callable[[], int], served: Callable[[], int], stats: Callable[[], StoreStats | None]
     ) -> None:
         self.registry = one = CollectorRegistry()
 
@@ -64,7 +58,6 @@ class Metrics:
         Gauge(_PREFIX + "queue_waiting", "Requests that wait.", registry=one).set_function(waiting)
         Gauge(_PREFIX + "queue_served", "Requests that are served.", registry=one).set_function(served)
         one.register(_Asked(lambda: _store_metrics(stats())))
-        one.register(_Asked(lambda: _model_metrics(models())))
         ProcessCollector(registry=one)  # memory and time of the process
         self._tenants = _Tenants()
 
@@ -139,14 +132,6 @@ def _store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
     yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
     yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
     yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
-
-
-def _model_metrics(in_memory: Mapping[str, float]) -> Iterator[Metric]:
-    text = "1 if the weights of a model are in memory; 0 if they were put away."
-    family = GaugeMetricFamily(_PREFIX + "model_in_memory", text, labels=["model"])
-    for model, value in in_memory.items():
-        family.add_metric([model], value)
-    yield family
 
 
 class _Tenants:

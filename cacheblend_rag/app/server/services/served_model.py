@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.services.keep_alive import KeepAlive
 from cacheblend_rag.app.server.services.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.config import DEFAULT_NEW_TOKENS, Reasoning
@@ -50,14 +49,9 @@ class ServedModel:
     limits : Limits
     starter : bool
         Whether it is the starter model.
-    keep_alive : KeepAlive, optional
-        Gives the memory of its weights back; without one they stay.
     """
 
-    def __init__(
-        self, name: str, engine: BlendEngine, limits: Limits, starter: bool, keep_alive: KeepAlive | None = None
-    ) -> None:
-        self.keep_alive = keep_alive
+    def __init__(self, name: str, engine: BlendEngine, limits: Limits, starter: bool) -> None:
         self.name, self.engine, self.starter, self._limits = name, engine.named(name), starter, limits
         template = getattr(engine.tokenizer, "chat_template", None)
         if not template:
@@ -66,11 +60,6 @@ class ServedModel:
         # Those that were used last; a request holds the one that it uses.
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.RLock()
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether its weights are in memory; see `keep_alive` of the options."""
-        return self.keep_alive is None or not self.keep_alive.away
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio; without keys all have one salt."""

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cacheblend_rag import config
 from cacheblend_rag.app.collection import is_bundled
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.problems import Problem
@@ -22,16 +21,14 @@ from cacheblend_rag.app.server.security.grammars import SchemaCheck
 from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.services.folders import DocumentEntry, Folder, SearchHit, Watcher, shown_name
-from cacheblend_rag.app.server.services.keep_alive import KeepAlive
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
 from cacheblend_rag.app.server.services.metrics import Metrics
 from cacheblend_rag.app.server.services.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.services.verifications import AnswerVerifications
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
-from cacheblend_rag.config import DEFAULT_NEW_TOKENS
+from cacheblend_rag.config import DEFAULT_MODEL, DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
@@ -82,17 +79,12 @@ def open_service(
 def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) -> dict[str, ServedModel]:
     """All models by their names; the first is loaded already."""
     made: dict[str, ServedModel] = {}
-    seconds = config.read_keep_alive("--keep-alive", settings.rag.keep_alive)
     for name, model in settings.models.items():
         engine = rag.also(model) if made else rag.engine
         engine = engine.with_config(max_concurrent=concurrent)
         if settings.find_repeated:
             engine = engine.of_tenant(engine.config.salt, RepeatedTexts())
-        # llama.cpp maps the file, so its memory is free whenever another program wants it.
-        mapped = is_in_llama_cpp(engine.model)
-        rests = None if seconds is None or mapped else KeepAlive(engine, seconds, config.default_data_path())
-        starter = model == config.DEFAULT_MODEL
-        made[name] = ServedModel(name, engine, settings.limits, starter, rests)
+        made[name] = ServedModel(name, engine, settings.limits, model == DEFAULT_MODEL)
     return made
 
 
@@ -118,12 +110,7 @@ class Service:
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
-        self.metrics = Metrics(
-            lambda: self.queue.waiting,
-            lambda: self.queue.served,
-            self.store_stats,
-            lambda: {name: float(model.in_memory) for name, model in models.items()},
-        )
+        self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
         _log.info("reading the documents; the server listens once they are indexed")
         self.base = Folder(rag.index, self.longest, self._changed)
         while self.base.update():
@@ -272,9 +259,6 @@ class Service:
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""
         self.stopping = True
-        for model in self.models.values():
-            if model.keep_alive is not None:
-                model.keep_alive.close()
         self.watcher.stop()
         self._reader.stop()
 
