@@ -136,7 +136,7 @@ class _Pass:
 
     def _chosen(self, attention: torch.Tensor | None) -> torch.Tensor:
         """Positions that are recomputed, rising."""
-        positions, offsets, blocks = [], [], []
+        positions, offsets, blocks = list[int](), list[int](), list[int]()
         for span in self._plan.reused:
             count, first = -(-len(span) // _BLOCK), blocks[-1] + 1 if blocks else 0
             for offset, position in enumerate(span):
