@@ -128,7 +128,8 @@ class _Pass:
         """The question's attention to all positions, if the rule wants it."""
         if not self._rule.score_layers or not any(map(len, self._plan.reused)):
             return False, None
-        runtime, layer = self._runtime, self._rule.score_layers[-1]
+        layers, runtime = self._rule.score_layers, self._runtime
+        layer = layers[len(layers) // 2]  # nearer than the last of them: docs/benchmarks/llama-cpp.md
         queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layer)
         keys = runtime.kv(placed.sequence, 0, self._tokens)[0][layer].float()  # [kv_heads, tokens, head_dim]
         runtime.cut(placed.sequence, self._question)
