@@ -70,10 +70,6 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def whole(lowest: int = 0, highest: int | None = None) -> Kind:
     """Whole numbers within bounds, both included."""
     words = f"a whole number, {lowest} or more" if highest is None else f"a whole number from {lowest} to {highest}"
@@ -84,7 +80,12 @@ def whole(lowest: int = 0, highest: int | None = None) -> Kind:
 
 def number(words: str, fits: Callable[[Any], bool]) -> Kind:
     """Numbers for which `fits` is true."""
-    return kind_of(f"a number {words}", lambda value: _is_number(value) and fits(value), float, float)
+    return kind_of(
+        f"a number {words}",
+        lambda value: isinstance(value, Real) and not isinstance(value, bool) and fits(value),
+        float,
+        float,
+    )
 
 
 def choice(names: Sequence[str]) -> Kind:

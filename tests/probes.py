@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -24,6 +23,17 @@ from tests import tiny
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+# Tiny models whose layers have the plain form, with settings of their config.
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
+    "mistral, window": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, window on some layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
+}
 
 
 def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **options: Any) -> BlendEngine:
@@ -48,15 +58,6 @@ async def answers_of(engine: BlendEngine, prompts: Sequence[Prompt | str], **opt
 def reading(ahead: bool) -> AbstractContextManager[None]:
     """Within this, layers are read ahead of their use or one after another."""
     return nullcontext() if ahead else read_plainly()
-
-
-def files_with(ids: Sequence[int], folder: Path) -> list[str]:
-    """Files of an open store in which some ids stand side by side, as records write them or as numbers of any width."""
-    files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert any(name.endswith("-wal") for name in files), "the write-ahead log is among them"
-    wanted = [b"".join(one.to_bytes(width, "little") for one in ids) for width in (2, 4, 8)]
-    wanted.append(",".join(map(str, ids)).encode())
-    return [name for name, data in files.items() if any(one in data for one in wanted)]
 
 
 def key_of(engine: BlendEngine, text: str) -> str:
@@ -307,16 +308,3 @@ def random_kv(model: Any, tokens: int, seed: int = 0) -> list[LayerKV]:
 def copies(layers: Sequence[LayerKV]) -> list[LayerKV]:
     """Copies, since the blended pass takes its buffers over."""
     return [LayerKV(layer.keys.clone(), layer.values.clone()) for layer in layers]
-
-
-def rows_of(monkeypatch: pytest.MonkeyPatch, module: Any, product: str) -> list[int]:
-    """Rows of each call of a product in a module, from now on."""
-    rows: list[int] = []
-    inner = getattr(module, product)
-
-    def counted(given: torch.Tensor, *others: Any) -> torch.Tensor:
-        rows.append(given.shape[:-1].numel())
-        return inner(given, *others)
-
-    monkeypatch.setattr(module, product, counted)
-    return rows

@@ -13,9 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["ruff check --output-format concise .", "ruff format --check ."],
-    ids=["lint", "format"],
+    "command", ["ruff check --output-format concise .", "ruff format --check ."], ids=["lint", "format"]
 )
 def test_clean(command: str) -> None:
     done = subprocess.run(

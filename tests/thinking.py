@@ -94,10 +94,7 @@ KINDS = {
         "<|channel>thought\n{t}\n<channel|>{a}",
         special=("<|channel>", "<channel|>", "<|think|>"),
     ),
-    "nemotron": Kind(
-        "{# /think and /no_think #}" + _TOOLS + _TURNS + _ASK,
-        tokens=("<think>", "</think>"),
-    ),
+    "nemotron": Kind("{# /think and /no_think #}" + _TOOLS + _TURNS + _ASK, tokens=("<think>", "</think>")),
 }
 
 

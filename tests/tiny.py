@@ -34,12 +34,7 @@ EVERY_ROPE_TYPE = (
     "stablelm",
 )
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-SCALED = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 2.0,
-}
+SCALED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 ROUTED = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
@@ -100,12 +95,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": ROUTED | LATENT,
     "glm4v_moe_text": ROUTED | {"attention_bias": True},
-    "gpt_oss": {
-        "layer_types": LAYER_TYPES,
-        "sliding_window": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "gpt_oss": {"layer_types": LAYER_TYPES, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": SCALED,
     "granitemoe": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": SCALED
@@ -400,12 +390,7 @@ def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:
             "long_factor": [1.5, 2.0, 3.0, 4.0][: int(4 * part)],
         }
     if rope == "llama3":
-        base |= {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
+        base |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     return base
 
 

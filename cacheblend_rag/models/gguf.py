@@ -150,7 +150,8 @@ def _write_settings(file: Path, folder: Path) -> None:
             config, tokenizer = _config(reader, fields, names), _tokenizer(fields, names)
     except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
         raise ModelLoadError(f"the tokenizer of {file} cannot be read: {type(error).__name__}: {error}") from error
-    config = _unquantised(config)
+    # Not marked as that of quantised weights.
+    config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
     config.dtype = _element_type(reader)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -180,11 +181,6 @@ def _tokenizer(fields: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
-
-
-def _unquantised(config: Any) -> Any:
-    """The same config, not marked as that of quantised weights."""
-    return type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
 
 
 @contextmanager

@@ -43,11 +43,7 @@ def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
 
 
 def test_warm_chunks_hit_and_files_are_followed(
-    model: Path,
-    docs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No chunk is computed behind another, so what is erased is exactly what changed.
     monkeypatch.setenv("CACHEBLEND_RAG_CONDITION", "sink")
@@ -82,11 +78,7 @@ def test_comparison_shows_every_method(
 
 
 def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
-    model: Path,
-    docs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ask(model, docs, tmp_path / "data", "--warm") == 0
     held = "The prompt was prefilled in full: verify='held' lets full prefill answer"

@@ -13,15 +13,7 @@ from langchain_core.documents import Document
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.calibrate import (
-    Calibration,
-    Finding,
-    Search,
-    TrialSet,
-    TriedRule,
-    report,
-    settings_of,
-)
+from cacheblend_rag.calibration.calibrate import Calibration, Finding, Search, TrialSet, TriedRule, report, settings_of
 from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.prompts import chunk_prompts, question_prompts
 from cacheblend_rag.calibration.quality import Methods, ReferenceAnswer

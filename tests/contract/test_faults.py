@@ -17,12 +17,7 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
-from tests.contract.faults import (
-    crowd,
-    kill_while_writing,
-    record_of,
-    wrong_records,
-)
+from tests.contract.faults import crowd, kill_while_writing, record_of, wrong_records
 from tests.contract.test_store import alter, files
 from tests.probes import CHUNKS, PROMPT, assert_same, engine_of
 

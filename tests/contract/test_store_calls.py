@@ -15,15 +15,7 @@ import pytest
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.fleet.summaries import SummarizedStore
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
-from cacheblend_rag.store import (
-    DiskStore,
-    KVStore,
-    MemoryStore,
-    RecordFormat,
-    StoredKV,
-    TieredStore,
-    open_store,
-)
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, RecordFormat, StoredKV, TieredStore, open_store
 from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.storage import ThrottledStore
 from tests import tiny

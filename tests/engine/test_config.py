@@ -48,12 +48,7 @@ def test_environment_variable_is_read_and_argument_wins(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("recompute_ratio", "much"),
-        ("min_tokens", "2.5"),
-        ("selection_options", "one"),
-        ("size_limit", "huge"),
-    ],
+    [("recompute_ratio", "much"), ("min_tokens", "2.5"), ("selection_options", "one"), ("size_limit", "huge")],
 )
 def test_unreadable_environment_value_names_variable_and_value(
     name: str, text: str, monkeypatch: pytest.MonkeyPatch
@@ -101,8 +96,7 @@ def test_unknown_option_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [(1, 1), ("1k", 1000), ("1KiB", 1024), ("1.5 MB", 1_500_000), ("2ti", 2**41)],
+    ("text", "size"), [(1, 1), ("1k", 1000), ("1KiB", 1024), ("1.5 MB", 1_500_000), ("2ti", 2**41)]
 )
 def test_sizes(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.calibration.profiler import (
-    fit_prefill,
-    profile_machine,
-)
+from cacheblend_rag.calibration.profiler import fit_prefill, profile_machine
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import (
     ChunkKV,

@@ -151,13 +151,7 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    ("kept", "codec", "dtype"),
-    [
-        ("disk", "int8", "bfloat16"),
-        ("gpu", "raw", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("kept", "codec", "dtype"), [("disk", "int8", "bfloat16"), ("gpu", "raw", "float32")])
 def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, codec: str, dtype: str, tmp_path: Path) -> None:
     store: Any = MemoryStore(device="cuda") if kept == "gpu" else tmp_path
     model = tiny.model().to("cuda", getattr(torch, dtype))

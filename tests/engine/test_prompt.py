@@ -71,8 +71,7 @@ def _wordpiece() -> Any:
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["<unk>", "<s>", "</s>"]
     return _trained(
-        inner,
-        trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, initial_alphabet=list(_CHARACTERS)),
+        inner, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, initial_alphabet=list(_CHARACTERS))
     )
 
 

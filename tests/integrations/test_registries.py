@@ -9,13 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import Runnable, RunnableLambda
 
-from cacheblend_rag.langchain import (
-    CacheBlendLLM,
-    ChatCacheBlend,
-    ChunkRegistry,
-    known_chunks,
-    tracking,
-)
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, ChunkRegistry, known_chunks, tracking
 from cacheblend_rag.llama_index import tracking as tracking_nodes
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
 from tests.integrations.llama_index.common import make_index, make_nodes

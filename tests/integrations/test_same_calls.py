@@ -121,11 +121,7 @@ def test_server_makes_the_same_store_calls_as_the_engine(tmp_path: Path, asked: 
         completion |= {"prompt": "What fell?", "documents": texts}
         chat = {name: value for name, value in completion.items() if name != "prompt"}
         chat["messages"] = [{"role": "user", "content": "What fell?"}]
-        for path, body in (
-            ("/api/ask", question),
-            ("/v1/completions", completion),
-            ("/v1/chat/completions", chat),
-        ):
+        for path, body in (("/api/ask", question), ("/v1/completions", completion), ("/v1/chat/completions", chat)):
 
             def ask(path: str = path, body: dict[str, Any] = body) -> None:
                 answer = client.post(path, json=body)

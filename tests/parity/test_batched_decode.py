@@ -238,10 +238,7 @@ def test_answer_goes_on_between_two_layers_of_another_prompt(
     assert found == alone
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gpt_oss", {}), ("deepseek_v3", {}), ("mistral", WINDOWS["mistral"])],
-)
+@pytest.mark.parametrize(("family", "changes"), [("gpt_oss", {}), ("deepseek_v3", {}), ("mistral", WINDOWS["mistral"])])
 def test_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
     model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[float]()

@@ -17,6 +17,7 @@ from cacheblend_rag.store import MemoryStore, RecordInfo
 from cacheblend_rag.store.codecs import CODECS
 from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
+from tests.probes import PLAIN
 
 pytest.importorskip("triton")
 # KV between chunks is whatever was in memory until it is computed, and is rotated with theirs. NumPy, by which the
@@ -32,14 +33,7 @@ PROMPT = Prompt("Read this:", [tiny.text(8, 1), tiny.text(5, 2), tiny.text(10, 3
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True}),
-    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
-    "mistral, window": ("mistral", {"sliding_window": 16}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3, window on some layers": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    ),
+    **PLAIN,
     "gemma2, not plain": ("gemma2", {"attn_logit_softcapping": None, "num_hidden_layers": 4}),
     "glm, rotates a part of each head": ("glm", {"attention_bias": True}),
 }

@@ -15,19 +15,13 @@ from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cpu.plain import PlainRows
 from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
+from tests.probes import PLAIN
 from tests.tolerance import assert_layers_close, assert_logits_close
 
-PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
     "llama, wide heads": ("llama", {"head_dim": 16}),
-    "mistral, window": ("mistral", {"sliding_window": 16}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3, window on some layers": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    ),
+    **PLAIN,
     "within a container": ("internvl", {}),
 }
 OTHER = ("gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "qwen2_vl", "smollm3", "starcoder2")
@@ -66,9 +60,9 @@ def logits_of(steps: BatchedDecode, texts: list[list[int]], tokens: list[list[li
     return torch.cat(found), caches
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rows_are_those_of_own_layers(name: str, taken: list[int]) -> None:
-    model = tiny.model(PLAIN[name][0], **PLAIN[name][1])
+    model = tiny.model(FAMILIES[name][0], **FAMILIES[name][1])
     texts, tokens = [list(range(3, 3 + length)) for length in (5, 90, 12)], [[[7], [8], [9]], [[11], [2], [5]]]
     expected, caches = logits_of(by_own_layers(model), texts, tokens)
     assert not taken

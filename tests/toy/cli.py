@@ -29,12 +29,7 @@ def write_questions(path: Path) -> None:
     asked = read_questions()
     offered = {*SUGGESTED, *[one.question for one in asked if one.kind == "within"][:2]}
     lines = [
-        {
-            "question": one.question,
-            "answer": one.sentence,
-            "files": one.files,
-            "suggested": one.question in offered,
-        }
+        {"question": one.question, "answer": one.sentence, "files": one.files, "suggested": one.question in offered}
         for one in asked
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -631,11 +631,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
     parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
     add_arguments(
-        parser,
-        "device",
-        "dtype",
-        "size-limit",
-        data_dir="where calibrated settings are (default: user's cache)",
+        parser, "device", "dtype", "size-limit", data_dir="where calibrated settings are (default: user's cache)"
     )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
     parser.add_argument(
@@ -714,12 +710,7 @@ def open_evaluation(parsed: argparse.Namespace) -> Iterator[EvalSetup]:
     read = load_cases(parsed.data, parsed.format, parsed.limit)
     size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
-    fixed: dict[str, Any] = {
-        "min_tokens": 0,
-        "write_back": "inline",
-        "prompt_cache": 0,
-        "verify": "off",
-    }
+    fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "prompt_cache": 0, "verify": "off"}
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     kept = data_folder(parsed) / "kv"
     with BlendEngine.from_pretrained(

@@ -41,11 +41,7 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        tokenizer: PromptTokenizer,
-        chunks: Sequence[str],
-        count: int = CONTEXTS,
+        self, adapter: ModelAdapter, tokenizer: PromptTokenizer, chunks: Sequence[str], count: int = CONTEXTS
     ) -> None:
         self._adapter = adapter
         texts = list(dict.fromkeys(text.strip() for text in chunks))
@@ -189,11 +185,7 @@ def prefill_layerwise(adapter: ModelAdapter, ids: Sequence[int]) -> Fusion:
 
 
 def greedy_answer(
-    adapter: ModelAdapter,
-    cache: Any,
-    logits: torch.Tensor,
-    count: int,
-    end_ids: Collection[int],
+    adapter: ModelAdapter, cache: Any, logits: torch.Tensor, count: int, end_ids: Collection[int]
 ) -> tuple[list[int], torch.Tensor]:
     """The answer to a prompt by greedy decoding.
 

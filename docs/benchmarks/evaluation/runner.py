@@ -738,12 +738,7 @@ class Evaluation:
         if length:
             case = repacked(case, self._engine.tokenizer, length)
         chosen = choose(
-            case,
-            count,
-            order=options.order,
-            ranker=self._ranker,
-            keep_support=options.keep_support,
-            seed=options.seed,
+            case, count, order=options.order, ranker=self._ranker, keep_support=options.keep_support, seed=options.seed
         )
         return chosen, build_prompt(chosen, options.style, self._chat)
 

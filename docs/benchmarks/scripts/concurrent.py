@@ -97,12 +97,7 @@ def measure(options: ConcurrentOptions) -> dict[str, Any]:
                         rounds[limit].append(took)
             rows += [{"at_once": number, "limit": limit, **_medians(found)} for limit, found in rounds.items()]
         tokens = engine.fuse(prompt).report.prompt_tokens
-    return {
-        "options": asdict(options),
-        "machine": machine(options.device),
-        "prompt_tokens": tokens,
-        "under_way": rows,
-    }
+    return {"options": asdict(options), "machine": machine(options.device), "prompt_tokens": tokens, "under_way": rows}
 
 
 def in_other_order(prompt: Prompt, number: int) -> Prompt:

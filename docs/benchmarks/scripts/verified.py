@@ -257,8 +257,7 @@ def _write(parsed: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     """Write what is known so far, so that a long run that is broken off is not lost."""
     if parsed.out:
         write_json(
-            parsed.out,
-            {"options": _options(parsed), "machine": machine(), "summary": summary(rows), "rows": rows},
+            parsed.out, {"options": _options(parsed), "machine": machine(), "summary": summary(rows), "rows": rows}
         )
 
 

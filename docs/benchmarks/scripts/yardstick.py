@@ -159,12 +159,7 @@ class Conditions:
         All chunks; those of a document one after another.
     """
 
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        tokenizer: PromptTokenizer,
-        corpus: Sequence[str],
-    ) -> None:
+    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, corpus: Sequence[str]) -> None:
         self._adapter, self._tokenizer = adapter, tokenizer
         self._texts = corpus
         self._kept: dict[str, ComputeKV] = {}
@@ -558,10 +553,7 @@ def _spread(values: Sequence[float], groups: Sequence[str]) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> str:
     """A summary in Markdown."""
-    lines = [
-        "| method | work | divergence, nats a token | 95th percentile | first token |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| method | work | divergence, nats a token | 95th percentile | first token |", "|---|---|---|---|---|"]
     for name, one in sorted(found["methods"].items(), key=lambda item: -item[1]["kl"]["mean"]):
         kl = one["kl"]
         spread = f"{kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}]"

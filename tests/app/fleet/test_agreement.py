@@ -14,11 +14,7 @@ from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.encryption import KEY_VARIABLE
 from tests.probes import engine_of
 
-TERMS: dict[str, object] = {
-    "dtype": "float32",
-    "recompute_ratio": "auto",
-    "embedder": [[0.25, 0.5], [1.0, 0.0]],
-}
+TERMS: dict[str, object] = {"dtype": "float32", "recompute_ratio": "auto", "embedder": [[0.25, 0.5], [1.0, 0.0]]}
 
 
 def service(**options: Any) -> Any:

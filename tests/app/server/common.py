@@ -75,13 +75,7 @@ def settings_for(
         docs = own if own.exists() else shutil.copytree(docs, own, ignore=shutil.ignore_patterns(SHARED))
     config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
     rag = FolderRAGOptions(
-        model=model,
-        embedder=EMBEDDER_PATH,
-        docs=docs,
-        data_dir=data,
-        max_new_tokens=6,
-        device="cpu",
-        config=config,
+        model=model, embedder=EMBEDDER_PATH, docs=docs, data_dir=data, max_new_tokens=6, device="cpu", config=config
     )
     return ServerSettings(rag=rag, port=0, api_keys=keys or {}, **own_options)
 

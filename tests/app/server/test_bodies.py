@@ -155,12 +155,7 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(asked: Running, 
     """In labels that are only sent back, too."""
     half = "\ud800"
     for path in BODIES:
-        for more in (
-            {"metadata": {half: "label"}},
-            {"unknown": [[half]]},
-            {half: 1},
-            {next(iter(BODIES[path])): half},
-        ):
+        for more in ({"metadata": {half: "label"}}, {"unknown": [[half]]}, {half: 1}, {next(iter(BODIES[path])): half}):
             answer = post(client, path, whole(asked, path, **more, stream=True))
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_unicode"), (path, more)
 

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.app.cli import _parser, main
-from cacheblend_rag.app.cli.configuration import (
-    SECTIONS,
-    given_options,
-    server_settings,
-)
+from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server import app
 from cacheblend_rag.app.server.services.service import open_service

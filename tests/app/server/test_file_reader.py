@@ -105,11 +105,7 @@ def test_crash_of_the_reader_is_blamed_on_the_file_that_crashes_it(monkeypatch: 
 
 
 def child(program: str) -> dict[str, Any]:
-    return {
-        "args": [sys.executable, "-c", program],
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.DEVNULL,
-    }
+    return {"args": [sys.executable, "-c", program], "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
 @LINUX

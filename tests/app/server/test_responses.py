@@ -18,14 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import (
-    Running,
-    drop_last_prompts,
-    passage,
-    process_logits,
-    running,
-    settings_for,
-)
+from tests.app.server.common import Running, drop_last_prompts, passage, process_logits, running, settings_for
 from tests.integrations.langchain.models import Script
 
 KEY = "sk-none-needed-here"

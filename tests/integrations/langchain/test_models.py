@@ -116,9 +116,7 @@ async def test_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> Non
     assert slow.made < 500
 
 
-async def test_cancelled_call_stops_generating(
-    engine: Any,
-) -> None:
+async def test_cancelled_call_stops_generating(engine: Any) -> None:
     slow = Slow()
     model = ChatCacheBlend.from_engine(engine, max_new_tokens=2000, logits_processor=[slow])
     for calls in (model.ainvoke("What fell?"), model.abatch(["One?", "Two?"])):

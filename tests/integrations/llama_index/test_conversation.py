@@ -19,10 +19,7 @@ RATIO = 0.15
 @pytest.mark.parametrize(("engine", "mode"), [(ContextChatEngine, "astream"), (CondensePlusContextChatEngine, "async")])
 async def test_later_turns_reuse_the_documents(engine: Any, mode: str) -> None:
     llm = make_llm(
-        True,
-        {"recompute_ratio": RATIO},
-        logits_processor=[Script(tiny_parts()[1], force, free=4)],
-        max_new_tokens=20,
+        True, {"recompute_ratio": RATIO}, logits_processor=[Script(tiny_parts()[1], force, free=4)], max_new_tokens=20
     )
     retriever = make_index(make_nodes(seed=80, words=40)).as_retriever(similarity_top_k=4)
     chat = engine.from_defaults(retriever, llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=6000))

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval.documents import (
-    FileBytes,
-    by_suffix,
-    list_files,
-    parse,
-    read_bytes,
-    read_folder,
-)
+from cacheblend_rag.retrieval.documents import FileBytes, by_suffix, list_files, parse, read_bytes, read_folder
 from tests.integrations.retrieval.pdf import make_pdf
 
 

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from cacheblend_rag.retrieval.embedder import (
-    SentenceTransformerEmbeddings,
-    embed_in_parts,
-)
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings, embed_in_parts
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.retrieval.conftest import limited_model
 

