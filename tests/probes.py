@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models.kv import LayerKV
@@ -308,3 +310,30 @@ def random_kv(model: Any, tokens: int, seed: int = 0) -> list[LayerKV]:
 def copies(layers: Sequence[LayerKV]) -> list[LayerKV]:
     """Copies, since the blended pass takes its buffers over."""
     return [LayerKV(layer.keys.clone(), layer.values.clone()) for layer in layers]
+
+
+class Slow(LogitsProcessor):
+    """Takes its time for each token, and counts them; an answer may have no end."""
+
+    def __init__(self, seconds: float = 0.01, ends: bool = True) -> None:
+        self.seconds, self.ends, self.made = seconds, ends, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)  # the pace of a slow model
+        self.made += 1
+        if not self.ends:
+            scores[:, 2] = float("-inf")
+        return scores
+
+
+class Broken(LogitsProcessor):
+    """A user's processor that fails at a token."""
+
+    def __init__(self, at: int = 0, says: str = "a processor of the user's failed") -> None:
+        self.left, self.says = at, says
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError(self.says)
+        return scores

@@ -16,7 +16,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError
 from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, record_files
+from tests.probes import CHUNKS, PROMPT, Broken, Hooked, engine_of, record_files
 from tests.waiting import until
 
 # The user's model ---------------------------------------------------------------------------
@@ -41,11 +41,6 @@ def picture(model: Any) -> dict[str, Any]:
         seen[name, "tensor"] = (tensor._version, tensor.requires_grad, tensor.grad is None)
         seen[name, "sum"] = tensor.double().sum().item()
     return seen
-
-
-class Broken(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("a processor of the user's failed")
 
 
 @pytest.mark.parametrize(

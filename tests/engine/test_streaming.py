@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import GenerationTimeoutError
 from cacheblend_rag.models.row_layers import RowLayers
 from tests import tiny
-from tests.probes import answers_of, engine_of
+from tests.probes import Broken, Slow, answers_of, engine_of
 from tests.waiting import until
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -38,32 +37,6 @@ class Paced(LogitsProcessor):
         self.begun += 1
         assert self.allowed.acquire(timeout=60)
         self.made += 1
-        return scores
-
-
-class Slow(LogitsProcessor):
-    """Takes its time for each token; counts them."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.made = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)  # the pace of a slow model
-        self.made += 1
-        return scores
-
-
-class Broken(LogitsProcessor):
-    """Fails at a token."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            raise ZeroDivisionError("a processor of the user's failed")
         return scores
 
 

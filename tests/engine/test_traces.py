@@ -6,7 +6,6 @@ import asyncio
 import json
 import runpy
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from cacheblend_rag.engine import traces
 from cacheblend_rag.engine.traces import CAPTURE
 from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, answers_of, engine_of
+from tests.probes import CHUNKS, PROMPT, Broken, Slow, answers_of, engine_of
 from tests.telemetry import STEPS, Told, telling
 
 SECRET = "xyzzy"
@@ -31,19 +30,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     monkeypatch.delenv(CAPTURE, raising=False)
     with telling() as made:
         yield made
-
-
-class Failing(LogitsProcessor):
-    """A user's processor that fails."""
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        raise ZeroDivisionError(f"the prompt says {SECRET}")
-
-
-class Slow(LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        time.sleep(0.01)  # the pace of a slow model
-        return scores
 
 
 def number(span: Any, name: str) -> Any:
@@ -148,7 +134,7 @@ def test_error_is_told_by_its_type(told: Told) -> None:
         with pytest.raises(ContextLengthError):
             engine.generate(Prompt(chunks=[tiny.text(300)], suffix="What?"))
         with pytest.raises(ZeroDivisionError):
-            engine.generate("plain", logits_processor=[Failing()])
+            engine.generate("plain", logits_processor=[Broken(says=f"the prompt says {SECRET}")])
         with pytest.raises(GenerationTimeoutError):
             engine.stream("plain", timeout=0.02, max_new_tokens=50, logits_processor=[Slow()]).complete()
     *failed, late = told.answers(3)
@@ -193,7 +179,7 @@ def test_text_of_prompt_and_answer_is_told_only_where_it_is_asked_for(
         text = engine.generate(prompt, max_new_tokens=8, logits_processor=[Saying()]).text
         list(engine.stream(prompt, max_new_tokens=8, logits_processor=[Saying()]))
         with pytest.raises(ZeroDivisionError):
-            engine.generate(prompt, logits_processor=[Failing()])
+            engine.generate(prompt, logits_processor=[Broken(says=f"the prompt says {SECRET}")])
     span, _, failed = told.answers(3)
     assert SECRET in text
     if captured == "false":

@@ -11,7 +11,7 @@ from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, ChunkRegistry, known_chunks, tracking
 from cacheblend_rag.llama_index import tracking as tracking_nodes
-from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+from tests.integrations.langchain.models import FixedRetriever, answers_in, passages, tiny_engine
 from tests.integrations.llama_index.common import make_index, make_nodes
 
 QUESTION = "What fell?"
@@ -34,17 +34,6 @@ def chain_of(model: Any, documents: list[Document]) -> Runnable[Any, Any]:
     return FixedRetriever(documents=documents) | RunnableLambda(joined) | model
 
 
-async def asked(chain: Any, way: str) -> None:
-    if way == "invoke":
-        chain.invoke(QUESTION)
-    elif way == "ainvoke":
-        await chain.ainvoke(QUESTION)
-    elif way == "stream":
-        list(chain.stream(QUESTION))
-    else:
-        _ = [piece async for piece in chain.astream(QUESTION)]
-
-
 def seen(model: Any, text: str) -> list[str]:
     """Chunks that a model finds in a text which no run has announced."""
     text = f"Again: {text}"
@@ -59,9 +48,9 @@ async def test_model_never_looks_for_what_another_with_its_own_registry_was_give
         one = kind.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
         other = kind.from_engine(engine, max_new_tokens=1, known=ChunkRegistry())
         for expected in ((0, 3), (3, 0)):
-            await asked(chain_of(one, here), way)
+            await answers_in(way, chain_of(one, here), QUESTION)
             assert one.stats().hits == expected[0]
-        await asked(chain_of(other, there), way)
+        await answers_in(way, chain_of(other, there), QUESTION)
         for model, own, foreign in ((one, here, there), (other, there, here)):
             assert seen(model, joined(own)) == texts_of(own)
             assert seen(model, joined(foreign)) == []

@@ -12,13 +12,12 @@ import pytest
 from langchain_classic.chains import RetrievalQA
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable
 from llama_index.core.llms import ChatMessage
 from opentelemetry import trace
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
-from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+from tests.integrations.langchain.models import FixedRetriever, answers_in, passages, tiny_engine
 from tests.telemetry import STEPS, Told, telling
 
 
@@ -73,30 +72,14 @@ def test_chain_within_a_users_span_stands_below_it(told: Told) -> None:
     assert seen[0]["gen_ai.usage.cache_creation.input_tokens"] > 0  # type: ignore[operator]
 
 
-def read(model: Runnable[Any, Any], form: str, given: Any, tracer: SpanKeeper) -> None:
-    """Ask a model or a chain in one of its forms."""
-
-    async def streamed() -> None:
-        async for _ in model.astream(given, config={"callbacks": [tracer]}):
-            pass
-
-    if form == "invoke":
-        model.invoke(given, config={"callbacks": [tracer]})
-    elif form == "ainvoke":
-        asyncio.run(model.ainvoke(given, config={"callbacks": [tracer]}))
-    elif form == "stream":
-        list(model.stream(given, config={"callbacks": [tracer]}))
-    else:
-        asyncio.run(streamed())
-
-
 @pytest.mark.parametrize(
     ("kind", "form"), [(ChatCacheBlend, "ainvoke"), (ChatCacheBlend, "stream"), (CacheBlendLLM, "astream")]
 )
 def test_answer_stands_below_the_run_that_a_tracer_keeps(told: Told, kind: Any, form: str) -> None:
     tracer = SpanKeeper(told)
     model = kind.from_engine(tiny_engine(), max_new_tokens=3)
-    read(ChatPromptTemplate.from_template("Which {one}?") | model, form, {"one": "leaf"}, tracer)
+    chain = ChatPromptTemplate.from_template("Which {one}?") | model
+    asyncio.run(answers_in(form, chain, {"one": "leaf"}, {"callbacks": [tracer]}))
     (span,) = told.answers()
     # LangChain does not tell a chat model that streams of its run.
     streams = kind is ChatCacheBlend and "stream" in form

@@ -91,6 +91,17 @@ class Ended(BaseCallbackHandler):
                 self.texts.append(generation.text)
 
 
+async def answers_in(mode: str, chain: Any, given: Any, config: Any = None, beside: Sequence[Any] = ()) -> list[Any]:
+    """What a model or a chain says in one of LangChain's modes, in a batch beside others: answers, or pieces of one."""
+    if mode == "astream":
+        return [piece async for piece in chain.astream(given, config)]
+    if mode == "stream":
+        return list(chain.stream(given, config))
+    answer = getattr(chain, mode)([given, *beside] if "batch" in mode else given, config)
+    answer = await answer if mode.startswith("a") else answer
+    return list(answer) if "batch" in mode else [answer]
+
+
 class Script(LogitsProcessor):
     """Makes a model write what a test wants, by what it was asked.
 

@@ -16,7 +16,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests import tiny
-from tests.integrations.langchain.models import Ended, passages, tiny_engine
+from tests.integrations.langchain.models import Ended, answers_in, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
@@ -39,14 +39,7 @@ def searched(seed: int, count: int = 3) -> list[Document]:
 async def asked(chain: Any, mode: str, given: Any) -> list[dict[str, Any]]:
     """What the model said of its answers."""
     ended = Ended()
-    config: Any = {"callbacks": [ended]}
-    if mode == "stream":
-        list(chain.stream(given, config))
-    elif mode == "astream":
-        _ = [piece async for piece in chain.astream(given, config)]
-    else:
-        answer = getattr(chain, mode)([given] if "batch" in mode else given, config)
-        await answer if mode.startswith("a") else answer
+    await answers_in(mode, chain, given, {"callbacks": [ended]})
     return ended.infos
 
 

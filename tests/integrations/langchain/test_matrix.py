@@ -52,6 +52,7 @@ from tests.integrations.langchain.models import (
     PlainChat,
     PlainLLM,
     Script,
+    answers_in,
     passages,
     tiny_engine,
     tiny_parts,
@@ -335,22 +336,11 @@ def nothing_known() -> None:
 
 
 async def run(chain: Runnable[Any, Any], asked: Any, mode: str, config: Any) -> None:
-    match mode:
-        case "invoke":
-            chain.invoke(asked, config)
-        case "ainvoke":
-            await chain.ainvoke(asked, config)
-        case "batch":
-            chain.batch([asked, asked], config)
-        case "abatch":
-            await chain.abatch([asked, asked], config)
-        case "stream":
-            assert list(chain.stream(asked, config))
-        case "astream":
-            assert [piece async for piece in chain.astream(asked, config)]
-        case _:
-            events = [event["event"] async for event in chain.astream_events(asked, config, version="v2")]
-            assert any(event in ("on_llm_end", "on_chat_model_end") for event in events)
+    if mode == "astream_events":
+        events = [event["event"] async for event in chain.astream_events(asked, config, version="v2")]
+        assert any(event in ("on_llm_end", "on_chat_model_end") for event in events)
+    else:
+        assert await answers_in(mode, chain, asked, config, [asked])
 
 
 def with_chunks(infos: list[dict[str, Any]]) -> list[dict[str, Any]]:

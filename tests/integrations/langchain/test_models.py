@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from transformers import pipeline
-from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
-from tests.integrations.langchain.models import plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import answers_in, plain_answer, tiny_engine, tiny_parts
+from tests.probes import Broken, Slow
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
 MODES = ("invoke", "ainvoke", "batch", "abatch", "stream", "astream")
@@ -30,49 +28,8 @@ def engine() -> Iterator[Any]:
 
 async def say(model: Any, mode: str, asked: str) -> str:
     """An answer's text, in a mode."""
-
-    def text(piece: Any) -> str:
-        return str(getattr(piece, "content", piece))
-
-    match mode:
-        case "invoke":
-            return text(model.invoke(asked))
-        case "ainvoke":
-            return text(await model.ainvoke(asked))
-        case "batch":
-            return text(model.batch([asked, "another"])[0])
-        case "abatch":
-            return text((await model.abatch([asked, "another"]))[0])
-        case "stream":
-            return "".join(map(text, model.stream(asked)))
-        case _:
-            return "".join([text(piece) async for piece in model.astream(asked)])
-
-
-class Slow(LogitsProcessor):
-    """Takes its time for each token and never ends; counts them."""
-
-    def __init__(self, seconds: float = 0.01) -> None:
-        self.seconds, self.made = seconds, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)  # the pace of a slow model
-        self.made += 1
-        scores[:, 2] = float("-inf")
-        return scores
-
-
-class Broken(LogitsProcessor):
-    """Fails at its third token."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.made += 1
-        if self.made > 2:
-            raise ZeroDivisionError("a processor of the user's failed")
-        return scores
+    answers = await answers_in(mode, model, asked, beside=["another"])
+    return "".join(str(getattr(piece, "content", piece)) for piece in (answers[:1] if "batch" in mode else answers))
 
 
 # Answers ------------------------------------------------------------------------------------
@@ -107,7 +64,7 @@ def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
 
 @pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> None:
-    slow = Slow()
+    slow = Slow(ends=False)
     model = kind.from_engine(engine, max_new_tokens=2000, timeout=0.15, logits_processor=[slow])
     with pytest.raises(GenerationTimeoutError, match=r"0\.15 s"):
         await say(model, mode, "What fell?")
@@ -117,7 +74,7 @@ async def test_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> Non
 
 
 async def test_cancelled_call_stops_generating(engine: Any) -> None:
-    slow = Slow()
+    slow = Slow(ends=False)
     model = ChatCacheBlend.from_engine(engine, max_new_tokens=2000, logits_processor=[slow])
     for calls in (model.ainvoke("What fell?"), model.abatch(["One?", "Two?"])):
         with pytest.raises(TimeoutError):
@@ -129,7 +86,7 @@ async def test_cancelled_call_stops_generating(engine: Any) -> None:
 
 @pytest.mark.parametrize(("mode", "kind"), list(zip(MODES, KINDS * 3, strict=False)))
 async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, mode: str) -> None:
-    model = kind.from_engine(engine, max_new_tokens=9, logits_processor=[Broken()])
+    model = kind.from_engine(engine, max_new_tokens=9, logits_processor=[Broken(2)])
     with pytest.raises(ZeroDivisionError, match="user's failed"):
         await say(model, mode, "What fell?")
     assert kind.from_engine(engine, max_new_tokens=2).invoke("And now?")
