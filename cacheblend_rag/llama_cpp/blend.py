@@ -60,7 +60,7 @@ class _Pass:
         runtime = self._runtime
         placed = SequenceCache(runtime, runtime.take(), 0)
         self._put_in_place(layers, placed.sequence)
-        scored, attention = self._score(placed, layers)
+        scored, attention = self._score(placed)
         chosen = self._chosen(attention)
         final = SequenceCache(runtime, runtime.take(), 0)
         at = 0
@@ -124,12 +124,12 @@ class _Pass:
         self._runtime.shift(own, span.start)
         return own
 
-    def _score(self, placed: SequenceCache, layers: Sequence[LayerKV]) -> tuple[bool, torch.Tensor | None]:
+    def _score(self, placed: SequenceCache) -> tuple[bool, torch.Tensor | None]:
         """The question's attention to all positions, if the rule wants it."""
         if not self._rule.score_layers or not any(map(len, self._plan.reused)):
             return False, None
-        layers, runtime = self._rule.score_layers, self._runtime
-        layer = layers[len(layers) // 2]  # nearer than the last of them: docs/benchmarks/llama-cpp.md
+        scoring, runtime = self._rule.score_layers, self._runtime
+        layer = scoring[len(scoring) // 2]  # nearer than the last of them: docs/benchmarks/llama-cpp.md
         queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layer)
         keys = runtime.kv(placed.sequence, 0, self._tokens)[0][layer].float()  # [kv_heads, tokens, head_dim]
         runtime.cut(placed.sequence, self._question)
