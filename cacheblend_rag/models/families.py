@@ -15,6 +15,10 @@ _INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")
 _ONCE = Layout(cosines="once")
 
 
+def _no_window(config: Any, layer: int) -> int | None:
+    return None
+
+
 def _every_layer(config: Any, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     return int(window) if window else None
@@ -22,6 +26,10 @@ def _every_layer(config: Any, layer: int) -> int | None:
 
 def _by_layer_type(config: Any, layer: int) -> int | None:
     return int(config.sliding_window) if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _all_rotate(config: Any, layer: int) -> bool:
+    return True
 
 
 def _sliding_layers_rotate(config: Any, layer: int) -> bool:
@@ -71,8 +79,8 @@ class Family:
     """
 
     model_type: str
-    window: Callable[[Any, int], int | None] = lambda config, layer: None
-    rotates: Callable[[Any, int], bool] = lambda config, layer: True
+    window: Callable[[Any, int], int | None] = _no_window
+    rotates: Callable[[Any, int], bool] = _all_rotate
     layout: Layout = _HALVES
     norm: str | None = "input_layernorm"
     attention: str = "self_attn"
