@@ -202,8 +202,9 @@ def _alone(runtime: Runtime, ids: list[int], tokens: int) -> tuple[float, float]
 
 def _with_reuse(engine: BlendEngine, prompt: Prompt, tokens: int) -> tuple[float, float]:
     started = time.perf_counter()
-    # No token ends the answer; a least length would be looked after by code of transformers that users do not run.
-    endless = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    # A token that no model chooses ends the answer: a least length costs time that users do not spend.
+    unused = engine.model.runtime.vocabulary - 1
+    endless = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=unused, pad_token_id=0)
     answer = engine.generate(prompt, stop_repetition=False, generation_config=endless)
     assert len(answer.token_ids) == tokens
     return answer.report.ttft, time.perf_counter() - started
