@@ -43,7 +43,7 @@ def test_every_page_is_on_the_site(site: Path) -> None:
     for kind in ("tutorial", "how-to", "reference", "explanation", "benchmarks", "decisions"):
         pages = {path.stem for path in (ROOT / "docs" / kind).glob("*.md")} - {"README"}
         assert pages <= {path.stem for path in (site / kind).glob("*.html")}, kind
-    assert "Local RAG that answers sooner" in (site / "index.html").read_text(encoding="utf-8")
+    assert "makes local RAG answer faster" in (site / "index.html").read_text(encoding="utf-8")
     assert {path.stem for path in ROOT.glob("examples/*.py")} <= {path.stem for path in (site / "project").iterdir()}
 
 
