@@ -28,7 +28,7 @@ def only_from(level: int, *names: str) -> Iterator[None]:
 
 @contextmanager
 def no_search_for_garbage() -> Iterator[None]:
-    """Within this, reference cycles are not looked for; later, not among what was made until then.
+    """Within this, reference cycles are not looked for; later, not among what was made until then. Triton is left out.
 
     Imports make some 800,000 objects, nearly all of them for the life of the process. Python would walk over them again
     and again: while it loads, while it reads a large body on the loop that serves everybody, and at its end.

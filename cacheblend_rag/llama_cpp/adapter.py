@@ -299,8 +299,10 @@ class LlamaDecode:
             here = rows.setdefault(cache.runtime, [])
             here += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
             cache.length += len(ids)
-        logits = {runtime: iter(runtime.step(here)) for runtime, here in rows.items()}
-        return [
-            torch.stack([next(logits[one[name].runtime]) for _ in range(one["input_ids"].shape[1])])[None]
-            for one in inputs
-        ]
+        logits = {runtime: runtime.step(here) for runtime, here in rows.items()}
+        found = []
+        for one in inputs:
+            runtime, count = one[name].runtime, one["input_ids"].shape[1]
+            found.append(logits[runtime][None, :count])
+            logits[runtime] = logits[runtime][count:]
+        return found

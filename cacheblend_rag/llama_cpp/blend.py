@@ -18,8 +18,7 @@ from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
 from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.models.kv import LayerKV
 
-TILE = 64
-"""Rows of a call from which on llama.cpp computes attention in tiles, several times faster."""
+_TILE = 64  # rows of a call from which on llama.cpp computes attention in tiles (docs/decisions/0029)
 _LONG = 1024  # tokens of a prompt from which on that is worth it
 _BLOCK = 16  # rows that are chosen together
 
@@ -54,7 +53,7 @@ class _Pass:
             self._question = min(self._tokens - 1, max(self._question, plan.question.start))
         self._asked = self._question
         if self._tokens >= _LONG:  # rows before the question come with it at no cost
-            self._question = min(self._question, self._tokens - TILE)
+            self._question = min(self._question, self._tokens - _TILE)
 
     def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
         runtime = self._runtime
@@ -75,7 +74,7 @@ class _Pass:
 
     def _groups(self, stretches: Iterable[range]) -> Iterator[list[range]]:
         """Stretches that are computed in one call: alone, or in long prompts as many as make a tile."""
-        group, least = list[range](), TILE if self._tokens >= _LONG else 1
+        group, least = list[range](), _TILE if self._tokens >= _LONG else 1
         for stretch in stretches:
             group.append(stretch)
             if sum(map(len, group)) >= least:
@@ -96,7 +95,7 @@ class _Pass:
                 if sequence != final:
                     runtime.copy(final, sequence, 0, at)
                 runtime.copy(placed, sequence, at, stretch.start)
-            rows = [(self._ids[at], at, one) for part, one in zip(group, own, strict=True) for at in part]
+            rows = [(self._ids[row], row, one) for part, one in zip(group, own, strict=True) for row in part]
             runtime.step(rows, wanted=False)
             if len(group) > 1:
                 for stretch, sequence in zip(group, own, strict=True):

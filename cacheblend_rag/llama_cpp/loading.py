@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.llama_cpp.model import LlamaModel
 from cacheblend_rag.llama_cpp.runtime import Runtime
-from cacheblend_rag.models.gguf import content_sha256, settings_folder
+from cacheblend_rag.models.gguf import check_start, content_sha256, settings_folder
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.starter_table import BESIDE_WEIGHTS
@@ -34,13 +34,14 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
         If its architecture is not supported.
     """
     path = local_path(file)
-    folder = settings_folder(path)
+    check_start(path)
     needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()
     if there is not None and needed > there:
         raise ModelLoadError(
             f"{str(path)!r} takes some {needed:,} bytes of memory, and there are {there:,}; take a smaller model, or a "
             "file with fewer bits"
         )
+    folder = settings_folder(path)  # hashes the file on first use
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
     runtime = Runtime(path, torch.get_num_threads())
