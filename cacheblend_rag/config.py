@@ -695,11 +695,10 @@ class BlendConfig:
         "auto",
         or_auto(FLAG),
         """
-        Use rearranged copies of linear weights on a CPU, which are faster for few tokens. In bfloat16 the copies are in
+        Use rearranged copies of linear weights in bfloat16 on a CPU, which are faster for few tokens. The copies are in
         oneDNN's order and take as much memory again; 'auto' makes them if the processor has bfloat16 arithmetic and
-        they take at most a quarter of the machine's memory. In float32, 'auto' packs weights that are equal in float16,
-        which takes half as much memory again and halves the bytes that a token reads. True is for bfloat16, and refuses
-        a model that cannot gain. Turn it off where memory is short. See docs/explanation/engine.md#weight-prepacking.
+        they take at most a quarter of the machine's memory. True refuses a model that cannot gain. Turn it off where
+        memory is short. See docs/explanation/engine.md#weight-prepacking.
         """,
     )
 

@@ -40,7 +40,7 @@ FORBIDDEN = {"fusor": ("store",)}
 # tenant would see what is in it.
 REMEMBERED = {
     # about this machine, its packages and what PyTorch does here
-    *("_auto_limit", "_multiprocessors", "_side_stream", "agrees", "has_float16_products", "kernels_run_on", "library"),
+    *("_auto_limit", "_multiprocessors", "_side_stream", "agrees", "kernels_run_on", "library"),
     *("rows_worth_it", "_arguments", "_options_of"),
     # a text of ours, numbers of samples, and models' own templates
     *("_passages", "_draw", "template_variables"),

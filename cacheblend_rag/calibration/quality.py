@@ -239,7 +239,7 @@ class Methods:
         """The answer that a method's KV leads to; its cache stays as it is."""
         engine = self.engine
         given = {"cache": shared_cache(made.cache), "logits": made.logits, "options": options}
-        with engine.products(decoding=True):
+        with engine.products():
             return decode(engine.model, engine.tokenizer, input_ids=engine.tokenize(self.prompt).input_ids, **given)
 
     def compare(

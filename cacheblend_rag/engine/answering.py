@@ -183,7 +183,7 @@ class Answering:
             ids = torch.tensor([fused.input_ids], device=model.adapter.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             return generate(model.adapter.model, self.tokenizer, inputs=inputs, **how)
-        with model.products(decoding=True), self.turns.steps(fused) as step:
+        with model.products(), self.turns.steps(fused) as step:
             how |= {"input_ids": fused.input_ids, "cache": fused.cache, "logits": fused.logits, "step": step}
             return decode(model.adapter.model, self.tokenizer, **how)
 
@@ -233,7 +233,7 @@ class Answering:
         begun = route.ticket.exact_cache(ids)
         how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun, "products": model.products}
         try:
-            with model.products(decoding=True):
+            with model.products():
                 return check(model.blended, self.tokenizer, ids, draft, options, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -87,9 +87,9 @@ class ModelInUse:
             self._find_products(anew=True)
         return self.fingerprint
 
-    def products(self, decoding: bool = False) -> AbstractContextManager[None]:
-        """Context within which the model multiplies as ``prepack_weights`` says; ``decoding`` for tokens of answers."""
-        return nullcontext() if self._products is None else self._products.multiplying(answers=decoding)
+    def products(self) -> AbstractContextManager[None]:
+        """Context within which the model multiplies as ``prepack_weights`` says."""
+        return nullcontext() if self._products is None else self._products.in_use()
 
     def release(self) -> None:
         """Use prepacked weights no more; they go with the last engine over the model."""

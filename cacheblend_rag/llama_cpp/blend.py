@@ -127,12 +127,13 @@ class _Pass:
         """The question's attention to all positions, if the rule wants it."""
         if not self._rule.score_layers or not any(map(len, self._plan.reused)):
             return False, None
-        scoring, runtime = self._rule.score_layers, self._runtime
-        layer = scoring[len(scoring) // 2]  # nearer than the last of them: docs/benchmarks/llama-cpp.md
-        queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layer)
-        keys = runtime.kv(placed.sequence, 0, self._tokens)[0][layer].float()  # [kv_heads, tokens, head_dim]
+        runtime, layers = self._runtime, self._rule.score_layers
+        queries = runtime.queries(self._ids[self._question :], self._question, placed.sequence, layers)
+        keys = runtime.kv(placed.sequence, 0, self._tokens)[0]  # [kv_heads, tokens, head_dim] a layer
         runtime.cut(placed.sequence, self._question)
-        return True, _attention(queries[self._asked - self._question :], keys, self._asked)
+        rows, first = slice(self._asked - self._question, None), self._asked
+        seen = [_attention(own[rows], keys[layer].float(), first) for layer, own in zip(layers, queries, strict=True)]
+        return True, torch.stack(seen).mean(dim=0)
 
     def _chosen(self, attention: torch.Tensor | None) -> torch.Tensor:
         """Positions that are recomputed, rising."""

@@ -81,8 +81,7 @@ class Runtime:
         )
         self.version = lib.version
         self._held: list[int] = []  # what is given back in the end
-        self._wanted: bytes | None = None
-        self._seen: np.ndarray | None = None
+        self._seen: dict[bytes, np.ndarray | None] = {}  # wanted tensors of the graph, by name
         self._observer = Observer(self._observe)
         self._cells = self.token_bytes = 0
         self._batch: Batch = lib.llama_batch_init(BATCH, 0, 1)
@@ -234,20 +233,26 @@ class Runtime:
             self._decode([(*row, wanted) for row in rows[begin : begin + BATCH]], logits[begin : begin + BATCH])
         return logits
 
-    def queries(self, ids: Sequence[int], start: int, sequence: int, layer: int) -> torch.Tensor:
-        """Compute tokens as `compute` does, and give their queries of a layer, rotated, ``[rows, heads, head_dim]``."""
-        found = list[torch.Tensor]()
+    def queries(self, ids: Sequence[int], start: int, sequence: int, layers: Sequence[int]) -> list[torch.Tensor]:
+        """Compute tokens as `compute` does, and give their rotated queries of some layers.
+
+        Returns
+        -------
+        list of Tensor, a layer each, [rows, heads, head_dim] float32
+        """
+        found: list[list[torch.Tensor]] = [[] for _ in layers]
         for begin in range(0, len(ids), BATCH):
             end = min(len(ids), begin + BATCH)
-            self._wanted, self._seen = f"Qcur-{layer}".encode(), None
+            seen = self._seen = dict.fromkeys(f"Qcur-{layer}".encode() for layer in layers)
             try:
                 self._decode([(ids[at], start + at, sequence, False) for at in range(begin, end)], torch.empty(0))
             finally:
-                self._wanted = None
-            if self._seen is None:
-                raise GenerationError(f"llama.cpp's graph has no queries of layer {layer}")
-            found.append(torch.from_numpy(self._seen).view(end - begin, self.heads, -1))
-        return torch.cat(found)
+                self._seen = {}
+            for parts, (name, queries) in zip(found, seen.items(), strict=True):
+                if queries is None:
+                    raise GenerationError(f"llama.cpp's graph has no tensor {name.decode()}")
+                parts.append(torch.from_numpy(queries).view(end - begin, self.heads, -1))
+        return [torch.cat(parts) for parts in found]
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]], logits: torch.Tensor) -> None:
         batch, lib = self._batch, self._lib
@@ -269,14 +274,13 @@ class Runtime:
                 next(found).copy_(torch.from_numpy(np.ctypeslib.as_array(pointer, (self.vocabulary,))))
 
     def _observe(self, tensor: int, ask: bool, data: object) -> bool:
-        if self._wanted is None:
+        if not self._seen:
             return not ask
-        wanted = bool(self._lib.ggml_get_name(tensor) == self._wanted)
-        if wanted and not ask:  # the last tensor of this name is the rotated one
-            seen = np.empty(self._lib.ggml_nbytes(tensor) // 4, np.float32)
-            self._lib.ggml_backend_tensor_get(tensor, seen.ctypes.data, 0, seen.nbytes)
-            self._seen = seen
-        return wanted or not ask
+        name: bytes = self._lib.ggml_get_name(tensor)
+        if name in self._seen and not ask:  # the last tensor of this name is the rotated one
+            values = self._seen[name] = np.empty(self._lib.ggml_nbytes(tensor) // 4, np.float32)
+            self._lib.ggml_backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
+        return name in self._seen or not ask
 
     # Memory ----------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def test_the_work_of_methods_is_what_one_counts_by_hand() -> None:
 
 @pytest.mark.slow
 def test_tokens_are_timed_by_every_way(result_of: Callable[..., dict[str, Any]]) -> None:
-    result = result_of(decode.main, "--new-tokens", "4", part="ways")
+    result = result_of(decode.main, "--new-tokens", "4")
     assert list(result["seconds_a_token"])[:2] == [PLAIN, "blended"]
     assert result["storing_seconds"] > 0, "chunks were forgotten before each cold request, and stored after one of them"
     assert result["to_transformers"][PLAIN] == 1.0

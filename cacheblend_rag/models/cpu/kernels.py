@@ -2,9 +2,7 @@
 
 oneDNN multiplies float32. PyTorch does that by MKL, which does not use AVX-512 on AMD's processors, and is slow for few
 rows. oneDNN also arranges a weight in bfloat16 for every product: for few rows that costs as much as multiplying by
-it, so such a weight is arranged once. FBGEMM multiplies float32 rows by a weight in float16. Multiplying few rows takes
-as long as reading the weight; most checkpoints hold weights of 8 or 11 significant bits, which are the same numbers in
-half of the bytes.
+it, so such a weight is arranged once.
 
 The operators are private ones of PyTorch: each is tried once a process, and left alone where it is not there.
 """
@@ -14,8 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,16 +31,10 @@ ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 
 # Rows up to which oneDNN is the faster one with AVX2 (docs/benchmarks/ttft.md).
 _ROWS_WITH_AVX2 = 96
-# Relative difference that rounding to bfloat16 may make.
-_ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
 # Rows that the order of a weight in bfloat16 is chosen for; it then serves any number well, where 1 serves only few.
 _ARRANGED_FOR = 256
 # Largest relative difference of a product in that order; rounding alone gives less than a tenth of it.
 _TOLERANCE = 0.02
-# Largest relative difference of a weight in float16; float32's own products are off by more.
-_SAME = 2**-23
-# Rows of a weight that are compared with those in float16 at a time.
-_TOGETHER = 1024
 
 
 def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -109,16 +100,6 @@ def agrees() -> bool:
     return bool(torch.allclose(found, expected, rtol=64 * torch.finfo(torch.float32).eps, atol=0.0))
 
 
-def gives(product: Callable[[], torch.Tensor], expected: torch.Tensor, within: float = _ROUNDING) -> bool:
-    """Whether PyTorch has the private operators of a product, and it is what is expected, to rounding."""
-    try:
-        with torch.inference_mode():
-            found = product().float()
-    except (RuntimeError, AttributeError, TypeError):
-        return False
-    return bool((found - expected).norm() <= within * expected.norm())
-
-
 def arranged_by_onednn(layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
     """Weights in bfloat16 in the order of oneDNN's products.
 
@@ -139,46 +120,3 @@ def arranged_by_onednn(layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
         if not (onednn_product(rows, arranged, None).float() - plain).norm() <= _TOLERANCE * plain.norm():
             raise RuntimeError("a prepacked product differs from the plain one")
     return found
-
-
-def packed_in_float16(layers: Sequence[nn.Linear]) -> dict[nn.Linear, Any]:
-    """Weights in float32 in float16, in FBGEMM's order: of those layers whose weights are the same in float16.
-
-    Raises
-    ------
-    RuntimeError, MemoryError
-        If there is no memory for it, or no thread.
-    """
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        nbytes = sum(2 * layer.weight.numel() for layer in layers)
-        torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # FBGEMM crashes where there is no memory
-        # Compared on this thread: for each other one that compares, PyTorch starts as many again.
-        alike = (layer for layer in layers if is_same_in_float16(layer.weight))
-        packing = {layer: threads.submit(_packed, layer.weight) for layer in alike}
-        return {layer: packed.result() for layer, packed in packing.items()}
-
-
-@torch.no_grad()
-def is_same_in_float16(weight: torch.Tensor) -> bool:
-    """Whether a weight is the same in float16, but for numbers too small to matter beside the others."""
-    parts = torch.split(weight, _TOGETHER)
-    return all(bool((part.half().float() - part).norm() <= _SAME * part.norm()) for part in parts)
-
-
-def _packed(weight: torch.Tensor) -> Any:
-    return torch.ops.quantized.linear_prepack_fp16.default(weight.detach(), None)
-
-
-def float16_product(rows: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """``rows @ weight.T + bias``; rows ``[..., in]`` in float32, the weight as `packed_in_float16` gives it."""
-    product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, weight)
-    return product if bias is None else product.add_(bias)
-
-
-@cache
-def has_float16_products() -> bool:
-    """Whether the operators are there and give the product; looked at once a process."""
-    chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
-    rows, weight = (torch.rand(count, 96, device="cpu", generator=chance) for count in (3, 40))
-    weight = weight.half().float()
-    return gives(lambda: float16_product(rows, _packed(weight), None), rows @ weight.T, within=2**-20)

@@ -11,8 +11,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +22,8 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.kernels import (
     ANY_ROWS,
     arranged_by_onednn,
-    float16_product,
-    has_float16_products,
     most_rows,
     onednn_product,
-    packed_in_float16,
 )
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
@@ -60,9 +56,6 @@ class Kernel:
         Rows that it serves at most.
     least_work : int
         Multiply-adds that it serves at least.
-    of_answers : bool
-        Whether it only serves rows of an answer's tokens, so that a first token never waits for copies, and the same
-        input is multiplied in the same way in every process.
     """
 
     name: str
@@ -71,12 +64,9 @@ class Kernel:
     copy: Callable[[Sequence[nn.Linear]], Mapping[nn.Linear, Any]] | None = None
     most_rows: int = ANY_ROWS
     least_work: int = 0
-    of_answers: bool = False
 
 
 KERNELS = (
-    # Where float16 is no faster, beyond so many rows: docs/benchmarks/ttft.md.
-    Kernel("float16", torch.float32, float16_product, packed_in_float16, most_rows=32, of_answers=True),
     # The processor says how many rows, see `most_rows`. Below the least work the longer call costs more than the
     # product (one core of an AMD EPYC with AVX-512: 20 rows by 256 x 256 in 31 and 29 us, 4 rows by 704 x 256 in 30 and
     # 34, one row by 1536 x 576 in 52 and 52; two cores with AVX2: one row by 192 x 576 in 24 and 39, by 576 x 576 in
@@ -134,34 +124,32 @@ def _choose(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str) -
     for layer in layers:  # some models keep small layers in float32, as that which chooses experts
         elements[layer.weight.dtype] += layer.weight.numel()
     auto = option == "auto"
-    dtype = torch.float32 if auto and elements[torch.float32] > elements[torch.bfloat16] else torch.bfloat16
-    reason = _why_no_copies(model, dtype, layers, auto)
+    in_float32 = auto and elements[torch.float32] > elements[torch.bfloat16]
+    reason = "most are in float32" if in_float32 else _why_no_copies(model, layers, auto)
     if reason is not None and not auto:
         raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
     if reason is not None:
         _log.debug("weights are not prepacked: %s", reason)
-    copying = [kernel for kernel in KERNELS if kernel.copy is not None and kernel.dtype is dtype and reason is None]
-    if (copying and dtype is torch.bfloat16) or is_compiled(model) or not _copied_bytes(layers, torch.float32):
-        return copying
-    as_it_lies = (kernel for kernel in KERNELS if kernel.copy is None)
-    return copying + [replace(kernel, most_rows=most_rows()) for kernel in as_it_lies if most_rows()]
+    if reason is None:
+        return [kernel for kernel in KERNELS if kernel.copy is not None]
+    if is_compiled(model) or not _copied_bytes(layers, torch.float32):
+        return []
+    return [replace(kernel, most_rows=most_rows()) for kernel in KERNELS if kernel.copy is None and most_rows()]
 
 
-def _why_no_copies(model: nn.Module, dtype: torch.dtype, layers: Sequence[nn.Linear], unasked: bool) -> str | None:
-    """Why weights of a type cannot be copied, or why copies may cost more than they gain."""
-    needed, total = _copied_bytes(layers, dtype), total_memory()
+def _why_no_copies(model: nn.Module, layers: Sequence[nn.Linear], unasked: bool) -> str | None:
+    """Why weights in bfloat16 cannot be copied, or why copies may cost more than they gain."""
+    needed, total = _copied_bytes(layers, torch.bfloat16), total_memory()
     if not needed:
-        return f"the model has no ordinary linear layers of some size in {str(dtype).removeprefix('torch.')} on a CPU"
+        return "the model has no ordinary linear layers of some size in bfloat16 on a CPU"
     if is_compiled(model):
         return "the model is compiled"
-    if dtype is torch.float32 and not has_float16_products():
-        return "this PyTorch has no products by weights in float16 here"
-    if dtype is torch.bfloat16 and not (able := in_hardware(dtype)):
+    if not (able := in_hardware(torch.bfloat16)):
         lacking = "this PyTorch does not say whether it can"
         return lacking if able is None else "oneDNN has no bfloat16 products for this processor"
     # Where bfloat16 is not multiplied in hardware, arranging a weight is little beside multiplying by it.
     in_avx512 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    if unasked and dtype is torch.bfloat16 and not in_avx512():
+    if unasked and not in_avx512():
         return "this processor has no bfloat16 arithmetic of its own"
     if unasked and (total is None or needed > _SHARE * total):
         return f"copies take {needed:,} bytes of a memory of {'unknown size' if total is None else f'{total:,}'}"
@@ -169,7 +157,7 @@ def _why_no_copies(model: nn.Module, dtype: torch.dtype, layers: Sequence[nn.Lin
 
 
 def _copied_bytes(layers: Iterable[nn.Linear], dtype: torch.dtype) -> int:
-    """Bytes that copies take: two for an element in either form."""
+    """Bytes that copies of weights of a type take: two an element."""
     weights = (_weight_to_copy(layer, dtype) for layer in layers)
     return sum(2 * weight.numel() for weight in weights if weight is not None)
 
@@ -233,10 +221,10 @@ class _LayerProducts(ForwardOverride):
         module, products = self.module, self.products
         weight, bias = module.weight, module.bias
         if type(module) is nn.Linear and type(weight) is nn.Parameter and _are_ordinary(input, weight, bias):
-            rows, answers = input.shape[:-1].numel(), products.thread.answers
+            rows = input.shape[:-1].numel()
             for kernel in products.kernels:
-                few = 0 < rows <= kernel.most_rows and (answers or not kernel.of_answers)
-                if not few or weight.dtype is not kernel.dtype or rows * weight.numel() < kernel.least_work:
+                served = 0 < rows <= kernel.most_rows
+                if not served or weight.dtype is not kernel.dtype or rows * weight.numel() < kernel.least_work:
                     continue
                 try:
                     form = weight if kernel.copy is None else products.form(kernel, self.copies, weight)
@@ -263,12 +251,6 @@ def _are_ordinary(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return ordinary and not traced and fit and weight.is_cpu and weight.is_contiguous()
 
 
-class _Thread(threading.local):
-    """Whose rows the thread that asks computes."""
-
-    answers = False
-
-
 class Products(ForwardOverrides[_LayerProducts]):
     """The linear layers of a model, and the kernels that multiply by their weights for a while.
 
@@ -283,19 +265,9 @@ class Products(ForwardOverrides[_LayerProducts]):
     def __init__(self, model: nn.Module, layers: Iterable[nn.Linear], kernels: Sequence[Kernel]) -> None:
         super().__init__(())
         self._model, self.chosen, self.kernels = model, tuple(kernels), tuple(kernels)
-        self.thread, self._copying = _Thread(), threading.Lock()
+        self._copying = threading.Lock()
         self._renewed: list[nn.Linear] | None = list(layers)
         self._begin()
-
-    @contextmanager
-    def multiplying(self, *, answers: bool) -> Iterator[None]:
-        """`in_use`, on this thread; ``answers`` if tokens of answers are computed within."""
-        before, self.thread.answers = self.thread.answers, answers
-        try:
-            with self.in_use():
-                yield
-        finally:
-            self.thread.answers = before
 
     def renew(self, layers: Iterable[nn.Linear]) -> None:
         """Begin again with these layers at the next pass; one that is under way goes on by its copies."""
