@@ -552,7 +552,8 @@ class _PrefilledModel:
         return self._output(self._logits[None, None])
 
     def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:
-        if self._step is None:
+        if self._step is None or cache_argument(self._model) not in inputs:
+            self._step = None  # at the length where its frequencies change, Phi-3 reads all anew, and goes on from that
             return self._model(**inputs, return_dict=return_dict)
         return self._output(self._step(inputs))
 

@@ -213,8 +213,11 @@ class _DraftSteps:
         token = int(inputs["input_ids"])
         if self._left and token == self._left[0]:
             if not self._rows:
-                began = time.perf_counter()
-                self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, self._size))
+                began, known, size = time.perf_counter(), self._cache.get_seq_length(), min(self._size, len(self._left))
+                # A pass has the frequencies of its last position, so it ends where they change.
+                while size > 1 and not self._adapter.positions.alike((known + 1, known + size), 0):
+                    size -= 1
+                self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, size))
                 self._rows.extend(self._adapter.extend(self._cache, self._pass))
                 if self._pauses is not None:
                     self._pauses.between(time.perf_counter() - began)

@@ -244,7 +244,9 @@ class ModelAdapter(PlainAdapter):
             KV that such a pass gives to the first ids, but for the last one at least; it grows by the others.
         """
         cache = preallocate(DynamicCache(config=self.config)) if begun is None else begun
-        whole, first = between is None or self.mixes_rows, cache.get_seq_length()
+        # A slice would have the frequencies of its own last position.
+        whole = between is None or self.mixes_rows or self.regime(len(ids)) != 0
+        first = cache.get_seq_length()
         slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
         for rows in [range(max(first, rows.start), rows.stop) for rows in slices if rows.stop > first]:
             began = time.perf_counter()

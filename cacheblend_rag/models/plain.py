@@ -109,9 +109,14 @@ class PlainAdapter:
     @property
     def steps_alone(self) -> bool:
         """Whether only one answer may be under way: frequencies change with its length, or the model keeps a state."""
+        return self.goes_on == "whole" or self._frequencies_change
+
+    @property
+    def _frequencies_change(self) -> bool:
+        """Whether they depend on a prompt's length: pieces of it would have those of shorter ones."""
         parameters = getattr(self.config, "rope_parameters", None) or {}
         kinds = {one.get("rope_type") for one in (parameters, *parameters.values()) if isinstance(one, dict)}
-        return self.goes_on == "whole" or bool(kinds & {"dynamic", "longrope"})
+        return bool(kinds & {"dynamic", "longrope"})
 
     def prefill(
         self,
@@ -178,7 +183,8 @@ class PlainAdapter:
     def _try_going_on(self) -> Going:
         """Read a dozen tokens at once and in pieces, from a copied cache too; where both agree, pieces are exact."""
         try:
-            return next((way for way in ("slices", "steps") if self._goes_on_by(way)), "whole")
+            ways: tuple[Going, ...] = ("steps",) if self._frequencies_change else ("slices", "steps")
+            return next((way for way in ways if self._goes_on_by(way)), "whole")
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, ImportError) as error:
             said = f"its own forward pass fails with {type(error).__name__} ({error})"
             kind = getattr(self.model.config, "model_type", type(self.model).__name__)

@@ -82,6 +82,17 @@ def test_behind_a_checkpoint_logits_are_those_without_it(family: str) -> None:
             assert float((one.logits - plain).norm() / plain.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_prompt_is_read_at_once_where_frequencies_change_with_its_length(rope: str) -> None:
+    window = tiny.LONG * (1 if rope == "dynamic" else 4)
+    model = tiny.plain_model("lfm2", max_position_embeddings=window, rope_parameters=tiny.rope_parameters(rope))
+    with engine_of(copy.deepcopy(model)) as engine:
+        fused = engine.fuse(Prompt(BEGINS, [tiny.text(100, 2)], tiny.text(200, 3)))
+    plain = tiny.full_prefill(model, fused.input_ids).logits[0, -1]
+    assert len(fused.input_ids) > tiny.LONG > len(BEGINS.split())
+    assert float((fused.logits - plain).norm() / plain.norm()) < 1e-3
+
+
 def test_memory_that_runs_out_costs_a_checkpoint_and_no_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from tests import tiny
 from tests.pairwise import others_slow
 from tests.parity.test_families import assert_equals_plain, engine_of, plain_tokens
+from tests.tolerance import assert_logits_close
 
 LONG_FAMILIES = [family for family in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(family)]
 CHUNK = tiny.text(60, 3)
@@ -68,6 +69,35 @@ def test_longrope_generates_as_the_plain_model_beyond_and_across(family: str) ->
             answer = engine.generate(prompt, max_new_tokens=10)
             assert answer.report.hits == len(prompt.chunks)
             assert answer.token_ids == plain_tokens(model, fused.input_ids, 10)
+
+
+@pytest.mark.parametrize("verify", ["always", "idle"])
+@pytest.mark.parametrize(
+    ("family", "rope"), [("llama", "longrope"), ("phi3", "longrope"), ("phi3", "default"), ("llama", "dynamic")]
+)
+def test_verified_answer_across_the_threshold_is_the_plain_models(family: str, rope: str, verify: str) -> None:
+    def fresh() -> Any:
+        return tiny.model(family, rope, **({"max_position_embeddings": tiny.LONG} if rope == "dynamic" else {}))
+
+    room = 8 if rope == "dynamic" else 60
+    with engine_of(fresh(), recompute_ratio=1.0, verify=verify) as engine:
+        prompt = prompt_of(engine, tiny.LONG - room)
+        engine.warm(prompt.chunks)
+        answer = engine.generate(prompt, max_new_tokens=room + 10)
+        assert answer.report.reused_tokens
+        found = answer.verification
+        if verify == "idle":
+            found = engine.verifications.result(answer.verification.id, wait=60)
+        expected = tiny.tokenizer().decode(plain_tokens(fresh(), answer.report.input_ids, room + 10))
+        assert found is not None
+        assert (found.done, answer.text[: found.position] + found.after) == (True, expected)
+
+
+def test_longrope_has_the_same_kv_in_slices_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 100)
+    model, ids = tiny.model("llama", "longrope"), [(7 * number) % 390 + 3 for number in range(300)]
+    sliced = ModelAdapter(model).prefill(ids, lambda seconds: None)
+    assert_logits_close(sliced.logits, tiny.full_prefill(model, ids).logits[0, -1], model, len(ids))
 
 
 @pytest.mark.parametrize("tokens", [tiny.LONG - 1, tiny.LONG, tiny.LONG + 1])
