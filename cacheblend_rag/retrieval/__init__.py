@@ -1,4 +1,4 @@
-"""Documents in a folder, split into chunks, embedded, and found again by L2 distance.
+"""Documents in a folder, split into chunks, embedded, and found again by L2 distance and words.
 
 Nothing is imported here: take names from the submodules, so that faiss and sentence-transformers
 load only where they are used.
@@ -10,6 +10,7 @@ load only where they are used.
 ``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
 ``vectorstore``  a LangChain vector store in memory, searched by faiss
+``words``        the store of a folder, searched by words, too
 ``saved_index``  a vector store on disk
 ``index``        an index of a folder, kept up to date file by file
 ===============  =======================================================================================

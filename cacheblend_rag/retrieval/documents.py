@@ -51,19 +51,10 @@ _SEPARATOR = re.compile(r'\s*"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)
 # Elements that a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 # Blocks that the converter takes for a part of the line; browsers begin a new one.
-_BLOCKS: tuple[str, ...] = (
-    "address",
-    "aside",
-    "center",
-    "details",
-    "dialog",
-    "fieldset",
-    "figure",
-    "footer",
-    "form",
-    "header",
+_BLOCKS = (
+    *("address", "aside", "center", "details", "dialog", "fieldset", "figure", "footer", "form", "header"),
+    *("hgroup", "legend", "main", "nav", "search", "summary"),
 )
-_BLOCKS += ("hgroup", "legend", "main", "nav", "search", "summary")
 _BLOCK = re.compile(r"display\s*:\s*(block|flex|grid|table|list-item)\b", re.IGNORECASE)
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 # Raised and lowered text that has characters of its own, the marks of other such text, and styles that mean the same.

@@ -36,7 +36,7 @@ from cacheblend_rag.retrieval.embedder import (
 )
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
-from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from cacheblend_rag.retrieval.words import FolderStore
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class FolderIndex:
         self.on_error = on_error
         self.on_delete = on_delete
         self.read, self.may_be_empty = read, may_be_empty
-        self.store = FaissVectorStore(embedder)
+        self.store = FolderStore(embedder)
         self.passages: Counter[str] = Counter()
         """Number of chunks of each file."""
         self._lock = threading.Lock()

@@ -250,7 +250,11 @@ class FaissVectorStore(VectorStore):
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
-        return [(document, hit.distance) for document, hit in self._search(embedding, k, filter)]
+        with self._lock:
+            return [
+                (document, hit.distance)
+                for document, hit in self._search(embedding, k, allowed_keys(self._items, filter))
+            ]
 
     def max_marginal_relevance_search(
         self,
@@ -295,27 +299,23 @@ class FaissVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """Return documents near to a vector and unlike each other; see `max_marginal_relevance_search`."""
-        _check_count("k", k)
-        _check_count("fetch_k", fetch_k)
+        check_count("k", k)
+        check_count("fetch_k", fetch_k)
         if not 0 <= lambda_mult <= 1:
             raise ConfigError("lambda_mult", lambda_mult, "use a number from 0 to 1")
-        hits = self._search(embedding, fetch_k, filter)
+        with self._lock:
+            hits = self._search(embedding, fetch_k, allowed_keys(self._items, filter))
         if not hits:
             return []
         query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
         return [hits[row][0] for row in maximal_marginal_relevance(query, rows.tolist(), lambda_mult, k)]
 
-    def _search(self, embedding: Sequence[float], k: int, filter: Filter | None) -> list[tuple[Document, _Hit]]:
+    def _search(self, embedding: Sequence[float], k: int, allowed: Sequence[int] | None) -> list[tuple[Document, _Hit]]:
         """The nearest documents. Of several at one distance, those whose text comes first, then whose id."""
-        _check_count("k", k)
+        check_count("k", k)
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
             self._check_dimension(query.shape[1])
-            allowed = None
-            if callable(filter):  # on a copy: a test that changes its document must not change the store
-                allowed = [key for key, one in self._items.items() if filter(one.model_copy(deep=True))]
-            elif filter is not None:
-                allowed = [key for key, one in self._items.items() if filter.items() <= one.metadata.items()]
             if not (self._items if allowed is None else allowed):
                 return []
             rows = self._nearest(query, k, allowed)
@@ -441,6 +441,13 @@ class FaissVectorStore(VectorStore):
             self._next = int(held.max(initial=-1)) + 1
 
 
-def _check_count(name: str, value: object) -> None:
+def allowed_keys(items: Mapping[int, Document], filter: Filter | None) -> list[int] | None:
+    """Keys of the documents that may be found; None for all."""
+    if callable(filter):  # on a copy: a test that changes its document must not change the store
+        return [key for key, one in items.items() if filter(one.model_copy(deep=True))]
+    return None if filter is None else [key for key, one in items.items() if filter.items() <= one.metadata.items()]
+
+
+def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ConfigError(name, value, "use a whole number, 1 or more")

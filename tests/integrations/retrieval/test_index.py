@@ -102,6 +102,26 @@ def test_retriever_sees_what_an_update_brings(folder: Folder) -> None:
     assert retriever.invoke("clara violin")[0].metadata["source"] == "violin.txt"
 
 
+def test_numbers_and_names_are_found_by_their_words(folder: Folder) -> None:
+    def sharing(index: FolderIndex, words: str) -> list[str]:
+        found = index.store.candidates(words, index.store.embeddings.embed_query(words), 4)
+        return [document.metadata["source"] for document, _, score in found if score > 0]
+
+    for number in range(1000, 1060):  # which the embedder does not tell apart
+        folder.write(f"{number}.txt", f"Invoice RE-2025-{number} is for Lieferantenvertrag {number}.")
+    folder.update()
+    index = folder.index()  # what is saved
+    index.update()
+    retriever = index.store.as_retriever(search_kwargs={"k": 4})
+    for query in ("Is invoice RE-2025-1058 paid?", "LIEFERANTENVERTRAG 1058"):
+        assert "1058.txt" in [one.metadata["source"] for one in retriever.invoke(query)]
+    assert index.store.similarity_search("1058", 4, filter={"source": "1059.txt"})[0].metadata["source"] == "1059.txt"
+    folder.write("1057.txt", "Invoice ４０７１")
+    (folder.docs / "1058.txt").unlink()
+    index.update()
+    assert (sharing(index, "1057"), sharing(index, "1058"), sharing(index, "4071")) == ([], [], ["1057.txt"])
+
+
 def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:
     folder.write("copy.txt", FILES["mill.txt"])
     folder.update()

@@ -25,6 +25,8 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, list_files
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport, file_state
+from cacheblend_rag.retrieval.vectorstore import Filter
+from cacheblend_rag.retrieval.words import Found
 
 _log = logging.getLogger(__name__)
 _PART = ".upload-"
@@ -56,7 +58,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
+    """A passage that a search found; the best first; the score is its L2 distance. PDFs have pages, from 1."""
 
     document_id: str
     document: str
@@ -129,18 +131,18 @@ class Folder:
         """Whether a document is here."""
         return any(self._id(path) == id for path in self._files)
 
-    def nearest(self, vector: list[float], k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
-        """The passages nearest to a vector, of all documents or of some."""
+    def candidates(
+        self, question: str, vector: list[float], k: int, documents: Sequence[str] | None = None
+    ) -> list[Found[SearchHit]]:
+        """Passages that may answer a question, of all documents or of some."""
         if not len(self._index.store):
             return []
-        search = self._index.store.similarity_search_with_score_by_vector
-        if documents is None:
-            found = search(vector, k)
-        else:
-            chosen = [path for path in self._index.passages if self._id(path) in documents]
-            found = [hit for path in chosen for hit in search(vector, k, {"source": path})]
-            found = sorted(found, key=lambda hit: hit[1])[:k]
-        return [self._hit(one, far) for one, far in found if Path(self.path, one.metadata["source"]).is_file()]
+        chosen: list[Filter | None] = [None]
+        if documents is not None:
+            chosen = [{"source": path} for path in self._index.passages if self._id(path) in documents]
+        found = [one for paths in chosen for one in self._index.store.candidates(question, vector, k, paths)]
+        present = [one for one in found if Path(self.path, one[0].metadata["source"]).is_file()]
+        return [(self._hit(document, far), far, shared) for document, far, shared in present]
 
     def chunk(self, id: str, number: int) -> SearchHit:
         """One passage of a document.

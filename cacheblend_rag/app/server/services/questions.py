@@ -124,7 +124,7 @@ def search(
     Parameters
     ----------
     find : callable
-        Gives the passages nearest to a text, as many as asked for.
+        Gives the passages that fit a text best, as many as asked for.
     question : str
     earlier : sequence of EarlierTurn
         The first one first.
@@ -135,7 +135,8 @@ def search(
         return alone
     before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
     together = find(" ".join([question, *before]), k)
-    if not together or (alone and alone[0].score < together[0].score):
+    nearest, other = (min((hit.score for hit in found), default=math.inf) for found in (alone, together))
+    if not together or nearest < other:
         return alone
     found: dict[tuple[str, int], SearchHit] = {}
     for one in (one for both in zip_longest(together, alone) for one in both if one is not None):

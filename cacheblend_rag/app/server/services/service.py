@@ -32,6 +32,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
+from cacheblend_rag.retrieval.words import fused
 from cacheblend_rag.store.base import KVStore, StoreStats
 
 _T = TypeVar("_T")
@@ -388,10 +389,10 @@ class Session:
             raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
 
     def search(self, query: str, k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
-        """The passages nearest to a question, of all documents or of some."""
+        """The passages that fit a question best, of all documents or of some."""
         vector = self.service.embeddings.embed_query(query)
-        found = [hit for folder in self.folders for hit in folder.nearest(vector, k, documents)]
-        return sorted(found, key=lambda hit: hit.score)[:k]
+        found = [one for folder in self.folders for one in folder.candidates(query, vector, k, documents)]
+        return [hit for hit, _, _ in fused(found, k)]
 
     def passage(self, document: str, number: int) -> SearchHit:
         """One passage of a document.

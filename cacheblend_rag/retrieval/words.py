@@ -1,0 +1,93 @@
+"""Search of a folder's passages by vectors and by words, since a vector hardly tells numbers and names apart."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore, Filter, allowed_keys, check_count
+
+T = TypeVar("T")
+Found = tuple[T, float, float]
+"""A passage, its L2 distance, and the BM25 score of the words that it shares with a question."""
+_WORD = re.compile(r"\w+")
+# Constants of BM25: how soon more of a word counts no more, and how much shorter texts are preferred.
+_SOON, _SHORT = 1.5, 0.75
+# Passages that each of the two searches finds.
+_CANDIDATES = 50
+
+
+def fused(found: Sequence[Found[T]], k: int) -> list[Found[T]]:
+    """The best ``k``: each counts 1 / (1 + its rank by distance) + 1 / (1 + its rank by words).
+
+    Reciprocal rank fusion commonly adds 60 to a rank. With 1, the first by words stays among the first
+    (``docs/decisions`` has the trial).
+    """
+    far, shared = (np.array([one[column] for one in found]) for column in (1, 2))
+    points, weights = np.zeros(len(found)), 1 / np.arange(2, len(found) + 2)
+    points[np.argsort(far, kind="stable")] = weights
+    points[np.lexsort((far, -shared))] += weights * (np.sort(shared)[::-1] > 0)
+    return [found[at] for at in np.lexsort((far, -points))[:k]]
+
+
+class FolderStore(FaissVectorStore):
+    """Passages of a folder, found by their vectors and by their words.
+
+    The best of both searches come first, with their L2 distances. A search for a vector knows no words.
+    """
+
+    def __init__(self, embedding: Embeddings) -> None:
+        super().__init__(embedding)
+        self._words: dict[str, npt.NDArray[np.int64]] = {}  # of each text, what `_counted` gives
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """Return the documents found, the best first, with their L2 distances; see `similarity_search`."""
+        found = self.candidates(query, self.embeddings.embed_query(query), k, filter)
+        return [(document, far) for document, far, _ in fused(found, k)]
+
+    def candidates(
+        self, query: str, vector: Sequence[float], k: int, filter: Filter | None = None
+    ) -> list[Found[Document]]:
+        """All documents that either search finds, the nearest first."""
+        check_count("k", k)
+        count = max(k, _CANDIDATES)
+        with self._lock:
+            allowed, scores = allowed_keys(self._items, filter), self._scores(query)
+            sharing = [key for key in (scores if allowed is None else allowed) if scores[key] > 0]
+            least = sorted((scores[key] for key in sharing), reverse=True)[:count][-1:]
+            named = [key for key in sharing if scores[key] >= least[0]]
+            hits = self._search(vector, count, allowed) + self._search(vector, len(named) or 1, named)
+        found = {hit.key: (document, hit.distance, scores[hit.key]) for document, hit in hits}
+        return sorted(found.values(), key=lambda one: (one[1], one[0].page_content, one[0].id))
+
+    def _scores(self, query: str) -> dict[int, float]:
+        """BM25 scores of all documents, by key. Words of new ones are counted, and those of others are dropped."""
+        texts = [one.page_content for one in self._items.values()] or [""]
+        self._words = {text: self._words[text] if text in self._words else _counted(text) for text in texts}
+        held = [self._words[text] for text in texts]
+        words, counts = np.concatenate(held, axis=1)  # [words of all documents] each
+        rows = np.repeat(np.arange(len(held)), [one.shape[1] for one in held])
+        long = np.bincount(rows, counts, len(held))
+        long = 1 - _SHORT + _SHORT * long / max(long.mean(), 1)
+        shared = np.isin(words, _counted(query)[0])
+        words, counts, rows = words[shared], counts[shared], rows[shared]
+        _, which, frequencies = np.unique(words, return_inverse=True, return_counts=True)
+        rarity = np.log(1 + (len(held) - frequencies + 0.5) / (frequencies + 0.5))[which]
+        scores = np.bincount(rows, rarity * counts * (_SOON + 1) / (counts + _SOON * long[rows]), len(held))
+        return dict(zip(self._items, scores.tolist(), strict=False))
+
+
+def _counted(text: str) -> npt.NDArray[np.int64]:
+    """[2, words]: the hash of each word of a text, and how often it stands there."""
+    counts = Counter(map(hash, _WORD.findall(unicodedata.normalize("NFKC", text).casefold())))
+    return np.array([[*counts], [*counts.values()]], dtype=np.int64)
