@@ -88,7 +88,7 @@ def test_uploads_are_found_shown_and_go_with_their_kv(model: Path, docs: Path, t
         first, second = (
             client.get(f"/api/documents/{listed['scan.pdf']['id']}/passages/{number}").json() for number in (0, 1)
         )
-        assert (first["page"], second["page"], first["before"], first["after"]) == (1, 2, None, second["text"])
+        assert (first["page"], second["page"], "another" in first["text"]) == (1, 2, False)
         settle(service)
         assert records(service, 10) == 1, "it is warmed"
         state = client.get("/api/state").json()

@@ -173,20 +173,9 @@ async def delete_document(here: Here, request: Request, id: str) -> Response:
 
 @router.get("/documents/{id}/passages/{number}")
 async def passage(here: Here, id: str, number: PassageNumber) -> PassageText:
-    """The text of one passage, and of those before and after it in the document."""
-    return await here.in_thread(_shown, here, id, number)
-
-
-def _shown(here: Session, document: str, number: int) -> PassageText:
-    def text_of(neighbour: int) -> str | None:
-        try:
-            return here.passage(document, neighbour).text
-        except Problem:  # the document ends here
-            return None
-
-    found = here.passage(document, number)
-    before, after = text_of(number - 1), text_of(number + 1)
-    return PassageText(text=found.text, document=found.document, before=before, after=after, page=found.page)
+    """The text of one passage."""
+    found = await here.in_thread(here.passage, id, number)
+    return PassageText(text=found.text, document=found.document, page=found.page)
 
 
 # Questions ----------------------------------------------------------------------------------

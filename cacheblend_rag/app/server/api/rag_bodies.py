@@ -151,12 +151,10 @@ class DocumentList(BaseModel):
 
 
 class PassageText(BaseModel):
-    """A passage, and those before and after it; null where the document begins or ends."""
+    """A passage of a document."""
 
     text: str
     document: str
-    before: str | None
-    after: str | None
     page: int | None = None
 
 

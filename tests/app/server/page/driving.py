@@ -31,7 +31,7 @@ SOURCES = [
      "text": "Mount Everest is 8,849 metres high. Junko Tabei was the first woman on its summit."},
 ]  # fmt: skip
 
-PASSAGE = {"text": SOURCES[1]["text"], "document": "peak.pdf", "before": "Before. Mount", "after": None, "page": 4}
+PASSAGE = {"text": SOURCES[1]["text"], "document": "peak.pdf", "page": 4}
 
 
 def probe(page: Page, name: str, given: Any = None) -> Any:

@@ -62,7 +62,6 @@ def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, addres
         page.evaluate(KEEP, choices)
         reload(page)
         expect(page.locator(".turn")).to_have_count(0)
-    assert page.evaluate("() => localStorage.getItem('cacheblend-rag/1')") is None, "what older pages kept goes"
 
 
 KEEP = """(choices) => {

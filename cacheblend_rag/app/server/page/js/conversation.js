@@ -36,7 +36,7 @@ function turnView(turn) {
     showMarkdown(words, text);
     if (turn.status === "done" && shown.text !== text) {
       Object.assign(shown, { text, marked: false });
-      cite(words, turn.question, turn.sources, (at) => openPassage(turn, turn.sources[at]));
+      cite(words, turn.question, turn.sources, (at) => openPassage(turn.sources[at]));
       if (turn.first !== undefined) {
         const other = el("div");
         showMarkdown(other, (shown.first ? turn.answer : turn.first).trimStart());
@@ -103,7 +103,7 @@ function sourcesView(turn) {
   if (!turn.sources.length) return [];
   const items = turn.sources.map((source, at) => {
     const title = titleOf(source);
-    const props = { type: "button", class: "source", title, "aria-label": `Source ${at + 1}: ${title}, open the passage`, on: { click: () => openPassage(turn, source) } };
+    const props = { type: "button", class: "source", title, "aria-label": `Source ${at + 1}: ${title}, open the passage`, on: { click: () => openPassage(source) } };
     return el("li", {}, el("button", props, el("span", { class: "number", text: at + 1 }), el("span", { class: "name", text: title })));
   });
   return [el("h3", { text: "Sources" }), el("ol", {}, items)];
@@ -129,55 +129,25 @@ function footView(turn) {
   return [...parts, ...notes.filter(Boolean).map((text) => el("span", { class: "follows", text }))];
 }
 
-/** The text in pieces, with words of the answer marked; not the short ones, which say nothing. */
-function marked(text, answer) {
-  const words = new Set(answer.toLowerCase().match(/[\p{L}\p{N}]{4,}/gu));
-  return text
-    .split(/([\p{L}\p{N}]+)/u)
-    .map((piece) => (words.has(piece.toLowerCase()) ? el("mark", { text: piece }) : document.createTextNode(piece)));
-}
-
-/** How much of the beginning of a text stands at the end of the one before it already. */
-function shared(before, text) {
-  for (let size = Math.min(before.length, text.length, 1000); size > 0; size -= 1) {
-    if (before.endsWith(text.slice(0, size))) return size;
-  }
-  return 0;
-}
-
-const neighbour = (name, text) => (text?.trim() ? el("p", { class: "neighbour", dir: "auto", text, "aria-label": name }) : null);
-
-function show({ text, before, after }, answer, note) {
-  const parts = marked(text, answer);
-  const found = parts.some((part) => part.nodeName === "MARK");
-  const main = el("p", { class: "passage-text", dir: "auto" }, parts);
-  const nodes = [
-    neighbour("The passage before", before?.slice(0, before.length - shared(before, text))),
-    main,
-    neighbour("The passage after", after?.slice(shared(text, after))),
-    found && hint("Words that the answer shares are marked."),
-    note && hint(note),
-  ];
-  const body = $("passage").querySelector(".body");
-  body.replaceChildren(...nodes.filter(Boolean));
-  body.scrollTop = before ? main.offsetTop - body.offsetTop : 0;
-}
-
 /** What a source is called: its document, and the page of a PDF. */
 const titleOf = ({ document, page }) => (page ? `${document}, page ${page}` : document);
 
+function show({ text }, note) {
+  const body = $("passage").querySelector(".body");
+  body.replaceChildren(el("p", { class: "passage-text", dir: "auto", text }), note ? hint(note) : "");
+  body.scrollTop = 0;
+}
+
 /** Open the passage of a source; what the answer was given stands there until the server's own text arrives. */
-async function openPassage({ answer }, source) {
-  const dialog = $("passage");
+async function openPassage(source) {
+  const text = source.text ?? "";
   $("passage-title").textContent = titleOf(source);
-  show({ text: source.text ?? "" }, answer);
-  dialog.showModal();
+  show({ text });
+  $("passage").showModal();
   try {
-    const found = await call("GET", `api/documents/${encodeURIComponent(source.document_id)}/passages/${source.chunk}`);
-    if (dialog.open) show(found, answer);
+    show(await call("GET", `api/documents/${encodeURIComponent(source.document_id)}/passages/${source.chunk}`));
   } catch (error) {
-    const gone = error.status !== 404 ? error.message : `The document has been deleted since${source.text?.trim() ? "; this is the text that was read" : ", and its text with it"}.`;
-    if (dialog.open) show({ text: source.text ?? "" }, answer, gone);
+    show({ text }, error.status !== 404 ? error.message : `The document has been deleted since${text.trim() ? "; this is the text that was read" : ", and its text with it"}.`);
   }
 }
 

@@ -18,7 +18,6 @@ const METHODS = {
   blend: ["Blended", "reuses all, recomputes the tokens that need it"],
 };
 const KL_NOTE = "KL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely.";
-const LEVELS = 5; // shades of recomputed tokens
 
 /** A bar of parts `[kind, size]`, and what a screen reader is told of it. */
 function barView(parts, label) {
@@ -32,12 +31,9 @@ function ttftView({ report }) {
   const parts = PARTS.map(([key, name, label, note]) => [name, report.parts[key] ?? 0, label, note]);
   const sum = parts.reduce((total, [, seconds]) => total + seconds, 0) || 1;
   const rows = parts.map(([name, seconds, label, note]) =>
-    el(
-      "div",
-      {},
+    el("div", {},
       el("dt", {}, el("span", { class: `key ${name}`, "aria-hidden": "true" }), label, " ", el("small", { text: note })),
-      el("dd", {}, time(seconds), " ", el("small", { text: share(seconds / sum) })),
-    ),
+      el("dd", {}, time(seconds), " ", el("small", { text: share(seconds / sum) }))),
   );
   const told = parts.map(([, seconds, label]) => `${label} ${time(seconds)}`).join(", ");
   const total = time(report.ttft_s);
@@ -75,12 +71,9 @@ function chunksView({ report, sources }) {
   ];
 }
 
-/** The prompt as the model read it, recomputed tokens shaded by how far their KV deviated. */
+/** The prompt as the model read it; recomputed tokens are shaded. */
 function promptView({ report, sources }) {
   if (!report.prompt?.length) return [hint("The prompt is shown until the page is loaded anew. Ask again to see it.")];
-  const deviations = report.prompt.filter((token) => token.recomputed && token.deviation !== null).map((token) => token.deviation).sort((a, b) => a - b);
-  // By rank, so that one outlier does not pale the rest.
-  const level = ({ deviation }) => 1 + Math.max(0, Math.min(LEVELS - 1, Math.floor((deviations.indexOf(deviation) / deviations.length) * LEVELS)));
   const nodes = [];
   let segment = null;
   for (const token of report.prompt) {
@@ -93,10 +86,9 @@ function promptView({ report, sources }) {
     const isNew = token.segment === "chunk" ? !report.chunks[token.chunk].hit : token.segment !== "prefix";
     const again = token.recomputed && !isNew && token.segment === "chunk";
     const text = begins ? token.text.replace(/^\n+/, "") : token.text; // a line end there would only show as a gap
-    const title = again && token.deviation !== null ? `recomputed, deviation ${token.deviation.toPrecision(3)}` : null;
-    nodes.at(-1).append(again || isNew ? el("span", { class: again ? `again d${level(token)}` : "new", text, title }) : text);
+    nodes.at(-1).append(again || isNew ? el("span", { class: again ? "again" : "new", text }) : text);
   }
-  const note = "Shaded: recomputed, the darker the further its stored KV was off. Dotted: computed.";
+  const note = "Shaded: recomputed. Dotted: computed.";
   return [hint(note), el("div", { class: "prompt-text", tabindex: 0, role: "region", "aria-label": "The prompt's text" }, nodes)];
 }
 

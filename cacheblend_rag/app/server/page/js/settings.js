@@ -2,7 +2,6 @@
 
 import { $, button, el, hint, share } from "./dom.js";
 import { choose, model, on, state } from "./store.js";
-import { latestVerified } from "./verification.js";
 
 const NAMES = ["top_k", "max_tokens", "recompute_ratio", "instructions", "verify", "reasoning"];
 const AUTO = 0.15; // where the slider stands while the server chooses the ratio
@@ -60,7 +59,6 @@ export function startSettings() {
     field("recompute_ratio", "Recompute ratio", "", recompute_ratio),
     field("instructions", "Instructions", "What the model is told before the passages. Empty: as shown.", instructions),
     field("verify", "Check answers", "Compares each answer with the one without reuse when nothing else is asked, and corrects it. This compares computations, not facts.", verify),
-    hint("", { id: "verified" }),
     field("reasoning", "Think first", "The model thinks before it answers. That can take minutes.", reasoning),
     el("div", { class: "row" }, hint("The next answer is made with these."), reset),
   );
@@ -74,8 +72,5 @@ export function startSettings() {
   reasoning.addEventListener("change", () => choose({ reasoning: reasoning.checked }));
   on("server", refresh);
   on("choices", refresh);
-  $("open-settings").addEventListener("click", async () => {
-    $("settings").showModal();
-    $("verified").textContent = await latestVerified().catch(() => ""); // the answer itself says what went wrong
-  });
+  $("open-settings").addEventListener("click", () => $("settings").showModal());
 }

@@ -4,7 +4,6 @@ export const KEY = "cacheblend-rag/key"; // of this tab
 export const THEME = "cacheblend-rag/theme";
 const CHOICES = "cacheblend-rag/choices";
 const CHAT = "cacheblend-rag/chat/";
-const OLD = "cacheblend-rag/1"; // where earlier versions kept everything
 
 /** The user's choices; null is as the server has it. `documents` are those to ask, `{id, name}`; null: all. */
 const FIRST = { model: null, chat: null, compare: null, documents: null, top_k: null, max_tokens: null, recompute_ratio: null, instructions: null, verify: null, reasoning: null };
@@ -117,7 +116,6 @@ export function forgetAll() {
 }
 
 export function restore() {
-  localStorage.removeItem(OLD);
   const kept = read(CHOICES);
   for (const name of Object.keys(FIRST)) state[name] = kept[name] ?? null;
   if (!Array.isArray(state.documents)) state.documents = null;

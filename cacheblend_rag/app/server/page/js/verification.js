@@ -2,7 +2,7 @@
 
 import { ApiError, call } from "./api.js";
 import { button, el } from "./dom.js";
-import { changed, chatOf, model, saveChat, state } from "./store.js";
+import { changed, chatOf, saveChat, state } from "./store.js";
 
 const WAIT = 20; // seconds that the server may take to answer; less where several answers wait
 const AGAIN = 4000; // milliseconds until it is asked again if it could not say
@@ -71,14 +71,4 @@ export async function follow() {
   } finally {
     following = false;
   }
-  changed("verified");
-}
-
-/** The latest answers of the chosen model, in a sentence; empty while none was checked. */
-export async function latestVerified() {
-  const which = state.server.models.length > 1 ? `?model=${encodeURIComponent(model().name)}` : "";
-  const { answers, same } = await call("GET", `api/verifications${which}`);
-  if (!answers) return "";
-  if (answers === 1) return `The last answer was ${same ? "the full model's word for word" : "corrected"}.`;
-  return `Of the last ${answers} answers, ${same} ${same === 1 ? "was" : "were"} the full model's word for word.`;
 }
