@@ -99,7 +99,7 @@ class Answering:
         shared : SharedKV, optional
             Layers that other prompts of a batch read, too.
         """
-        cancelled, pipeline = _cancelled_by(sink), self.pipeline
+        pipeline, model, cancelled = self.pipeline, self.pipeline.segments.model, self._cancelled_by(sink)
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
         with read, self.names.traced(prompt, options, pipeline.config, sink) as trace, held as spent:
@@ -108,10 +108,8 @@ class Answering:
                 sink.model_time = spent
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
-            dropped = self.turns.write_back.begin()
-            fit = pipeline.split(
-                pipeline.with_found(prompt), *answer_room(options, pipeline.segments.model.adapter.context_window)
-            )
+            dropped, changes = self.turns.write_back.begin(), model.identity.changes
+            fit = pipeline.split(pipeline.with_found(prompt), *answer_room(options, model.adapter.context_window))
             with pipeline.route(fit, plain=self._verifies(options) == "held") as route:
                 fused = pipeline.fuse(route, cancelled, self.turns.pauses(cancelled), shared)
             answer, fused = self._decode(fused, options, sink)
@@ -119,10 +117,12 @@ class Answering:
                 finder.hear(pipeline.config.salt, (answer.text, answer.thought))
             trace.answered(answer)
             later = _later_ids(answer.token_ids, answer.report.thought_tokens)
-            pipeline.keep_answered(fused, later)
-            self._keep(dropped.left(fused.jobs))
-            if answer.verification.done:
-                self._keep(dropped.left(pipeline.keeping.variant_jobs(fused.route, fused.cache)))
+            model.look()
+            if model.identity.changes == changes:  # else its KV is of several adapters
+                pipeline.keep_answered(fused, later)
+                self._keep(dropped.left(fused.jobs))
+                if answer.verification.done:
+                    self._keep(dropped.left(pipeline.keeping.variant_jobs(fused.route, fused.cache)))
         return answer
 
     def check_all_fit(self, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
@@ -177,7 +177,7 @@ class Answering:
     def _draft(self, fused: Fused, options: DecodeOptions, sink: Cancelled | None) -> DecodedAnswer:
         """The answer to a fused prompt, token by token."""
         model, put = self.pipeline.segments.model, sink.put if sink else None
-        window, cancelled = model.adapter.context_window, _cancelled_by(sink)
+        window, cancelled = model.adapter.context_window, self._cancelled_by(sink)
         how: dict[str, Any] = {"options": options, "on_text": put, "cancelled": cancelled, "window": window}
         if fused.cache is None:  # by transformers' own generation, prefill and all; nobody is let in beside it
             ids = torch.tensor([fused.input_ids], device=model.adapter.device)
@@ -186,6 +186,9 @@ class Answering:
         with model.products(), self.turns.steps(fused) as step:
             how |= {"input_ids": fused.input_ids, "cache": fused.cache, "logits": fused.logits, "step": step}
             return decode(model.adapter.model, self.tokenizer, **how)
+
+    def _cancelled_by(self, sink: Cancelled | None) -> Callable[[], bool]:
+        return self.pipeline.segments.model.identity.glancing(sink.cancelled if sink else interpreter_ends)
 
     def _verifies(self, options: DecodeOptions) -> str:
         return options.verify or self.pipeline.config.verify
@@ -203,7 +206,7 @@ class Answering:
         self, fused: Fused, draft: DecodedAnswer, options: DecodeOptions, sink: Cancelled | None
     ) -> CheckedAnswer:
         """The answer that full prefill gives, if it is to be verified now."""
-        mode, turns, cancelled = self._verifies(options), self.turns, _cancelled_by(sink)
+        mode, turns, cancelled = self._verifies(options), self.turns, self._cancelled_by(sink)
         if mode == "off":
             found = Verification()
         elif cancelled():
@@ -231,10 +234,10 @@ class Answering:
         """The answer that full prefill gives; None if memory ran out."""
         model, ids = self.pipeline.segments.model, route.split.input_ids
         begun = route.ticket.exact_cache(ids)
-        how = {"step": step, "pauses": pauses, "cancelled": cancelled, "begun": begun, "products": model.products}
+        how = {"step": step, "pauses": pauses, "cancelled": model.identity.glancing(cancelled), "begun": begun}
         try:
             with model.products():
-                return check(model.blended, self.tokenizer, ids, draft, options, **how)
+                return check(model.blended, self.tokenizer, ids, draft, options, products=model.products, **how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -268,11 +271,11 @@ class Answering:
             with turns.in_background():
                 if has_changed():
                     return _CHANGED
-                pauses = turns.pauses_in_background(cancelled)
+                pauses, changes = turns.pauses_in_background(cancelled), model.identity.changes
                 found = self._check(route, draft, options, turns.step_in_background, pauses, cancelled)
                 if found is None:
                     return _NO_MEMORY
-                if has_changed():
+                if has_changed() or model.identity.changes != changes:
                     return _CHANGED
                 self.verifications.note(found.verification)
                 with self.verifications.storing:
@@ -304,10 +307,6 @@ def answer_room(options: DecodeOptions, window: int | None) -> tuple[int, int]:
     """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
     requested = options.requested_tokens
     return requested or 1, requested or default_room(window)
-
-
-def _cancelled_by(sink: Cancelled | None) -> Callable[[], bool]:
-    return sink.cancelled if sink else interpreter_ends
 
 
 def _by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:

@@ -41,7 +41,7 @@ class Keeping:
         if not self._writes:
             return {}
         segments, jobs, prefix = self.segments, dict[str, Job](), blend.prefix
-        if prefix is not None and not blend.prefix_hit and layers:
+        if prefix is not None and not blend.prefix_hit and layers and segments.model.look() == prefix.model:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)

@@ -14,7 +14,7 @@ from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
 from cacheblend_rag.llama_cpp.blend import fuse as fuse_in_llama_cpp
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.products import Products, products_of
-from cacheblend_rag.models.identity import ModelIdentity
+from cacheblend_rag.models.identity import FileIdentity
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.plain import PlainAdapter, check_blends
 
@@ -28,7 +28,7 @@ class ModelInUse:
         A `ModelAdapter`, if the model is blended.
     config : BlendConfig
         How it multiplies: ``prepack_weights``.
-    identity : ModelIdentity
+    identity : FileIdentity
     anew : bool
         Whether copies of weights that others have made are made again.
 
@@ -38,8 +38,8 @@ class ModelInUse:
         If weights cannot be prepacked though they should be.
     """
 
-    def __init__(self, adapter: PlainAdapter, config: BlendConfig, identity: ModelIdentity, *, anew: bool) -> None:
-        self.adapter, self._identity = adapter, identity
+    def __init__(self, adapter: PlainAdapter, config: BlendConfig, identity: FileIdentity, *, anew: bool) -> None:
+        self.adapter, self.identity = adapter, identity
         self._option = config.prepack_weights
         self._products = self._find_products(anew)
 
@@ -47,7 +47,7 @@ class ModelInUse:
         """The same model, multiplying as other options say; its weights are not read again."""
         if config.prepack_weights == self._option:
             return self
-        return ModelInUse(self.adapter, config, self._identity, anew=False)
+        return ModelInUse(self.adapter, config, self.identity, anew=False)
 
     @property
     def blended(self) -> ModelAdapter:
@@ -79,11 +79,11 @@ class ModelInUse:
     @property
     def fingerprint(self) -> str:
         """Identity when the model was last looked at; see `look`."""
-        return self._identity.value
+        return self.identity.value
 
     def look(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
-        if self._identity.refresh():  # copies of its weights are of what they were
+        if self.identity.refresh():  # copies of its weights are of what they were
             self._find_products(anew=True)
         return self.fingerprint
 

@@ -405,7 +405,6 @@ class Pipeline:
     def keep_answered(self, fused: Fused, answer_ids: Sequence[int]) -> None:
         """Keep a prompt with its answer in memory."""
         route = fused.route
-        self.segments.model.look()  # adapters may have been switched meanwhile
         if self.segments.model.adapter.plain_reason:
             route.ticket.keep_turn(route.split, answer_ids, fused.cache)
             return

@@ -387,8 +387,7 @@ class Ticket:
         prompt, ids = split.input_ids, (*split.input_ids, *answer_ids)
         ids = ids[: cache.get_seq_length()]
         regime = self._adapter.regime
-        changed = self._kind(len(prompt)) != self.kind or regime(len(ids)) != regime(len(prompt))
-        if changed or len(ids) < max(_LEAST, len(prompt)):
+        if regime(len(ids)) != regime(len(prompt)) or len(ids) < max(_LEAST, len(prompt)):
             return
         if (rows := self._segments.model.blended.at_rest(cache, len(ids))) is None:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
@@ -448,7 +447,7 @@ class Ticket:
         """
         ids = (*split.input_ids, *answer_ids[:-1])
         read = answer_ids and self._adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)
-        if self._limit and read and self._kind(len(ids)) == self.kind:
+        if self._limit and read:
             self._keep_state(split, ids, cache)
 
     def _keep_state(self, split: TokenizedPrompt, ids: tuple[int, ...], cache: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import Cache
 from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.llama_cpp.runtime import BATCH, Runtime
 from cacheblend_rag.models.cache import PreallocatedLayer
+from cacheblend_rag.models.identity import FileIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modules import cache_argument
@@ -23,22 +24,6 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 
 if TYPE_CHECKING:
     from cacheblend_rag.llama_cpp.model import LlamaModel
-
-
-class FileIdentity:
-    """Identity of a model whose weights are a file's: they never change.
-
-    Parameters
-    ----------
-    value : str
-    """
-
-    def __init__(self, value: str) -> None:
-        self.value = value
-
-    def refresh(self) -> bool:
-        """Whether the weights are others now."""
-        return False
 
 
 class LlamaAdapter:

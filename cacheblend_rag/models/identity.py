@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,31 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-class ModelIdentity:
+class FileIdentity:
+    """Identity of a model whose weights are a file's: they never change.
+
+    Parameters
+    ----------
+    value : str
+        Identity when it was last looked at.
+    """
+
+    changes = 0
+    """How often it was seen to change."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def refresh(self) -> bool:
+        """Whether the weights are others now."""
+        return False
+
+    def glancing(self, ask: Callable[[], bool]) -> Callable[[], bool]:
+        """A question that is asked often, and each time sees whether adapters were switched."""
+        return ask
+
+
+class ModelIdentity(FileIdentity):
     """Identity of a model whose LoRA adapters may be switched between two requests.
 
     It says what the model computes with: its own weights, merged adapters in them, and the active adapters, whatever
@@ -81,8 +105,8 @@ class ModelIdentity:
         self._own = own or fingerprint(model)
         self._own_state, self._paths = _merged_state(layers), {layer.path for layer in layers}
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self.value = self._identify(layers)
-        """Identity when it was last looked at."""
+        self._layers = layers
+        super().__init__(self._identify(layers))
 
     def refresh(self) -> bool:
         """Look at the adapters again; whether the model's own weights are others now.
@@ -96,9 +120,19 @@ class ModelIdentity:
         if changed:
             self._own = fingerprint(self._model)
             self._known.clear()
-        self._own_state, self._paths = merged, paths
+        self._own_state, self._paths, self._layers, before = merged, paths, layers, self.value
         self.value = self._identify(layers)
+        self.changes += self.value != before
         return changed
+
+    def glancing(self, ask: Callable[[], bool]) -> Callable[[], bool]:
+        """A question that is asked often, and each time sees whether adapters were switched, even if not for long."""
+
+        def asked() -> bool:
+            self.changes += any(layer.switched for layer in self._layers)
+            return ask()
+
+        return asked
 
     def _identify(self, layers: Sequence[AdaptedLayer]) -> str:
         active = [layer for layer in layers if layer.tensors and not layer.merged]

@@ -33,12 +33,23 @@ class AdaptedLayer:
         Those of the active adapters, and of the merged ones.
     merged : tuple of str
         Adapters that are merged into its own weights.
+    active : tuple of str
+        Adapters that its pass adds to them.
+    module : BaseTunerLayer or AuxiliaryTrainingWrapper
+        The layer itself.
     """
 
     path: str
     facts: tuple[object, ...]
     tensors: tuple[tuple[str, torch.Tensor], ...]
     merged: tuple[str, ...]
+    active: tuple[str, ...]
+    module: Any
+
+    @property
+    def switched(self) -> bool:
+        """Whether it has other adapters now."""
+        return (self.merged, self.active) != _adapters_of(self.module)
 
 
 def unwrap(model: Any) -> Any:
@@ -117,8 +128,7 @@ def _check_kinds(model: Any) -> None:
 def _read(path: str, layer: Any) -> AdaptedLayer:
     if layer.disable_adapters and layer.merged_adapters:
         layer.unmerge()  # its next pass would, and compute with other weights than those that were looked at
-    merged = tuple(layer.merged_adapters)
-    active = () if layer.disable_adapters or merged else tuple(layer.active_adapters)
+    merged, active = _adapters_of(layer)
     facts, tensors = list[object](), list[tuple[str, torch.Tensor]]()
     for number, adapter in enumerate(merged or active):
         held = [(name, getattr(layer, name)) for name in layer.adapter_layer_names]
@@ -131,7 +141,13 @@ def _read(path: str, layer: Any) -> AdaptedLayer:
         own = [(name, value.get(adapter) if isinstance(value, dict) else None) for name, value in given]
         variant = type(getattr(layer, "lora_variant", {}).get(adapter)).__name__
         facts.append((path, number, variant, *((name, repr(value)) for name, value in own)))
-    return AdaptedLayer(path, tuple(facts), tuple(tensors), merged)
+    return AdaptedLayer(path, tuple(facts), tuple(tensors), merged, active, layer)
+
+
+def _adapters_of(layer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The adapters that are merged into a layer's own weights, and those that its pass adds to them."""
+    merged = tuple(layer.merged_adapters)
+    return merged, () if layer.disable_adapters or merged else tuple(layer.active_adapters)
 
 
 def _tensors(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:

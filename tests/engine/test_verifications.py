@@ -133,7 +133,7 @@ def test_check_that_fails_is_given_up_and_the_next_one_is_done(
 
 def test_answer_of_another_state_of_the_model_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with reused(verify="idle") as engine:
-        identity = engine.turns.segments.model._identity
+        identity = engine.turns.segments.model.identity
         with engine.turns.scheduler.entered():  # so that the check waits
             answer = engine.generate(PROMPT, max_new_tokens=4)
             monkeypatch.setattr(identity, "refresh", lambda: setattr(identity, "value", "an adapter was switched"))

@@ -247,6 +247,25 @@ def test_misses_of_one_adapter_are_not_stored_for_the_next() -> None:
             assert_same(engine, model)
 
 
+@pytest.mark.parametrize("verify", ["off", "always"])
+@pytest.mark.parametrize("switched_at", [(3, 6), (3,), (12,), (11, 14)])  # back again, or not; in the check, if any
+def test_answer_within_which_adapters_are_switched_leaves_nothing(switched_at: tuple[int, ...], verify: str) -> None:
+    model, calls = two_adapters(), list[int]()
+
+    def switches(input_ids: Any, scores: Any) -> Any:
+        calls.append(1)
+        if len(calls) in switched_at:
+            model.set_adapter(("two", "one")[switched_at.index(len(calls))])
+        return scores
+
+    with engine_of(model, selection="none", verify=verify) as engine:
+        engine.warm(CHUNKS[:2])
+        stored = list(engine.store.infos(""))
+        engine.generate(PROMPT, max_new_tokens=9 if verify == "always" else 15, logits_processor=[switches])
+        assert len(calls) >= switched_at[-1]
+        assert (engine.prompts.nbytes, list(engine.store.infos(""))) == (0, stored)
+
+
 def test_adapters_of_other_kinds_are_refused() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(UnsupportedModelError, match=r"only LoRA is supported.*merge_and_unload"):
