@@ -135,12 +135,8 @@ def rows(result: dict[str, Any]) -> str:
 
 RULES: dict[str, dict[str, Any]] = {
     "nothing": {"selection": "none"},
-    "heads 5%": {"selection": "boundary", "recompute_ratio": 0.05},
-    "heads 15%": {"selection": "boundary", "recompute_ratio": 0.15},
-    "question at 0.6, 5%": {"depth": 0.6, "recompute_ratio": 0.05},
-    "question at 0.6, 15%": {"depth": 0.6, "recompute_ratio": 0.15},
-    "question at 0.75, 5%": {"depth": 0.75, "recompute_ratio": 0.05},
-    "question at 0.75, 15%": {"depth": 0.75, "recompute_ratio": 0.15},
+    "heads, 15%": {"selection": "boundary", "recompute_ratio": 0.15},
+    **{f"question, {share:.0%}": {"selection": "query", "recompute_ratio": share} for share in (0.02, 0.05, 0.1, 0.15)},
 }
 
 
@@ -149,13 +145,7 @@ def divergences(model: str, file: Path, half: str, count: int, out: Path | None)
     cases = [case for at, case in enumerate(load_cases(str(file))) if at % 2 == (half == "test")]
     found: list[dict[str, float]] = []
     with BlendEngine.from_pretrained(model, backend="llama.cpp", config=BlendConfig(prompt_cache=0)) as engine:
-        last = engine.adapter.num_layers - 1
-        engines = {}
-        for name, rule in RULES.items():
-            options = dict(rule)
-            if (depth := options.pop("depth", None)) is not None:
-                options |= {"selection": "query", "selection_options": {"score_layers": [int(depth * last)]}}
-            engines[name] = engine.with_config(**options)
+        engines = {name: engine.with_config(**rule) for name, rule in RULES.items()}
         for case in cases[:: max(1, len(cases) // count)][:count]:
             before, after = render_turns(engine.tokenizer, question_turns("<chunks>", case.question)).split("<chunks>")
             prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
