@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt
 
 __all__ = ["BlendConfig", "BlendEngine", "Prompt"]
-__version__ = "0.1.0"
+__version__ = version("cacheblend-rag")
 
 _HOMES = {
     "BlendConfig": "cacheblend_rag.config",

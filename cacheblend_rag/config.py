@@ -493,7 +493,7 @@ def _can_be_written(value: Any) -> bool:
 
 
 _RULE_OPTIONS = kind_of(
-    'a dict of options, such as {"seed": 1}',
+    'a dict of options, such as {"score_layers": [28]}',
     lambda value: isinstance(value, Mapping) and _can_be_written(value),
     json.loads,
     dict,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from cacheblend_rag import __version__
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,3 +46,11 @@ def test_names_of_tests_begin_with_their_subject() -> None:
         for name in begins.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+def test_version_is_written_once() -> None:
+    """Everything that names it elsewhere reads the metadata of the package."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert __version__ == written
+    files = [*(ROOT / "cacheblend_rag").rglob("*.py"), *(ROOT / "docs" / "how-to").rglob("*.*")]
+    assert [str(one) for one in files if written in one.read_text(encoding="utf-8")] == []

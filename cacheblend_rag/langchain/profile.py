@@ -8,7 +8,13 @@ from langchain_core.language_models import ModelProfile
 
 from cacheblend_rag.engine.grammar import can_follow
 from cacheblend_rag.prompt.chat import offers_tools, writes_marked_calls
-from cacheblend_rag.prompt.thoughts import marks_of
+from cacheblend_rag.prompt.thoughts import BUDGETS, marks_of
+
+_TEXT = ("text_inputs", "text_outputs")
+_NOT_TEXT = (
+    *("image_inputs", "image_url_inputs", "pdf_inputs", "audio_inputs", "video_inputs", "attachment"),
+    *("image_tool_message", "pdf_tool_message", "image_outputs", "audio_outputs", "video_outputs"),
+)
 
 
 def profile_of(
@@ -27,27 +33,21 @@ def profile_of(
     streams_calls : bool
         Whether tool calls are handed out before the answer has ended.
     """
-    tools = offers_tools(tokenizer)
-    profile = ModelProfile(
-        name=model_name,
-        open_weights=True,
-        text_inputs=True,
-        image_inputs=False,
-        image_url_inputs=False,
-        pdf_inputs=False,
-        audio_inputs=False,
-        video_inputs=False,
-        text_outputs=True,
-        image_outputs=False,
-        audio_outputs=False,
-        video_outputs=False,
-        reasoning_output=marks_of(tokenizer).known,
-        tool_calling=tools,
-        tool_choice=tools,
-        tool_call_streaming=tools and writes_marked_calls(tokenizer) and streams_calls,
-        structured_output=can_follow(tokenizer),
-        temperature=True,
-    )
+    tools, marks = offers_tools(tokenizer), marks_of(tokenizer)
+    profile = {
+        "name": model_name,
+        "open_weights": True,
+        **dict.fromkeys(_TEXT, True),
+        **dict.fromkeys(_NOT_TEXT, False),
+        "reasoning_output": marks.known,
+        "tool_calling": tools,
+        "tool_choice": tools,
+        "tool_call_streaming": tools and writes_marked_calls(tokenizer) and streams_calls,
+        "structured_output": can_follow(tokenizer),
+        "temperature": True,
+    }
+    if marks.known:
+        profile["reasoning_effort_levels"] = [level for level in BUDGETS if isinstance(level, str)]
     if window is not None:
         profile["max_input_tokens"] = max(1, window - (max_new_tokens or 0))
         profile["max_output_tokens"] = max_new_tokens or window

@@ -61,7 +61,7 @@ def test_profile_says_what_the_model_can_do(engine: BlendEngine, monkeypatch: py
         "temperature",
     )
     assert [profile[name] for name in able] == [True] * len(able)  # type: ignore[literal-required]
-    unable = ("image_inputs", "image_url_inputs", "audio_inputs", "pdf_inputs")
+    unable = ("image_inputs", "image_url_inputs", "audio_inputs", "pdf_inputs", "attachment", "pdf_tool_message")
     assert [profile[name] for name in unable] == [False] * len(unable)  # type: ignore[literal-required]
     limited = chat(engine, max_new_tokens=100).profile
     assert limited is not None
@@ -73,6 +73,11 @@ def test_profile_says_what_the_model_can_do(engine: BlendEngine, monkeypatch: py
     less = chat(engine).profile
     assert less is not None
     assert not any((less["tool_calling"], less["tool_choice"], less["structured_output"]))
+    assert "reasoning_effort_levels" not in less
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages }}<think>")
+    thinking = chat(engine).profile
+    assert thinking is not None
+    assert (thinking["reasoning_output"], thinking["reasoning_effort_levels"]) == (True, ["low", "medium", "high"])
 
 
 async def test_agent_takes_its_object_from_the_answer_itself(engine: BlendEngine) -> None:
