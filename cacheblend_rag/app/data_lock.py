@@ -50,9 +50,7 @@ class DataLock:
             except (OSError, ValueError, KeyError, TypeError):
                 who = "another process"
             raise FolderInUseError(
-                "data_dir",
-                str(folder),
-                f"it is in use by {who}; stop that, or give this one a data folder of its own",
+                "data_dir", str(folder), f"it is in use by {who}; stop that, or give this one a data folder of its own"
             ) from None
         except (OSError, NotImplementedError) as error:
             self._lock = None

@@ -81,12 +81,7 @@ class FolderRAGOptions:
         metavar="PATH_OR_ID",
     )
     data_dir: str | os.PathLike[str] | None = option(
-        None,
-        _FOLDER,
-        "Where index and KV are kept.",
-        flag="data-dir",
-        metavar="FOLDER",
-        shown="user's cache",
+        None, _FOLDER, "Where index and KV are kept.", flag="data-dir", metavar="FOLDER", shown="user's cache"
     )
     shared_store: str | None = option(
         None,

@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -44,10 +45,14 @@ _BROKEN = 0.05
 _UTF8 = 0.6
 # Characters that stand in text of other encodings that may pass for ASCII, and hardly ever in plain text.
 _CONTROLS = re.compile("[\0\x1b]")
+_COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")  # of a terminal
 _BEYOND_ASCII = bytes(range(128, 256))
+_DIGIT = re.compile(r"\d")
 # Rows that tell the delimiter; Excel writes it in a line of its own.
 _FIRST_ROWS = 20
 _SEPARATOR = re.compile(r'\s*"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)
+# Characters of a cell that is written once, however many rows high it is.
+_LONG_CELL = 200
 # Elements that a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 # Blocks that the converter takes for a part of the line; browsers begin a new one.
@@ -57,6 +62,8 @@ _BLOCKS = (
 )
 _BLOCK = re.compile(r"display\s*:\s*(block|flex|grid|table|list-item)\b", re.IGNORECASE)
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+# Emphasis that is left out. What is struck out stays marked, ~~so~~.
+_PLAIN = ("b", "strong", "em", "i")
 # Raised and lowered text that has characters of its own, the marks of other such text, and styles that mean the same.
 _FORMS = {
     "sup": str.maketrans("0123456789+-−=()", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾"),
@@ -77,6 +84,8 @@ def _text(name: str, data: bytes) -> tuple[str, ...]:
 
 def _decode(name: str, data: bytes, *, markup: bool = False) -> str:
     """Text in whatever encoding it is; that of markup may be declared in it."""
+    if data.isascii():
+        data = _COLOURS.sub(b"", data)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -131,28 +140,27 @@ def _html(name: str, data: bytes) -> tuple[str, ...]:
     return (_text_of_html(name, _decode(name, data, markup=True)),)
 
 
-def _text_of_html(name: str, markup: str) -> str:
-    """Headings, paragraphs, lists and tables as Markdown; links and emphasis as their words."""
+def _text_of_html(name: str, markup: str, left_out: Iterable[str] = ()) -> str:
+    """Headings, paragraphs, lists and tables as Markdown; links and emphasis as their words. Losses are logged."""
     try:
         from bs4 import BeautifulSoup
         from markdownify import MarkdownConverter
     except ImportError as error:
         raise _missing(error.name or "beautifulsoup4", name) from error
-    converter = MarkdownConverter(
-        heading_style="ATX",
-        bullets="-",
-        strip=["a", "img", "b", "strong", "em", "i", "del", "s"],
-        escape_asterisks=False,
-        escape_underscores=False,
-        table_infer_header=True,
-    )
+    shape: dict[str, Any] = {"heading_style": "ATX", "bullets": "-", "table_infer_header": True}
+    shape |= {"escape_asterisks": False, "escape_underscores": False, "strip": ["a", "img", *_PLAIN]}
+    converter = MarkdownConverter(**shape)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # markup that looks like a file's name, or like XML
             soup = BeautifulSoup(markup, "lxml")
             title = soup.title.get_text(" ", strip=True) if soup.title else ""
+            for element in soup.find_all("math", alttext=True):  # which is its source
+                element.replace_with(str(element["alttext"]))
+            left_out = [*left_out, *("an equation" for _ in soup.find_all("math"))]
             for element in soup.find_all(_is_unseen):
                 element.decompose()
+            _fill_rows(soup)
             _keep_apart(soup)
             _write_levels(soup)
             body = converter.convert_soup(soup)
@@ -160,8 +168,35 @@ def _text_of_html(name: str, markup: str) -> str:
         raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
     except Exception as error:  # parsers raise errors of many kinds
         raise DocumentError(f"{name} cannot be read as HTML ({type(error).__name__}: {error})") from error
+    _warn(name, left_out)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in body.splitlines())).strip("\n")
     return f"{title}\n\n{text}" if title and title not in text else text
+
+
+def _warn(name: str, left_out: Iterable[str]) -> None:
+    if named := "; ".join(dict.fromkeys(left_out)):
+        _losses.warning("%s is read, but for: %s", name, named)
+
+
+def _fill_rows(soup: Any) -> None:
+    """Write a cell that is several rows high into each of them, or all after it would stand in other columns."""
+    for table in (one for one in soup.find_all("table") if one.find(rowspan=True)):
+        high: dict[int, tuple[int, Any]] = {}  # by column, rows to come and the cell
+        for row in (one for one in table.find_all("tr") if one.find_parent("table") is table):
+            cells, column = row.find_all(("td", "th"), recursive=False), 0
+            while cells or column in high:
+                rows, cell = high.pop(column, (0, None))
+                if cell is None:
+                    cell = cells.pop(0)
+                    rows = int(cell["rowspan"]) if str(cell.get("rowspan")).isdecimal() else 1
+                else:
+                    cell = copy(cell)
+                    if len(cell.get_text()) > _LONG_CELL:
+                        cell.clear()
+                    row.append(cell) if not cells else cells[0].insert_before(cell)
+                if rows > 1:
+                    high[column] = rows - 1, cell
+                column += int(cell["colspan"]) if str(cell.get("colspan")).isdecimal() else 1
 
 
 def _write_levels(soup: Any) -> None:
@@ -231,9 +266,7 @@ def _docx_text(name: str, data: bytes) -> str:
         convert_image=mammoth.images.img_element(lambda image: {}),
     )
     left_out += [one.message for one in result.messages if one.message.startswith("A w:sym")]
-    if left_out:
-        _losses.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
-    return _text_of_html(name, result.value)
+    return _text_of_html(name, result.value, left_out)
 
 
 def _check_package(data: bytes, *, xml: bool = True) -> None:
@@ -296,7 +329,9 @@ def _office(kind: str, text_of: Callable[[str, bytes], str], *, xml: bool = True
 
 def _xlsx_text(name: str, data: bytes) -> str:
     """Each row as a paragraph, as in `_csv`, behind the name of its sheet."""
-    found = [(title, rows) for title, rows in sheets(data) if rows]
+    left_out = list[str]()
+    found = [(title, rows) for title, rows in sheets(data, left_out) if rows]
+    _warn(name, left_out)
     return "\n\n".join(f"## {title}\n\n{_rows_as_text(rows)}" for title, rows in found)
 
 
@@ -312,15 +347,10 @@ def _json(name: str, data: bytes) -> tuple[str, ...]:
         if name.lower().endswith(".json"):
             found = json.loads(text)
         else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        several = (
-            found
-            if isinstance(found, list)
-            else [{key: found[key]} for key in found]
-            if isinstance(found, dict)
-            else [found]
-        )
-        return ("\n\n".join(filter(None, ("; ".join(_leaves(one)) for one in several))),)
+            found = [json.loads(line) for line in re.split(r"[\r\n]", text) if line.strip()]
+        if not isinstance(found, list):
+            found = [{key: found[key]} for key in found] if isinstance(found, dict) else [found]
+        return ("\n\n".join(filter(None, ("; ".join(_leaves(one)) for one in found))),)
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its values are nested too deeply") from None
     except ValueError as error:
@@ -356,17 +386,33 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
     except ImportError as error:
         raise _missing("pypdf", name) from error
     try:
-        pages = tuple(page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
+        pages = tuple(
+            "\n".join((page.extract_text(), *dict.fromkeys(_fields(page))))
+            for page in PdfReader(io.BytesIO(data)).pages
+        )
     except DependencyError as error:
         raise _missing("cryptography", f"{name} is encrypted and") from error
     except Exception as error:  # a damaged PDF makes pypdf raise errors of many kinds
         raise DocumentError(
             f"{name} cannot be read as PDF ({type(error).__name__}: {error}); save it anew without damage or password"
         ) from error
-    if not any(page.strip() for page in pages):
+    empty = [str(number) for number, page in enumerate(pages, 1) if not page.strip()]
+    if len(empty) == len(pages):
         _log.warning("%s holds no text; scanned pages need text recognition first", name)
-    # Broken font tables give lone surrogates, which no tokenizer takes.
-    return tuple(page.encode("utf-8", "replace").decode("utf-8") for page in pages)
+    elif empty:
+        _warn(name, [f"pages without text, which need text recognition first: {', '.join(empty)}"])
+    return pages
+
+
+def _fields(page: Any) -> Iterator[str]:
+    """The fields of a form that are filled in."""
+    notes = page.get("/Annots")
+    for one in notes.get_object() if notes else ():
+        field = one.get_object() or {}
+        field = field if "/T" in field or "/Parent" not in field else field["/Parent"]
+        value = field.get("/V", one).get_object()
+        if isinstance(value, str) and value not in ("", "/Off"):
+            yield f"{field.get('/T', '')}: {value.removeprefix('/')}"
 
 
 def _missing(package: str, name: str) -> MissingExtraError:
@@ -383,6 +429,8 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the whole process; a cell may be a long text
     try:
         delimiter = told[1] if told else max(",;\t|", key=lambda mark: _widths(text, mark))
+        if not told and _widths(text, delimiter)[0] < 2 and not re.search(rf"\{delimiter}[^ ]", text):
+            delimiter = "\x1f"  # one column of sentences
         rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
     except csv.Error as error:
         raise DocumentError(f"{name} is no table of separated values: {error}") from None
@@ -390,14 +438,20 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
 
 
 def _rows_as_text(rows: list[list[str]]) -> str:
-    head, *others = [row for row in rows if any(row)] or [[]]
-    paragraphs = [
-        "; ".join(
-            f"{column}: {value}" if column else value for column, value in zip_longest(head, row, fillvalue="") if value
-        )
-        for row in others
-    ]
-    return "\n\n".join(paragraphs or ["; ".join(filter(None, head))])
+    """Rows as paragraphs. A cell alone above a table is its title. Words after a gap, above figures, begin another."""
+    head, paragraphs = list[str](), list[str]()
+    filled = [(row, not any(above)) for above, row in zip([[], *rows], rows, strict=False) if any(row)]
+    for (row, gap), (below, _) in zip_longest(filled, filled[1:], fillvalue=([], False)):
+        cells = list(filter(None, row))
+        if len(cells) == 1 < sum(map(bool, below)) and (not head or (gap and not _DIGIT.search("".join(below)))):
+            head = []
+            paragraphs.append(cells[0])
+        elif below and (not head or (gap and _DIGIT.search("".join(below)) and not _DIGIT.search("".join(row)))):
+            head = row
+        else:
+            named = zip_longest(head, row, fillvalue="")
+            paragraphs.append("; ".join(f"{column}: {one}" if column else one for column, one in named if one))
+    return "\n\n".join(paragraphs)
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
@@ -428,9 +482,9 @@ _READERS: dict[str, Reader] = {
     ".jsonl": _json,
     ".markdown": _text,
     ".md": _text,
-    ".odt": _office("an OpenDocument text", lambda name, data: _text_of_html(name, open_document(data))),
+    ".odt": _office("an OpenDocument text", lambda name, data: _text_of_html(name, *open_document(data))),
     ".pdf": _pdf,
-    ".pptx": _office("a presentation", lambda name, data: _text_of_html(name, slides(data))),
+    ".pptx": _office("a presentation", lambda name, data: _text_of_html(name, *slides(data))),
     ".txt": _text,
     ".xlsx": _office("a workbook", _xlsx_text),
 }
@@ -588,7 +642,9 @@ def parse(file: FileBytes) -> SourceFile:
     """
     pages = _READERS[_suffix(file.path)](file.path, file.data)
     # As Python reads text: the same words give the same chunks on every system.
-    plain = tuple(page.replace("\r\n", "\n").replace("\r", "\n") for page in pages)
+    lines = (page.replace("\r\n", "\n").replace("\r", "\n") for page in pages)
+    # JSON and broken font tables of PDF give halves of surrogate pairs, which no tokenizer takes.
+    plain = tuple(page.encode("utf-8", "replace").decode("utf-8") for page in lines)
     return SourceFile(file.path, file.sha256, plain)
 
 

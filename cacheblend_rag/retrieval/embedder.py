@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from langchain_core.embeddings import Embeddings
 
+from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.model_names import why_no_model
@@ -178,8 +179,7 @@ class SentenceTransformerEmbeddings(Embeddings):
         batch_size = self._encode.pop("batch_size", batch_size)
         show_progress = self._encode.pop("show_progress_bar", show_progress)
         loading = {**(model_kwargs or {}), **({} if device is None else {"device": device})}
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError("batch_size", batch_size, "use a whole number of texts, 1 or more")
+        check_whole("batch_size", batch_size, 1)
         self.batch_size = batch_size
         self.show_progress = show_progress
         self._warned = False
@@ -215,12 +215,8 @@ class SentenceTransformerEmbeddings(Embeddings):
         if not texts:
             return []
         progress = self.show_progress and len(texts) > self.batch_size
-        return self._embed(
-            texts,
-            lambda some: self.model.encode_document(
-                some, batch_size=self.batch_size, show_progress_bar=progress, **self._encode
-            ),
-        )
+        asked = {"batch_size": self.batch_size, "show_progress_bar": progress, **self._encode}
+        return self._embed(texts, lambda some: self.model.encode_document(some, **asked))
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a question; returns its vector."""
@@ -238,9 +234,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             _log.warning(
                 "%d of %d texts are longer than the %d tokens that the embedding model reads; each gets the mean of "
                 "the vectors of its parts. Shorter texts are found more surely.",
-                sum(len(some) > 1 for some in parts),
-                len(texts),
-                self.most_tokens,
+                *(sum(len(some) > 1 for some in parts), len(texts), self.most_tokens),
             )
         ends = np.cumsum([len(some) for some in parts])[:-1]
         return [_mean(rows).tolist() for rows in np.split(np.asarray(vectors), ends)]

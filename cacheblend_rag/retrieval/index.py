@@ -426,11 +426,6 @@ def build_index(
 ) -> BuiltIndex:
     """Make a `FolderIndex` and bring it up to date; see there for parameters and errors."""
     index = FolderIndex(
-        folder,
-        embedder=embedder,
-        index_dir=index_dir,
-        settings=settings,
-        on_error=on_error,
-        on_delete=on_delete,
+        folder, embedder=embedder, index_dir=index_dir, settings=settings, on_error=on_error, on_delete=on_delete
     )
     return BuiltIndex(index, index.update())

@@ -21,14 +21,17 @@ MARKUP = (".xml", ".rels", ".opf", ".ncx", ".xhtml", ".html", ".htm")
 # Cells up to the last one of each row, of a whole workbook: the reader fills the gaps between them.
 _MOST_CELLS = 5_000_000
 _COLUMN = re.compile("[A-Z]{1,3}")
+_UNSAVED = re.compile(rb'<c r="([A-Z]+[0-9]+)"[^>]*><f\b[^>]*>(?:[^<]*</f>)?(?:<v ?/>|<v></v>)?</c>')
 # Elements of OpenDocument that are no text of the reader's: notes of the author, deleted text, drawn forms.
 _UNREAD = frozenset(
     ("annotation", "annotation-end", "tracked-changes", "change", "forms", "sequence-decls", "event-listeners")
 )
 
 
-def sheets(data: bytes) -> Iterator[tuple[str, list[list[str]]]]:
+def sheets(data: bytes, left_out: list[str]) -> Iterator[tuple[str, list[list[str]]]]:
     """Name and rows of each sheet of an Excel workbook; of a formula the value that was saved with it.
+
+    Losses are added to ``left_out``.
 
     Raises
     ------
@@ -41,20 +44,21 @@ def sheets(data: bytes) -> Iterator[tuple[str, list[list[str]]]]:
         import openpyxl
     except ImportError as error:
         raise MissingExtraError("openpyxl", "app") from error
-    _check_cells(data)
+    left_out += _check_cells(data)
     book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True, keep_links=False)
     try:
         for sheet in book.worksheets:
             sheet.reset_dimensions()  # which a file may name wrongly
-            rows = [[_value(cell) for cell in row] for row in sheet.iter_rows(values_only=True) if any(row)]
-            yield sheet.title, rows
+            yield sheet.title, [[_value(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows()]
     finally:
         book.close()
 
 
-def _value(cell: Any) -> str:
+def _value(cell: Any, form: str) -> str:
     if cell is None:
         return ""
+    if isinstance(cell, (int, float)) and ("%" in form or re.fullmatch("00+", form)):
+        return f"{100 * cell:.10g}%" if "%" in form else f"{cell:0{len(form)}.0f}"
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     if isinstance(cell, datetime):
@@ -62,15 +66,17 @@ def _value(cell: Any) -> str:
     return cell.isoformat() if isinstance(cell, (date, time)) else str(cell).strip()
 
 
-def _check_cells(data: bytes) -> None:
-    """Refuse a workbook whose few cells lie so far apart that the gaps would fill memory."""
-    cells = last = 0
+def _check_cells(data: bytes) -> list[str]:
+    """Refuse a workbook whose few cells lie so far apart that the gaps would fill memory; names lost formulas."""
+    from openpyxl.utils import column_index_from_string
+
+    cells, last, lost = 0, 0, list[str]()
 
     def begin(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal cells, last
+        nonlocal last
         if tag.rpartition(":")[2] == "c":
             found = _COLUMN.match(attributes.get("r", ""))
-            last = _number(found[0]) if found else last + 1
+            last = column_index_from_string(found[0]) if found else last + 1
 
     def end(tag: str) -> None:
         nonlocal cells, last
@@ -85,17 +91,15 @@ def _check_cells(data: bytes) -> None:
                 parser = expat.ParserCreate()
                 parser.StartElementHandler, parser.EndElementHandler = begin, end
                 parser.Parse(package.read(name), True)
+                if formula := _UNSAVED.search(package.read(name)):
+                    lost.append(
+                        f"formulas without saved values, {posixpath.basename(name)} from {formula[1].decode()} on"
+                    )
+    return lost
 
 
-def _number(letters: str) -> int:
-    number = 0
-    for one in letters:
-        number = number * 26 + ord(one) - 64
-    return number
-
-
-def slides(data: bytes) -> str:
-    """HTML of a PowerPoint presentation: of each slide its title, texts, tables and notes.
+def slides(data: bytes) -> tuple[str, list[str]]:
+    """HTML of a PowerPoint presentation: of each slide its title, texts, tables and notes; and what is not read.
 
     Raises
     ------
@@ -108,7 +112,7 @@ def slides(data: bytes) -> str:
         import pptx
     except ImportError as error:
         raise MissingExtraError("python-pptx", "app") from error
-    written = []
+    written, left_out = list[str](), list[str]()
     for number, slide in enumerate(pptx.Presentation(io.BytesIO(_without_pictures(data))).slides, 1):
         title = slide.shapes.title
         named = title.text_frame.text.strip() if title is not None else ""
@@ -119,9 +123,11 @@ def slides(data: bytes) -> str:
             if title is None or shape.shape_id != title.shape_id
             for part in _shape(shape)
         ]
+        xml = slide.shapes._spTree.xml
+        left_out += [f"{what} on slide {number}" for sign, what in _ON_SLIDES.items() if sign in xml]
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             written += _paragraphs(slide.notes_slide.notes_text_frame.text)
-    return "\n".join(written)
+    return "\n".join(written), left_out
 
 
 def _without_pictures(data: bytes) -> bytes:
@@ -147,8 +153,8 @@ def _paragraphs(text: str) -> list[str]:
     return [f"<p>{escape(line)}</p>" for line in re.split(r"[\n\v]", text) if line.strip()]
 
 
-def open_document(data: bytes) -> str:
-    """HTML of an OpenDocument text: headings, paragraphs, lists, tables and notes.
+def open_document(data: bytes) -> tuple[str, list[str]]:
+    """HTML of an OpenDocument text: headings, paragraphs, lists, tables and notes; and what is not read.
 
     Raises
     ------
@@ -162,7 +168,7 @@ def open_document(data: bytes) -> str:
             raise ValueError("it has a password")
         tree = etree.fromstring(package.read("content.xml"), _parser())
     body = next(tree.iter("{*}body"))
-    return "".join(_odt(body))
+    return "".join(_odt(body)), ["a chart or an equation" for _ in body.iter("{*}object")]
 
 
 def _parser() -> Any:
@@ -173,6 +179,12 @@ def _parser() -> Any:
     )
 
 
+_ON_SLIDES = {
+    "<c:chart": "a chart",
+    "dgm:relIds": "a diagram",
+    "AlternateContent": "a shape",
+    "<m:oMath": "an equation",
+}
 # Elements of OpenDocument in HTML; contents of others stand where they are.
 _AS_HTML = {
     "p": "p",
@@ -222,5 +234,7 @@ def chapters(data: bytes) -> list[bytes]:
         if any(one.encode() in locked for one in places):
             raise ValueError("it is protected against copying")
         return [
-            package.read(one) for one in places if one in names and one.lower().endswith((".xhtml", ".html", ".htm"))
+            package.read(one)
+            for one in places
+            if one in names and one.lower().endswith((".xhtml", ".html", ".htm", ".xml"))
         ]

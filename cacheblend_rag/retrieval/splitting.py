@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.documents import Document
 
+from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.retrieval.documents import SourceFile
 
-if TYPE_CHECKING:
-    from langchain_text_splitters import RecursiveCharacterTextSplitter
+# Where a text is divided, the best first.
+_BORDERS = [r"\n(?=#{1,6} )", r"\n\n", r"\n", r"(?<=[.!?]) |(?<=[。！？])", r"\s", ""]
+_TABLE = re.compile(r"^(\|.*\n\|[ :|-]+\n)(?:\|.*\n?)+", re.MULTILINE)
+# Headings and heads of tables; and a sign in place of line ends in them, at which no text is divided.
+_HEAD = re.compile(r"^(#{1,6} .*\n+|\|.*\n\|[ :|-]+\n)", re.MULTILINE)
+_STAYS = "\ufdd0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +46,17 @@ class SplitSettings:
     chunk_overlap: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.chunk_size) or self.chunk_size < 1:
-            raise ConfigError("chunk_size", self.chunk_size, "use a whole number of characters, 1 or more")
-        if not _is_whole(self.chunk_overlap) or not 0 <= self.chunk_overlap < self.chunk_size:
-            raise ConfigError(
-                "chunk_overlap",
-                self.chunk_overlap,
-                f"use a whole number of characters from 0 to {self.chunk_size - 1}, below chunk_size",
-            )
+        check_whole("chunk_size", self.chunk_size, 1)
+        check_whole("chunk_overlap", self.chunk_overlap)
+        if self.chunk_overlap >= self.chunk_size:
+            raise ConfigError("chunk_overlap", self.chunk_overlap, "use a number below chunk_size")
 
 
 def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) -> list[Document]:
-    """Split documents at paragraphs, else lines, else words, else characters.
+    """Split documents before headings, else at paragraphs, else lines, sentences, words, characters.
 
-    A file (of a PDF: a page) that fits into one chunk stays whole. The same text and settings
-    always give the same chunks.
+    A file (of a PDF: a page) that fits into one chunk stays whole. A heading stays with the text below it. Each chunk
+    of a Markdown table begins with the head of the table. The same text and settings always give the same chunks.
 
     Parameters
     ----------
@@ -76,41 +78,37 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
     MissingExtraError
         If langchain-text-splitters is not installed.
     """
-    settings = settings or SplitSettings()
+    settings, chunks = settings or SplitSettings(), list[Document]()
+    for source in sources:
+        number = 0
+        for page, text in enumerate(source.pages, start=1):
+            start = len(text) - len(text.lstrip())
+            for part, at in _parts(text.strip(), settings):
+                metadata: dict[str, Any] = {"source": source.path, "chunk": number, "start_index": start + at}
+                if source.is_pdf:
+                    metadata["page"] = page
+                chunks.append(Document(page_content=part, metadata=metadata))
+                number += 1
+    return chunks
+
+
+def _parts(text: str, settings: SplitSettings) -> Iterator[tuple[str, int]]:
+    """The parts of a text, and where each begins in it."""
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
     except ImportError as error:
         raise MissingExtraError("langchain-text-splitters", "langchain") from error
+    size, overlap, tables = settings.chunk_size, settings.chunk_overlap, list[re.Match[str]]()
+    if len(text) > size:
+        tables = [one for one in _TABLE.finditer(text) if len(one[1]) <= size // 2 - overlap]
+        size -= max((len(one[1]) for one in tables), default=0)
+        text = _HEAD.sub(lambda head: head[0].replace("\n", _STAYS), text)
     splitter = RecursiveCharacterTextSplitter(
-        chunk_size=settings.chunk_size, chunk_overlap=settings.chunk_overlap, add_start_index=True
+        _BORDERS, is_separator_regex=True, chunk_size=size, chunk_overlap=overlap, add_start_index=True
     )
-    return [chunk for source in sources for chunk in _split_file(source, settings, splitter)]
-
-
-def _split_file(
-    source: SourceFile, settings: SplitSettings, splitter: RecursiveCharacterTextSplitter
-) -> list[Document]:
-    chunks: list[Document] = []
-    for page, text in enumerate(source.pages, start=1):
-        start = len(text) - len(text.lstrip())
-        text = text.strip()
-        if len(text) <= settings.chunk_size:
-            parts = [Document(page_content=text, metadata={"start_index": 0})]
-        else:
-            parts = splitter.create_documents([text])
-        for part in parts:
-            if not part.page_content.strip():  # an empty page; or white space, at a chunk size of 1
-                continue
-            metadata: dict[str, Any] = {
-                "source": source.path,
-                "chunk": len(chunks),
-                "start_index": start + part.metadata["start_index"],
-            }
-            if source.is_pdf:
-                metadata["page"] = page
-            chunks.append(Document(page_content=part.page_content, metadata=metadata))
-    return chunks
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    for one in splitter.create_documents([text]):
+        part, at = one.page_content.replace(_STAYS, "\n"), one.metadata["start_index"]
+        if part.strip():  # not white space, at a chunk size of 1
+            at += len(part) - len(part.lstrip())
+            head = next((one[1] for one in tables if one.end(1) <= at < one.end()), "")
+            yield head + part.strip(), at

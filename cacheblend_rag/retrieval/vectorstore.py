@@ -20,6 +20,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
+from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, EmbedderError
 from cacheblend_rag.retrieval.embedder import Vectors, as_matrix, embed_in_parts, part_tokens_of
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
@@ -299,8 +300,8 @@ class FaissVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """Return documents near to a vector and unlike each other; see `max_marginal_relevance_search`."""
-        check_count("k", k)
-        check_count("fetch_k", fetch_k)
+        check_whole("k", k, 1)
+        check_whole("fetch_k", fetch_k, 1)
         if not 0 <= lambda_mult <= 1:
             raise ConfigError("lambda_mult", lambda_mult, "use a number from 0 to 1")
         with self._lock:
@@ -312,7 +313,7 @@ class FaissVectorStore(VectorStore):
 
     def _search(self, embedding: Sequence[float], k: int, allowed: Sequence[int] | None) -> list[tuple[Document, _Hit]]:
         """The nearest documents. Of several at one distance, those whose text comes first, then whose id."""
-        check_count("k", k)
+        check_whole("k", k, 1)
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
             self._check_dimension(query.shape[1])
@@ -446,8 +447,3 @@ def allowed_keys(items: Mapping[int, Document], filter: Filter | None) -> list[i
     if callable(filter):  # on a copy: a test that changes its document must not change the store
         return [key for key, one in items.items() if filter(one.model_copy(deep=True))]
     return None if filter is None else [key for key, one in items.items() if filter.items() <= one.metadata.items()]
-
-
-def check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ConfigError(name, value, "use a whole number, 1 or more")

@@ -15,8 +15,10 @@ from typing import Any
 _AROUND = frozenset(("fldSimple", "dir", "bdo", "hyperlink"))
 _MATHS = frozenset(("oMath", "oMathPara"))
 # Marks before parts of an equation; without them figures would run together.
-_BEFORE = {"den": "/", "sup": "^", "sub": "_", "deg": "√", "lim": "_"}
-_BREAKS = {"cr": "br", "ptab": "tab"}
+_BEFORE = {"den": "/", "sup": "^", "sub": "_", "lim": "_", "rad": "√"}
+# Parts of an equation that lose their meaning as text.
+_NO_TEXT = ("acc", "bar", "borderBox", "deg", "eqArr", "groupChr", "m", "nary", "sPre")
+_BREAKS = {"cr": "br", "ptab": "tab", "dstrike": "strike"}
 # Contents that lie elsewhere or are of another program: named, not read.
 _ELSEWHERE = {
     "altChunk": "a document within it",
@@ -63,6 +65,9 @@ def _rewritten(tree: Any) -> Iterator[str]:
         elif local in _BREAKS:
             element.tag = _tag(tree, _BREAKS[local])
         elif local in _MATHS:
+            parts = [part for name in _NO_TEXT for part in _within(element, name)]
+            if any(_within(part, "t") for part in parts):
+                yield "signs, marks or rows of an equation"
             _replace(element, [_run(tree, _formula(element))])
         elif local == "ruby":
             base, reading = (
@@ -85,7 +90,7 @@ def _formula(element: Any) -> str:
     if _local(element) == "t":
         return element.text or ""
     text = "".join(map(_formula, element.iterchildren("{*}*")))
-    if _local(element) in ("num", "den", "sup", "sub") and len(text) > 1:
+    if _local(element) == "d" or (_local(element) in ("num", "den", "sup", "sub", "rad") and len(text) > 1):
         text = f"({text})"
     return _BEFORE.get(_local(element), "") + text if text else ""
 
@@ -100,14 +105,10 @@ def _replace(element: Any, others: Sequence[Any]) -> None:
 
 
 def _run(tree: Any, text: str) -> Any:
-    run, inner = _make(tree, "r"), _make(tree, "t")
+    run, inner = (tree.makeelement(_tag(tree, name)) for name in "rt")
     inner.text = text
     run.append(inner)
     return run
-
-
-def _make(tree: Any, name: str) -> Any:
-    return tree.makeelement(_tag(tree, name))
 
 
 def _tag(tree: Any, name: str) -> str:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.retrieval.vectorstore import FaissVectorStore, Filter, allowed_keys, check_count
+from cacheblend_rag.config import check_whole
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore, Filter, allowed_keys
 
 T = TypeVar("T")
 Found = tuple[T, float, float]
@@ -21,20 +22,21 @@ Found = tuple[T, float, float]
 _WORD = re.compile(r"\w+")
 # Constants of BM25: how soon more of a word counts no more, and how much shorter texts are preferred.
 _SOON, _SHORT = 1.5, 0.75
+_BY_WORDS = 0.4
 # Passages that each of the two searches finds.
 _CANDIDATES = 50
 
 
 def fused(found: Sequence[Found[T]], k: int) -> list[Found[T]]:
-    """The best ``k``: each counts 1 / (1 + its rank by distance) + 1 / (1 + its rank by words).
+    """The best ``k``: each counts 1 / its rank by distance + 0.4 / its rank by words.
 
-    Reciprocal rank fusion commonly adds 60 to a rank. With 1, the first by words stays among the first
+    Reciprocal rank fusion commonly adds 60 to a rank. Without it, the first by words stays among the first
     (``docs/decisions`` has the trial).
     """
     far, shared = (np.array([one[column] for one in found]) for column in (1, 2))
-    points, weights = np.zeros(len(found)), 1 / np.arange(2, len(found) + 2)
+    points, weights = np.zeros(len(found)), 1 / np.arange(1, len(found) + 1)
     points[np.argsort(far, kind="stable")] = weights
-    points[np.lexsort((far, -shared))] += weights * (np.sort(shared)[::-1] > 0)
+    points[np.lexsort((far, -shared))] += _BY_WORDS * weights * (np.sort(shared)[::-1] > 0)
     return [found[at] for at in np.lexsort((far, -points))[:k]]
 
 
@@ -59,7 +61,7 @@ class FolderStore(FaissVectorStore):
         self, query: str, vector: Sequence[float], k: int, filter: Filter | None = None
     ) -> list[Found[Document]]:
         """All documents that either search finds, the nearest first."""
-        check_count("k", k)
+        check_whole("k", k, 1)
         count = max(k, _CANDIDATES)
         with self._lock:
             allowed, scores = allowed_keys(self._items, filter), self._scores(query)

@@ -159,11 +159,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         dtype=options.dtype,
     ) as engine:
         rows = measure_quality(
-            engine,
-            frame_prompts(prompts, engine.tokenizer),
-            golds,
-            max_new_tokens=parsed.max_new_tokens,
-            corpus=corpus,
+            engine, frame_prompts(prompts, engine.tokenizer), golds, max_new_tokens=parsed.max_new_tokens, corpus=corpus
         )
     print(quality_table(rows, len(prompts) - rows[0].prompts))
     return 0

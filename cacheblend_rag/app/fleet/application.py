@@ -51,10 +51,7 @@ def build(arguments: FleetArguments) -> serve.Application:
 
 
 def _build_given(
-    arguments: FleetArguments,
-    given: Mapping[str, GivenValue],
-    routing: Mapping[str, Any] | None = None,
-    **options: Any,
+    arguments: FleetArguments, given: Mapping[str, GivenValue], routing: Mapping[str, Any] | None = None, **options: Any
 ) -> serve.Application:
     """The application with options that are read already.
 

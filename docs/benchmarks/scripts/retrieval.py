@@ -1,6 +1,6 @@
-"""Passages found by vectors, by words and by both: of questions of SQuAD, and of numbers and names in a made-up folder.
+"""Passages found by vectors, by words and by both: of questions in files, and of numbers and names in a made-up folder.
 
-``python -m docs.benchmarks.scripts.retrieval squad_dev.jsonl`` writes ``docs/benchmarks/retrieval.json``, of which
+``python -m docs.benchmarks.scripts.retrieval squad_dev.jsonl …`` writes ``docs/benchmarks/retrieval.json``, of which
 it reads the folder.
 """
 
@@ -16,8 +16,8 @@ from cacheblend_rag.retrieval.words import FolderStore, fused
 RESULT = Path(__file__).parents[1] / "retrieval.json"
 
 
-def places(passages: dict[str, str], asked: list[tuple[str, str]]) -> dict[str, list[int]]:
-    """By way of search, the place at which each question's passage is found."""
+def places(passages: dict[str, str], asked: list[tuple[str, list[str]]]) -> dict[str, list[int]]:
+    """By way of search, the places at which the passages of all questions are found."""
     store = FolderStore(SentenceTransformerEmbeddings("minilm"))
     store.add_texts(list(passages.values()), ids=list(passages))
     ways: dict[str, list[int]] = {"vectors": [], "words": [], "both": []}
@@ -25,22 +25,23 @@ def places(passages: dict[str, str], asked: list[tuple[str, str]]) -> dict[str, 
         found = store.candidates(question, store.embeddings.embed_query(question), len(passages))
         by_words = sorted(found, key=lambda one: -one[2])
         for way, order in zip(ways.values(), (found, by_words, fused(found, len(found))), strict=True):
-            way.append([one[0].id for one in order].index(right) + 1)
+            way += [place for place, one in enumerate(order, 1) if one[0].id in right]
     return ways
 
 
 if __name__ == "__main__":
-    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     firms, folder = result["firms"], dict[str, str]()
     for n in range(60):
         about = {"firm": firms[n % 6], "order": 7000 + 13 * n, "customer": 40000 + n, "sum": 50 * n, "days": 10 + n}
         folder |= {f"{kind} {1000 + n}": text.format(1000 + n, **about) for kind, text in result["texts"].items()}
-    squad = {one["text"]: one["text"] for row in rows for one in row["passages"]}
-    found = places(squad, [(row["question"], row["passages"][0]["text"]) for row in rows])
     result["places"] = places(folder, result["asked"])
-    for name, ways in (("squad", found), ("made up", result["places"])):
-        result["recall@4"][name] = {
-            way: round(sum(one <= 4 for one in all_) / len(all_), 3) for way, all_ in ways.items()
-        }
+    found = {"made up": result["places"]}
+    for path in map(Path, sys.argv[1:]):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        texts = {one["text"]: one["text"] for row in rows for one in row["passages"]}
+        right = [(row["question"], [one["text"] for one in row["passages"] if one["support"]]) for row in rows]
+        found[path.stem], result["passages"][path.stem] = places(texts, right), len(texts)
+    for name, ways in found.items():
+        result["recall@4"][name] = {way: round(sum(one <= 4 for one in at) / len(at), 3) for way, at in ways.items()}
     RESULT.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

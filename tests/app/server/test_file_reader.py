@@ -36,7 +36,9 @@ def process_of(reader: FileReader) -> int:
 
 
 @LINUX
-def test_every_kind_is_read_by_one_process_that_knows_nothing_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_is_read_by_one_process_that_knows_nothing_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "ada=ada-0123456789abcdef")
     files = {
         "a.txt": "Text of Grüße aus der Stadt am Fluss, in der es regnet und die Leute lachen".encode("latin-1"),
@@ -44,12 +46,14 @@ def test_every_kind_is_read_by_one_process_that_knows_nothing_of_the_server(monk
         "c.docx": make_docx(lambda one: one.add_paragraph("Text of a letter")),
         "d.pdf": make_pdf(["Text of a page in print"]),
         "e.json": b'{"a": "Text of a value"}',
+        "f.html": b"<p>Text of it <math><mi>x</mi></math>",
     }
     with closing(FileReader(LIMITS)) as reader:
         processes = set()
         for name, data in files.items():
             assert "Text of " in reader.parse(file(name, data)).pages[0], name
             processes.add(process_of(reader))
+        assert caplog.messages == ["f.html is read, but for: an equation"]
         (process,) = processes
         assert Path(f"/proc/{process}/environ").read_bytes() == b""
         assert Path(f"/proc/{process}/cwd").resolve() == Path("/")

@@ -8,13 +8,20 @@ import zipfile
 from collections.abc import Callable
 from datetime import date, datetime
 
+import docx
 import openpyxl
 import pptx
 import pytest
+from pptx.chart.data import CategoryChartData
+from pptx.enum.chart import XL_CHART_TYPE
 from pptx.util import Inches
+from pypdf import PdfReader, PdfWriter
+from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject, TextStringObject
 
 from cacheblend_rag.errors import DocumentError
-from tests.integrations.retrieval.office import with_part
+from cacheblend_rag.retrieval.documents import FileBytes, parse
+from tests.integrations.retrieval.office import make_docx, with_part
+from tests.integrations.retrieval.pdf import make_pdf
 from tests.integrations.retrieval.test_formats import parsed
 
 
@@ -59,13 +66,94 @@ def odt(body: str, manifest: str = "<manifest/>", head: str = "") -> bytes:
     return zipped(mimetype="application/vnd.oasis.opendocument.text", **parts)
 
 
-def epub(*chapters: str, **more: str) -> bytes:
+def epub(*chapters: str, ending: str = "xhtml", **more: str) -> bytes:
     container = '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
-    items = "".join(f'<item id="c{at}" href="text/{at}%20.xhtml"/>' for at in range(len(chapters)))
+    items = "".join(f'<item id="c{at}" href="text/{at}%20.{ending}"/>' for at in range(len(chapters)))
     spine = "".join(f'<itemref idref="c{at}"/>' for at in reversed(range(len(chapters))))
     book = f'<package xmlns="http://www.idpf.org/2007/opf"><manifest>{items}</manifest><spine>{spine}</spine></package>'
-    texts = {f"OEBPS/text/{at} .xhtml": text for at, text in enumerate(chapters)}
+    texts = {f"OEBPS/text/{at} .{ending}": text for at, text in enumerate(chapters)}
     return zipped(**{"META-INF/container.xml": container, "OEBPS/book.opf": book, **texts, **more})
+
+
+def formatted(**formats: tuple[float, str]) -> bytes:
+    book = openpyxl.Workbook()
+    book.active.append(list(formats))
+    book.active.append([value for value, _ in formats.values()])
+    for cell, (_, form) in zip(book.active[2], formats.values(), strict=True):
+        cell.number_format = form
+    out = io.BytesIO()
+    book.save(out)
+    return out.getvalue()
+
+
+def word(document: docx.document.Document) -> None:
+    table = document.add_table(3, 3)
+    for at, text in enumerate(["Region", "Town", "People", "North", "Aldra", "5", "-", "Berin", "7"]):
+        table.cell(at // 3, at % 3).text = text.strip("-")
+    table.cell(1, 0).merge(table.cell(2, 0))
+    paragraph = document.add_paragraph("Rent ")
+    paragraph.add_run("2010").font.strike = True
+    paragraph.add_run(" 2020")
+
+
+def chart(made: pptx.presentation.Presentation) -> None:
+    data = CategoryChartData()
+    data.categories = ["2023"]
+    data.add_series("Herring", (722,))
+    made.slides.add_slide(made.slide_layouts[6]).shapes.add_chart(XL_CHART_TYPE.PIE, 0, 0, 9, 9, data)
+
+
+def form() -> bytes:
+    writer = PdfWriter(clone_from=PdfReader(io.BytesIO(make_pdf(["Lease.", ""]))))
+    for name, value in (("Rent", TextStringObject("1,250 EUR")), ("Pets", NameObject("/Off"))):
+        field = {"/Subtype": NameObject("/Widget"), "/T": TextStringObject(name), "/V": value}
+        rectangle = ArrayObject(map(NumberObject, (0, 0, 9, 9)))
+        writer.add_annotation(
+            0, DictionaryObject({NameObject(k): v for k, v in (field | {"/Rect": rectangle}).items()})
+        )
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+MATH = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+SUM = "<m:nary><m:sub><m:r><m:t>i</m:t></m:r></m:sub></m:nary>"
+ROOT = "<m:rad><m:e><m:d><m:e><m:r><m:t>a+b</m:t></m:r></m:e></m:d><m:r><m:t>c</m:t></m:r></m:e></m:rad>"
+TABLES = [["Prices"], [], ["item", "price"], ["tea", 3], [], ["town", "people"], ["Aldra", 5], [], [0, 0]]
+HIGH = "<table><tr><th>Year<th>Town<th>In<th>Out<tr><td>1912<td rowspan=2 colspan=2>Aldra<td>5<tr><td>1913<td>7</table>"
+READ: tuple[tuple[str, Callable[[], bytes], str, str], ...] = (
+    ("a.json", lambda: b'{"a": "x\\ud83d"}', "a: x?", ""),
+    ("a.jsonl", lambda: '{"a": "x\u2028y"}\r\n{"a": 2}'.encode(), "a: x\u2028y\n\na: 2", ""),
+    ("a.epub", lambda: epub("<p>One", ending="xml"), "One", ""),
+    ("a.log.txt", lambda: b"\x1b[31mfailed\x1b[0m at 9", "failed at 9", ""),
+    ("a.csv", lambda: b"Name\nSmith, John\nDoe, Jane", "Name: Smith, John\n\nName: Doe, Jane", ""),
+    ("a.csv", lambda: b"Prices 2024\n\nitem,price\ntea,3", "Prices 2024\n\nitem: tea; price: 3", ""),
+    ("a.html", lambda: HIGH.encode(), "| 1912 | Aldra | | 5 |\n| 1913 | Aldra | | 7 |", ""),
+    ("a.html", lambda: b"<p>So <math alttext='x^2'><mi>x</mi></math>.", "So x^2.", ""),
+    ("a.html", lambda: b"<p>So <math><mi>x</mi><mn>2</mn></math>", "So", "a.html is read, but for: an equation"),
+    ("a.docx", lambda: make_docx(word), "| North | Berin | 7 |\n\nRent ~~2010~~ 2020", ""),
+    ("a.docx", lambda: equation(ROOT), "√((a+b)c)", ""),
+    ("a.docx", lambda: equation(SUM), "_i", "a.docx is read, but for: signs, marks or rows of an equation"),
+    ("a.xlsx", lambda: formatted(rate=(0.0575, "0.00%"), zip=(1067, "00000")), "rate: 5.75%; zip: 01067", ""),
+    ("a.xlsx", lambda: workbook(A=TABLES), "Prices\n\nitem: tea; price: 3\n\ntown: Aldra; people: 5\n\ntown: 0", ""),
+    ("a.xlsx", lambda: workbook(A=[["a"], ["=1+1"]]), "a", "formulas without saved values, sheet1.xml from A2 on"),
+    ("a.pptx", lambda: presentation(chart), "## Slide 1", "a.pptx is read, but for: a chart on slide 1"),
+    ("a.pdf", form, "Lease.\nRent: 1,250 EUR", "a.pdf is read, but for: pages without text"),
+)  # fmt: skip
+
+
+def equation(inner: str) -> bytes:
+    body = f"<w:body><w:p><m:oMath {MATH}>{inner}</m:oMath></w:p>".encode()
+    return with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", body))
+
+
+def test_facts_stay_in_their_places_or_what_is_lost_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for name, data, text, lost in READ:
+        caplog.clear()
+        seen = parse(FileBytes(name, "", data())).pages[0]
+        assert text in seen, (name, seen)
+        assert lost in caplog.text if lost else not caplog.text, (name, caplog.text)
+    assert "Pets" not in seen
 
 
 def test_each_row_of_a_workbook_names_its_columns_and_its_sheet() -> None:

@@ -44,6 +44,27 @@ def test_chunks_of_a_pdf_know_their_page() -> None:
     assert chunks[2].metadata["start_index"] == 5
 
 
+def test_chunks_of_a_table_begin_with_its_head_and_headings_stand_above_their_text() -> None:
+    head = "| Town | People |\n| --- | --- |\n"
+    rows = [f"| Aldra {number} | {number} |" for number in range(60)]
+    text = "A sentence of six words. " * 4 + "\n\n# Towns\n\n" + head + "\n".join(rows) + "\n\n# End\n\nThe last words."
+    chunks = [one.page_content for one in split([source(text)], SplitSettings(chunk_size=150))]
+    assert max(map(len, chunks)) <= 150
+    assert chunks[1].startswith("# Towns\n\n" + head)
+    assert all(one.startswith(head) for one in chunks[2:-1])
+    assert [row for one in chunks for row in one.split("\n") if row in rows] == rows
+    assert chunks[-1] == "# End\n\nThe last words."
+
+
+def test_chunks_end_with_sentences() -> None:
+    text = (
+        "# One\n\n" + "The old mill stands by the river. " * 20 + "\n\n# Two\n\n" + "A bridge was built in 1912! " * 20
+    )
+    chunks = [one.page_content for one in split([source(text)], SplitSettings(chunk_size=200))]
+    assert {one[-1] for one in chunks} == {".", "!"}
+    assert [one[:5] for one in chunks if "#" in one] == ["# One", "# Two"]
+
+
 def test_sizes_out_of_range() -> None:
     sizes: tuple[tuple[Any, Any, str], ...] = (
         (0, 0, "chunk_size"),

@@ -142,13 +142,7 @@ class AnswerRequest:
     def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """An answer, or a piece of one, around its choices."""
         kind = self.chunk_kind if chunk else self.kind
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.body.model,
-            "choices": choices,
-        }
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
 
     def closing(self) -> dict[str, Any]:
         """Usage, and how the answers came about."""

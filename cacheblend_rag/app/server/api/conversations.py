@@ -67,11 +67,7 @@ def call_of(
     form = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
     turns = [_turn_of(one, f"messages[{number}]") for number, one in enumerate(body.messages)]
     conversation = Conversation(
-        _with_documents(turns, documents),
-        tools or None,
-        choice,
-        arguments["reasoning"],
-        body.chat_template_kwargs,
+        _with_documents(turns, documents), tools or None, choice, arguments["reasoning"], body.chat_template_kwargs
     )
     try:
         written = conversation.write(engine.tokenizer)

@@ -59,11 +59,7 @@ class Gatekeeper:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        keys: Callable[[], Keys],
-        seen: Callable[[ServedRequest], None],
+        self, app: ASGIApp, settings: ServerSettings, keys: Callable[[], Keys], seen: Callable[[ServedRequest], None]
     ) -> None:
         self._app, self._settings, self._keys, self._seen = app, settings, keys, seen
         self._uploads, self._under_way = Counter[str | None](), Counter[str | None]()

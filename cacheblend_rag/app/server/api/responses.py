@@ -380,10 +380,7 @@ def _usage(report: BlendReport) -> dict[str, Any]:
     """Tokens; those that are read from the store and kept are cached, those whose KV goes into it are written."""
     return {
         "input_tokens": report.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": report.cached_tokens,
-            "cache_write_tokens": report.tokens_to_store,
-        },
+        "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": report.tokens_to_store},
         "output_tokens": report.generated_tokens,
         "output_tokens_details": {"reasoning_tokens": report.thought_tokens},
         "total_tokens": report.prompt_tokens + report.generated_tokens,

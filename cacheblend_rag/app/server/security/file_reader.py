@@ -8,6 +8,8 @@ a file blamed for the server: where no process can be started, or the system end
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
 import mimetypes
 import signal
 import subprocess
@@ -21,10 +23,13 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, parse
 
+_log = logging.getLogger(__name__)
 _READY = b"ready\n"
 _LONGEST_HEAD = 1_000
 # Times that the system may end a process with one file before the file is blamed: it may take all memory there is.
 _TRIES = 12
+# In the process that parses: what is said of the file that is being parsed.
+_LOSSES = logging.handlers.BufferingHandler(1_000)
 
 
 class _EndedError(Exception):
@@ -80,6 +85,8 @@ class FileReader:
                 raise DocumentError(message) from None
         if "error" in answer:
             raise DocumentError(str(answer["error"]).replace("the file", file.path, 1))
+        for lost in answer.get("left_out", ()):
+            _log.warning("%s", str(lost).replace("the file", file.path, 1))
         return SourceFile(file.path, file.sha256, tuple(map(str, answer["pages"])))
 
     def _ask(self, file: FileBytes) -> dict[str, list[object]]:
@@ -169,6 +176,7 @@ def main(arguments: list[str]) -> int:
     # A reader of spreadsheets imports these: numpy begins with threads, and the other with files of the system.
     sys.modules["numpy"] = None  # type: ignore[assignment]
     mimetypes.init([])
+    logging.getLogger("cacheblend_rag.retrieval.losses").addHandler(_LOSSES)
     confine(memory, seconds)
     answers.write(_READY)
     answers.flush()
@@ -188,4 +196,6 @@ def _parsed(suffix: str, data: bytes, most: int) -> dict[str, object]:
         return {"error": str(error).replace(name, "the file")}
     if sum(map(len, pages)) > most:
         return {"error": f"the file holds more than {most:,} characters of text"}
-    return {"pages": pages}
+    lost = [record.getMessage().replace(name, "the file") for record in _LOSSES.buffer]
+    _LOSSES.flush()
+    return {"pages": pages, "left_out": lost}

@@ -145,11 +145,7 @@ def search(
 
 
 def report_of(
-    engine: BlendEngine,
-    prompt: Prompt,
-    answer: Generation,
-    turns: int = 0,
-    show_prompt: bool = True,
+    engine: BlendEngine, prompt: Prompt, answer: Generation, turns: int = 0, show_prompt: bool = True
 ) -> dict[str, Any]:
     """The figures of an answer that the page shows; times in seconds, sizes in bytes.
 
@@ -167,12 +163,7 @@ def report_of(
     """
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
     chunks = [
-        {
-            "hit": bool(tier),
-            "device": tier or None,
-            "bytes": engine.chunks.estimate_bytes([text]),
-            "tokens": len(span),
-        }
+        {"hit": bool(tier), "device": tier or None, "bytes": engine.chunks.estimate_bytes([text]), "tokens": len(span)}
         for tier, text, span in zip(report.chunk_tiers, prompt.chunks, split.chunks, strict=True)
     ]
     return {
