@@ -7,6 +7,11 @@ batches of 512 tokens and takes the answer token by token, greedily, in a contex
 package* answers by `BlendEngine.generate`, chunks stored on disk before, no kept prompts. The prompt is a chat about
 the bundled articles, in chunks of 512 tokens. The answers may not end before their length.
 
+``python -m docs.benchmarks.scripts.llama_cpp --model smollm2 --idle``
+
+What checking answers while nothing is asked costs the question after: its first token directly behind an answer, and
+two questions with their answers of 16 tokens, checks included.
+
 ``python -m docs.benchmarks.scripts.llama_cpp --rows squad.jsonl --half choose --count 12 --out rows.json``
 
 How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions.
@@ -19,6 +24,7 @@ import resource
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="questions; divergences by rule are measured")
     parser.add_argument("--half", choices=("choose", "test"), default="choose")
     parser.add_argument("--count", type=int, default=12, help="questions")
+    parser.add_argument("--idle", action="store_true", help="what checks in idle time cost is measured")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.rows is not None:
@@ -65,8 +72,12 @@ def main() -> None:
         print(rows_table(found))
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(options.model, options.chunks, options.tokens, options.rounds, Path(folder))
-    print(rows(result))
+        if options.idle:
+            result = checking(options.model, options.chunks, options.rounds, Path(folder))
+            print(table(["verify", "next first token, s", "two answers, s", "checks included, s"], result["table"]))
+        else:
+            result = measure(options.model, options.chunks, options.tokens, options.rounds, Path(folder))
+            print(rows(result))
     if options.out is not None:
         write_json(options.out, result)
 
@@ -115,6 +126,30 @@ def measure(model: str, count: int, tokens: int, rounds: int, folder: Path) -> d
         "machine": machine("cpu"),
         "threads": torch.get_num_threads(),
     }
+
+
+def checking(model: str, count: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """What ``verify="idle"`` costs the next question, by median seconds, ``off`` and ``idle`` in turn."""
+    config = BlendConfig(prompt_cache=0, write_back="inline")
+    found: dict[str, list[tuple[float, float, float]]] = {"off": [], "idle": []}
+    with BlendEngine.from_pretrained(model, backend="llama.cpp", config=config, store=folder) as engine:
+        prompt = _about_articles(engine.tokenizer, count)
+        other = replace(prompt, chunks=prompt.chunks[::-1])
+        engine.chunks.warm(prompt.chunks, progress=False)
+        engine.generate(prompt, max_new_tokens=1)
+        for _ in range(rounds):
+            for verify, times in found.items():
+                started = time.perf_counter()
+                engine.generate(prompt, max_new_tokens=16, verify=verify)
+                second = engine.generate(other, max_new_tokens=16, verify=verify)
+                answered = time.perf_counter() - started
+                engine.flush()
+                times.append((second.report.ttft, answered, time.perf_counter() - started))
+    medians = [
+        [verify, *(f"{statistics.median(one):.2f}" for one in zip(*times, strict=True))]
+        for verify, times in found.items()
+    ]
+    return {"model": model, "rounds": found, "table": medians, "machine": machine("cpu")}
 
 
 def rows(result: dict[str, Any]) -> str:
