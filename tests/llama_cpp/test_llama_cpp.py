@@ -13,10 +13,13 @@ from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
+from cacheblend_rag.llama_cpp.blend import _attention
 from cacheblend_rag.llama_cpp.loading import load_gguf
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt
 from tests import gguf_files, tiny
+from tests.programs import start_program
+from tests.waiting import until
 
 CHUNKS = [
     "The harbour of Reval froze in January, and no ship came in before the end of March that year.",
@@ -70,6 +73,19 @@ def test_state_is_read_and_written_as_llama_cpp_does(loaded):
     assert np.array_equal(state[8:], again[8:])  # the sequence's number aside
 
 
+def test_attention_of_the_question_is_pytorchs_on_every_layer(loaded, torch_model):
+    runtime, ids = loaded[0].runtime, list(range(5, 45))
+    with runtime.sequence() as one:
+        runtime.compute(ids[:30], 0, one)
+        queries = runtime.queries(ids[30:], 30, one, range(runtime.layers))
+        keys = runtime.kv(one, 0, len(ids))[0]
+    torch_model.set_attn_implementation("eager")
+    expected = torch_model(torch.tensor([ids]), output_attentions=True).attentions
+    for own, stored, theirs in zip(queries, keys, expected, strict=True):
+        found = _attention(own, stored.float(), 30)
+        assert torch.allclose(found, theirs[0, :, 30:].mean(dim=(0, 1)), atol=1e-3)
+
+
 def test_moved_kv_is_that_of_its_new_place(loaded):
     """Keys of the first layer depend on a token and its position alone."""
     adapter = engine_of(loaded).adapter
@@ -115,6 +131,32 @@ def test_records_outlive_the_engine_and_a_damaged_one_is_a_miss(loaded, tmp_path
     with engine_of(loaded, tmp_path / "kv") as engine:
         answer = engine.generate(prompt_of(), max_new_tokens=2)
         assert answer.report.misses + answer.report.lost >= 1
+
+
+def test_store_outlives_a_process_that_is_killed(file, loaded, tmp_path):
+    program = """
+import itertools, sys
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from tests.llama_cpp.test_llama_cpp import CHUNKS
+engine = BlendEngine.from_pretrained(sys.argv[1], store=sys.argv[2], config=BlendConfig(min_tokens=1))
+for round in itertools.count():
+    engine.chunks.warm(CHUNKS, progress=False)
+    print(round, flush=True)
+    engine.forget(CHUNKS)
+"""
+    output = tmp_path / "output"
+    arguments = ["-c", program, str(file), str(tmp_path / "kv")]
+    process = start_program(arguments, Path.cwd(), output, tmp_path / "errors")
+    until(lambda: output.exists() and output.read_text().count("\n") > 2)
+    process.kill()
+    process.join()
+    with engine_of(loaded, tmp_path / "kv", codec="raw") as engine, engine_of(loaded, codec="raw") as fresh:
+        for one in (engine, fresh):
+            one.chunks.warm(CHUNKS, progress=False)
+        assert engine.generate(prompt_of(), max_new_tokens=1).report.hits == 3
+        answers = [one.generate(prompt_of(), max_new_tokens=6, verify="always").token_ids for one in (engine, fresh)]
+        assert answers[0] == answers[1]
 
 
 def test_records_of_another_library_are_misses(loaded, tmp_path, monkeypatch):
