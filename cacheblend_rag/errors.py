@@ -21,6 +21,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 class CacheBlendError(Exception):
     """Base class of all errors of this package."""
@@ -163,3 +165,10 @@ class MissingExtraError(CacheBlendError, ImportError):
         super().__init__(
             f"the package {package!r} is not installed; install it with: pip install 'cacheblend-rag[{extra}]'"
         )
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise a `MissingExtraError` for the first module of an extra that is not installed."""
+    for name in modules:
+        if find_spec(name) is None:
+            raise MissingExtraError(name, extra)

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from langchain_core.documents import Document
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF, render_turns
+
+if TYPE_CHECKING:
+    from langchain_core.documents import Document
 
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
 _WORD = re.compile(r"\w+")

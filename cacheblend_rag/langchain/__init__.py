@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.errors import require
+
+require("langchain", "langchain_core")
+
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM

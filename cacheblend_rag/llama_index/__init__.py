@@ -3,6 +3,10 @@
 ``embedding`` has a sentence-transformers embedding. It loads its library, so it is not imported here.
 """
 
+from cacheblend_rag.errors import require
+
+require("llama-index", "llama_index")
+
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index.answering import CacheBlendEvent
 from cacheblend_rag.llama_index.indexing import (

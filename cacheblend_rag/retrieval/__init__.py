@@ -1,6 +1,6 @@
 """Documents in a folder, split into chunks, embedded, and found again by L2 distance and words.
 
-Nothing is imported here: take names from the submodules, so that faiss and sentence-transformers
+Nothing of these is imported here: take names from the submodules, so that faiss and sentence-transformers
 load only where they are used.
 
 ===============  =======================================================================================
@@ -15,3 +15,7 @@ load only where they are used.
 ``index``        an index of a folder, kept up to date file by file
 ===============  =======================================================================================
 """
+
+from cacheblend_rag.errors import require
+
+require("retrieval", "langchain_core", "sentence_transformers", "faiss")

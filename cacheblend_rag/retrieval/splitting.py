@@ -10,7 +10,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from cacheblend_rag.config import check_whole
-from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, require
 from cacheblend_rag.retrieval.documents import SourceFile
 
 # Where a text is divided, the best first.
@@ -78,6 +78,7 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
     MissingExtraError
         If langchain-text-splitters is not installed.
     """
+    require("langchain", "langchain_text_splitters")
     settings, chunks = settings or SplitSettings(), list[Document]()
     for source in sources:
         number = 0
@@ -94,10 +95,8 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
 
 def _parts(text: str, settings: SplitSettings) -> Iterator[tuple[str, int]]:
     """The parts of a text, and where each begins in it."""
-    try:
-        from langchain_text_splitters import RecursiveCharacterTextSplitter
-    except ImportError as error:
-        raise MissingExtraError("langchain-text-splitters", "langchain") from error
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
     size, overlap, tables = settings.chunk_size, settings.chunk_overlap, list[re.Match[str]]()
     if len(text) > size:
         tables = [one for one in _TABLE.finditer(text) if len(one[1]) <= size // 2 - overlap]

@@ -13,7 +13,7 @@ from cacheblend_rag.app.cli.arguments import Screen, add_arguments, add_rag_argu
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.app.startup import SILENT, no_search_for_garbage, only_from
 from cacheblend_rag.config import VERIFY
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, require
 from cacheblend_rag.models.loading_bars import bars_hidden
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     with only_from(logging.CRITICAL, *SILENT), bars_hidden():
         with no_search_for_garbage():
+            require("app", "langchain_core", "sentence_transformers", "faiss")
             from cacheblend_rag.app.folder_rag import FolderRAG
 
             made = FolderRAG(options)

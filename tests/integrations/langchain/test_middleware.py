@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.messages.tool import tool_call
 
 import cacheblend_rag.langchain as ours
+from cacheblend_rag.app.cli import main
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.langchain import CacheBlendMiddleware, ChatCacheBlend, known_chunks, tracking_off
 from cacheblend_rag.retrieval.splitting import split
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 
 DOCUMENTS = passages(3, seed=8)
+_MISSING = (("langchain", "langchain_core"), ("llama_index", "llama_index"), ("retrieval", "faiss"))
 TEXTS = [one.page_content for one in DOCUMENTS]
 
 
@@ -62,7 +66,9 @@ def test_answers_of_tools_are_made_known(chat: ChatCacheBlend, whole: bool) -> N
     assert ended.infos[0]["misses"] == 2 + whole
 
 
-def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("langchain.agents.middleware", "langchain_text_splitters"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "cacheblend_rag.langchain.middleware")
@@ -70,6 +76,20 @@ def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
         ours.__getattr__("CacheBlendMiddleware")
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[langchain\]'"):
         split([])
+    for room, module in _MISSING:
+        monkeypatch.delitem(sys.modules, f"cacheblend_rag.{room}", raising=False)
+        monkeypatch.setattr("cacheblend_rag.errors.find_spec", lambda name, missing=module: name != missing or None)
+        with pytest.raises(MissingExtraError, match=rf"{module}.*'cacheblend-rag\[{room.replace('_', '-')}\]'"):
+            importlib.import_module(f"cacheblend_rag.{room}")
+    assert main(["ask", "What fell?"]) == 2
+    assert "pip install 'cacheblend-rag[app]'" in capsys.readouterr().err
+
+
+def test_frameworks_come_with_the_extras_that_the_readme_installs() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    frameworks = ("langchain", "llama-index", "sentence-transformers", "faiss")
+    assert [one for one in project["dependencies"] if one.startswith(frameworks)] == []
+    assert "cacheblend-rag[retrieval,llama-cpp,llama-index]" in project["optional-dependencies"]["app"]
 
 
 def test_import_needs_langchain_core_alone() -> None:
