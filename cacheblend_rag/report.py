@@ -187,6 +187,9 @@ class BlendReport:
         Whether the prefix was read from the store, or was the beginning of a kept prompt.
     reused_tokens : int
         Tokens whose KV was read from the store, or was that of a kept prompt.
+    blended_tokens : int
+        Those of them that were not recomputed, and whose KV is not that of a full prefill: it was computed behind other
+        text, or the store may have rounded it.
     tokens_to_store : int
         Tokens of the prefix and the chunks that were not stored, and whose KV goes into the store now.
     resumed_tokens : int
@@ -244,6 +247,7 @@ class BlendReport:
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
+    blended_tokens: int = 0
     tokens_to_store: int = 0
     resumed_tokens: int = 0
     recomputed_tokens: tuple[int, ...] = ()
@@ -276,8 +280,8 @@ class BlendReport:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of reused tokens, without those that were recomputed."""
-        return self.reused_tokens - (self.recomputed_tokens or (0,))[-1]
+        """Number of tokens whose KV was reused exactly: neither blended nor recomputed."""
+        return self.reused_tokens - (self.recomputed_tokens or (0,))[-1] - self.blended_tokens
 
     @property
     def ttft(self) -> float:

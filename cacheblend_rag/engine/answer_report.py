@@ -44,6 +44,8 @@ def report_of(
     # Those of a kept prompt come first.
     chunks = () if blend is None else enumerate(blend.chunks, len(whole.chunks) - len(blend.chunks))
     reads_whole_prefix = blend is not None and blend.begun is None and blend.prefix_hit
+    recomputed = (0,) * layers if fused.fusion is None else fused.fusion.recomputed_tokens
+    exact = fused.resumed if blend is None else min(fused.resumed, blend.exact_tokens)
     return BlendReport(
         input_ids=whole.input_ids,
         prefix_tokens=len(whole.prefix),
@@ -57,8 +59,9 @@ def report_of(
         left_out=route.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= fused.resumed or reads_whole_prefix,
         reused_tokens=_reused_tokens(fused),
+        blended_tokens=_reused_tokens(fused) - recomputed[-1] - exact,
         resumed_tokens=fused.resumed,
-        recomputed_tokens=(0,) * layers if fused.fusion is None else fused.fusion.recomputed_tokens,
+        recomputed_tokens=recomputed,
         computed_tokens=tuple(map(len, fused.computed)),
         work=fused.work,
         plain=blend is None,

@@ -49,7 +49,7 @@ _TOLD = (
     *("fidelity", "finish_reason", "stopped_by", "ttft", "hits", "misses"),
     *("recompute_ratio", "tokens_to_store", "plain", "plain_reason"),
 )
-_COUNTED = ("reused", "resumed", "prompt", "generated", "thought")
+_COUNTED = ("reused", "blended", "resumed", "prompt", "generated", "thought")
 _DECODING = tuple(name for name in DecodeFields.model_fields if name != "stop")
 
 

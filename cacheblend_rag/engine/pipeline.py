@@ -413,11 +413,7 @@ class Pipeline:
 
 
 def open_pipeline(
-    model: ModelInUse,
-    tokenizer: PromptTokenizer,
-    config: BlendConfig,
-    store: KVStore,
-    earlier: Pipeline | None = None,
+    model: ModelInUse, tokenizer: PromptTokenizer, config: BlendConfig, store: KVStore, earlier: Pipeline | None = None
 ) -> Pipeline:
     """A pipeline by its options and what was calibrated; the machine's profile is kept beside the store.
 

@@ -364,11 +364,7 @@ class Ticket:
         return first_rows(found[0].cache, tokens) if found is not None and tokens else None
 
     def keep(
-        self,
-        split: TokenizedPrompt,
-        answer_ids: Sequence[int],
-        cache: Any,
-        exact_tokens: int | None = None,
+        self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any, exact_tokens: int | None = None
     ) -> None:
         """Keep a prompt with its answer.
 

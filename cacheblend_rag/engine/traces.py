@@ -164,6 +164,7 @@ class SpanNames:
             "cacheblend.chunks_missed": report.misses,
             "cacheblend.prefix_hit": report.prefix_hit,
             "cacheblend.tokens_reused": report.reused_tokens,
+            "cacheblend.tokens_blended": report.blended_tokens,
             "cacheblend.tokens_resumed": report.resumed_tokens,
             "cacheblend.plain": report.plain,
             "cacheblend.rule": rule if isinstance(rule, str) else type(rule).__name__,

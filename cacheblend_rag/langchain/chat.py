@@ -63,7 +63,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
     attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV
-    was read and kept, and ``cache_creation`` those whose KV goes into the store. The ``response_metadata`` of each
+    was reused exactly, and ``cache_creation`` those whose KV goes into the store. The ``response_metadata`` of each
     answer has its time to first token, hits and misses.
 
     Parameters

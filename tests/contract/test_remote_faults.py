@@ -263,9 +263,8 @@ def test_chunk_computed_on_one_machine_is_read_on_another(place: Place, trials: 
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)
         second.flush()
-        assert all(second.traits.tiers[1].contains(key) for key, _ in second.traits.tiers[2].infos("")), (
-            "they are kept here, too"
-        )
+        tiers = second.traits.tiers
+        assert all(tiers[1].contains(key) for key, _ in tiers[2].infos("")), "they are kept here, too"
         place.proxy.silent = True
         asked = trials.ask(engine)
         assert (asked.hits, asked.right) == (3, True)

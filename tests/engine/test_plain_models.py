@@ -200,10 +200,8 @@ def test_forgetting_a_chunk_drops_the_turns_that_hold_it() -> None:
         assert len(checkpoints_of(engine)) == 3
         engine.forget([CHUNKS[1]])
         assert len(checkpoints_of(engine)) == 2
-        assert (
-            engine.generate(PROMPT, max_new_tokens=2).report.resumed_tokens
-            == engine.generate(OTHER, max_new_tokens=2).report.prefix_tokens
-        )
+        one, other = (engine.generate(prompt, max_new_tokens=2).report for prompt in (PROMPT, OTHER))
+        assert one.resumed_tokens == other.prefix_tokens
     assert len(checkpoints_of(engine)) == 0
 
 

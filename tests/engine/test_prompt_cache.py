@@ -76,6 +76,7 @@ def test_kv_of_a_full_prefill_serves_blended_prompts(chunks_at: str) -> None:
         assert border - 3 <= fused.report.resumed_tokens <= border
         assert (fused.report.plain, fused.report.hits) == (False, 3)
         assert fused.report.chunk_tiers[0] == "memory"
+        assert fused.report.cached_tokens == fused.report.resumed_tokens
         assert not set(range(fused.report.resumed_tokens)) & set(fused.recomputed[0].tolist())
         assert_is_full_prefill(fused, model)
 
@@ -91,11 +92,11 @@ def test_blended_prompt_is_gone_on_from_under_its_own_rule_alone() -> None:
         assert engine.fuse(turn).report.resumed_tokens >= first.report.prompt_tokens - 2
         for changes in ({"recompute_ratio": 0.5}, {"selection": "boundary"}, {"selection": "all"}, {"prompt_cache": 0}):
             other = engine.with_config(**changes).fuse(PROMPT).report
-            assert (other.resumed_tokens, other.chunk_tiers[0] == "memory") == (0, changes != {"selection": "all"}), (
-                changes
-            )
+            tier = "" if changes == {"selection": "all"} else "memory"
+            assert (other.resumed_tokens, other.chunk_tiers[0]) == (0, tier), changes
         other = engine.fuse(Prompt(PROMPT.prefix, CHUNKS, "Who was there?")).report
         assert (other.resumed_tokens, other.hits) == (0, 3), "another question gets a choice of its own"
+        assert (other.cached_tokens, other.blended_tokens > 0) == (0, True)
         assert other.recomputed_tokens[-1] > 0
         exact = engine.with_config(min_tokens=10**6).fuse(PROMPT).report
         assert (exact.plain, exact.resumed_tokens) == (True, 0)

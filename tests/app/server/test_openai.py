@@ -68,7 +68,11 @@ def test_completions_reuse_their_documents(client: openai.OpenAI, server: Runnin
     assert second.choices[0].finish_reason in ("stop", "length")
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert 0 < second.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details.blended_tokens == 0, "the prompt goes on from the kept one, exactly"
     assert second.model_extra["cacheblend"][0]["hits"] == 2
+    documents["documents"].reverse()
+    third = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5, extra_body=documents)
+    assert third.usage.prompt_tokens_details.cached_tokens == 0 < third.usage.prompt_tokens_details.blended_tokens
 
 
 def test_too_long_prompt_is_refused_as_openai_does(chat: openai.OpenAI) -> None:
@@ -126,12 +130,8 @@ def test_conversation_reuses_the_kv_of_its_documents(chat: openai.OpenAI, chatty
         chatty.service.engine.flush()
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
-    chunks = list(
-        chat.chat.completions.create(
-            model=name, messages=messages, max_completion_tokens=6, extra_body=body, stream=True,
-            stream_options={"include_usage": True},
-        )
-    )  # fmt: skip
+    more = {"max_completion_tokens": 6, "stream": True, "stream_options": {"include_usage": True}, "extra_body": body}
+    chunks = list(chat.chat.completions.create(model=name, messages=messages, **more))
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
     assert text == answer.choices[0].message.content

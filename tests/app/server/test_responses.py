@@ -137,9 +137,8 @@ def test_the_events_of_a_text(chatty: Running, asked: dict[str, Any], monkeypatc
         "completed",
     ]
     done, (last,) = events[-4], events[-1]["response"]["output"]
-    assert (
-        "".join(one.get("delta", "") for one in events) == done["text"] == last["content"][0]["text"] == "An oak leaf."
-    )
+    written = "".join(one.get("delta", "") for one in events)
+    assert written == done["text"] == last["content"][0]["text"] == "An oak leaf."
     assert {one["item_id"] for one in events if "item_id" in one} == {last["id"]}
     assert {one["response"]["id"] for one in events if "response" in one} == {events[0]["response"]["id"]}
     assert events[0]["response"]["status"] == "in_progress"

@@ -89,4 +89,7 @@ class TestChatIntegration(_Suite, ChatModelIntegrationTests):
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         self.invoke_with_cache_creation_input(stream=stream)
-        return self.invoke_with_cache_creation_input(stream=stream)
+        again = self.invoke_with_cache_creation_input(stream=stream)
+        details = again.usage_metadata["input_token_details"]  # type: ignore[index, typeddict-item]
+        assert details["cache_read"] + again.response_metadata["blended_tokens"] > 0
+        return again

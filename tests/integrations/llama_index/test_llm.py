@@ -182,6 +182,7 @@ def test_tracing_sees_each_answer_once(llm: CacheBlendLLM) -> None:
     assert answers.events[1].span_id.startswith("CacheBlendLLM.stream_chat-")
     assert counter.completion_llm_token_count == 12
     assert raw["usage"]["total_tokens"] == raw["prompt_tokens"] + 6
+    assert raw["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "blended_tokens": raw["blended_tokens"]}
 
 
 # Tools --------------------------------------------------------------------------------------------

@@ -372,15 +372,15 @@ def _reason(answer: Generation, called: bool, unread: bool) -> str:
 
 
 def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
-    """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was read and kept on every layer."""
+    """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was reused exactly."""
     prompt = sum(one.prompt_tokens for one in reports[::n])
     answer = sum(one.generated_tokens for one in reports)
-    cached = sum(one.cached_tokens for one in reports[::n])
+    reused = {name: sum(getattr(one, name) for one in reports[::n]) for name in ("cached_tokens", "blended_tokens")}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": reused,
         "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in reports)},
     }
 

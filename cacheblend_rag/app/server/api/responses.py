@@ -377,10 +377,11 @@ class _Call(_Part):
 
 
 def _usage(report: BlendReport) -> dict[str, Any]:
-    """Tokens; those that are read from the store and kept are cached, those whose KV goes into it are written."""
+    """Tokens; those whose KV was reused exactly are cached, those whose KV goes into the store are written."""
+    reused = {"cached_tokens": report.cached_tokens, "blended_tokens": report.blended_tokens}
     return {
         "input_tokens": report.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": report.cached_tokens, "cache_write_tokens": report.tokens_to_store},
+        "input_tokens_details": {**reused, "cache_write_tokens": report.tokens_to_store},
         "output_tokens": report.generated_tokens,
         "output_tokens_details": {"reasoning_tokens": report.thought_tokens},
         "total_tokens": report.prompt_tokens + report.generated_tokens,
