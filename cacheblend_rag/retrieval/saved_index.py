@@ -30,7 +30,7 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 
 _MANIFEST = "manifest.json"
 _PARTS = {"index": ".faiss", "chunks": ".jsonl"}
-_VERSION = 1
+_VERSION = 2  # raised when files are read or split otherwise
 _GENERATION_FILE = re.compile(r"(index-[0-9a-f]{32}\.faiss|chunks-[0-9a-f]{32}\.jsonl|manifest-[0-9a-f]{32}\.tmp)")
 _ORPHAN_SECONDS = 3600.0
 
