@@ -146,14 +146,16 @@ class Answering:
     def fuse(self, prompt: Prompt) -> FusedKV:
         """The KV of a prompt and the logits of its last position, without an answer."""
         with self.turns.held():
-            dropped = self.turns.write_back.begin()
-            pipeline = self.pipeline
+            pipeline, identity = self.pipeline, self.pipeline.segments.model.identity
+            dropped, changes = self.turns.write_back.begin(), identity.changes
             with pipeline.route(pipeline.split(pipeline.with_found(prompt))) as route:
                 fused = pipeline.fuse(route)
             if fused.cache is None:
                 reason = pipeline.segments.model.adapter.plain_reason
                 raise PromptError(f"this model fuses no prompt: use generate or stream; {reason}")
-            self._keep(dropped.left(fused.jobs))
+            pipeline.segments.model.look()
+            if identity.changes == changes:  # else its KV is of several adapters
+                self._keep(dropped.left(fused.jobs))
         report, fusion = report_of(self.pipeline, fused), fused.fusion
         deviation, done = (None, None) if fusion is None else (fusion.deviation, fusion.done)
         return FusedKV(fused.cache, fused.logits, list(fused.input_ids), fused.computed, deviation, report, done)

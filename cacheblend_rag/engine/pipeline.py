@@ -102,18 +102,15 @@ class Pipeline:
         """The options."""
         return self.segments.config
 
-    def with_config(self, config: BlendConfig) -> Pipeline:
-        """The same model and store with other options; the model is not hashed again."""
-        return self._again(config)
-
     def of_tenant(self, salt: str) -> Pipeline:
         """The same model and store for a tenant, with remembered texts of its own."""
         config = dataclasses.replace(self.config, salt=salt)
         tokenizer = self.segments.tokenizer.forgetful()
         own = dataclasses.replace(self, segments=dataclasses.replace(self.segments, tokenizer=tokenizer))
-        return own._again(config)
+        return own.with_config(config)
 
-    def _again(self, config: BlendConfig) -> Pipeline:
+    def with_config(self, config: BlendConfig) -> Pipeline:
+        """The same model and store with other options; the model is not hashed again."""
         model = self.segments.model.with_config(config)
         tokenizer = self.segments.tokenizer.with_separator(config.separator)
         return open_pipeline(model, tokenizer, config, self.store, self)
@@ -157,7 +154,8 @@ class Pipeline:
         if has_few_chunks(split, few):
             return prefill(begun=ticket.find_exact(split))
         if plain:
-            return prefill(begun=ticket.find_exact(split), why="verify='held' lets full prefill answer")
+            begun = ticket.find_exact(split, aligned=True)
+            return prefill(begun=begun, why="verify='held' lets full prefill answer")
         begun = ticket.find(split)
         if begun is not None and begun.exact and has_few_chunks(begun.split, few):
             return prefill(begun=begun)
@@ -255,8 +253,9 @@ class Pipeline:
         for record in (blend.records[key] for key in keys):
             device = record.tier if record.tier in elsewhere else ""
             chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
-        reused = sum(record.info.tokens for record in blend.records.values())
-        computed, left_out = max(0, tokens - reused), sum(map(len, self.plan(blend).missing))
+        rows = self.plan(blend)
+        computed = tokens - sum(map(len, (*rows.exact, *rows.reused)))
+        left_out = sum(map(len, rows.missing))
         rule, ratio, plan = self.policy.choose(
             chunks, tokens, computed, self.store.traits.tier, max(0, computed - left_out)
         )
@@ -311,6 +310,7 @@ class Pipeline:
     ) -> Fused:
         """By the blended pass. A record that fails on the way counts as never stored: the pass begins again."""
         adapter, started, clock, lost = self.segments.model.blended, time.perf_counter(), ReadClock(), 0
+        waited = 0.0
         while True:
             reader = self._reader(blend, clock, shared)
             ahead = reader.stored_layer_bytes >= _WORTH_A_THREAD
@@ -325,7 +325,8 @@ class Pipeline:
                 if error.damaged:
                     discard(self.store, error.key)
                 blend, lost = self._with_usual(blend.without(error.key), {error.key}), lost + 1
-        took = time.perf_counter() - started
+                waited += layers.waited
+        took, waited = time.perf_counter() - started, waited + layers.waited
         # Layers from memory say nothing of the disk.
         if not lost and not self.store.traits.tiers and shared is None:
             self.policy.note(blend.plan, clock.seconds)
@@ -335,7 +336,7 @@ class Pipeline:
             cache=cache,
             logits=fusion.logits,
             computed=fusion.computed,
-            seconds=Seconds(load=layers.waited, fuse=took - layers.waited, read=clock.seconds),
+            seconds=Seconds(load=waited, fuse=took - waited, read=clock.seconds),
             exact=blend.exact_tokens == tokens,
             fusion=fusion,
             resumed=0 if blend.begun is None else blend.begun.tokens,
@@ -408,8 +409,12 @@ class Pipeline:
         if self.segments.model.adapter.plain_reason:
             route.ticket.keep_turn(route.split, answer_ids, fused.cache)
             return
-        exact = None if fused.exact or not isinstance(route, Blend) else route.exact_tokens
-        route.ticket.keep(route.fit.split, answer_ids, fused.cache, exact)
+        adapter, split = self.segments.model.blended, route.fit.split
+        if fused.exact:
+            exact = None if adapter.steps_as_prefill else len(split.input_ids)
+        else:
+            exact = route.exact_tokens if isinstance(route, Blend) else adapter.aligned(fused.resumed)
+        route.ticket.keep(split, answer_ids, fused.cache, exact)
 
 
 def open_pipeline(

@@ -331,20 +331,25 @@ class Ticket:
         options["selection_options"] = sorted(config.selection_options.items())
         return PromptKind(self._segments.config.salt, fingerprint, repr(options))
 
-    def find_exact(self, split: TokenizedPrompt) -> Begun | None:
-        """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read."""
-        return self._find(split, (), exact=True)
+    def find_exact(self, split: TokenizedPrompt, aligned: bool = False) -> Begun | None:
+        """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read.
+
+        ``aligned`` if the prefill has to be exact to the rounding.
+        """
+        return self._find(split, (), exact=True, aligned=aligned)
 
     def find(self, split: TokenizedPrompt) -> Begun | None:
         """The kept prompt that most can be gone on from, exact or not; no chunk is cut in two."""
         return self._find(split, split.chunks, exact=False)
 
-    def _find(self, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool) -> Begun | None:
+    def _find(self, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool, aligned: bool = False) -> Begun | None:
         ids = split.input_ids
         found = self._cache.find(self.kind, ids, chunks, exact) if self._limit else None
         if found is None:
             return None
         kept, tokens = found
+        if aligned and not (tokens := self._segments.model.blended.aligned(tokens)):
+            return None
         model, regime = self._segments.model, self._adapter.regime(len(ids)) or 0
         segment = Segment(Kind.BEGINNING, (), ids[:tokens], _KEPT_KEY, regime, model=model.fingerprint)
         record = _InMemory(self._segments.info(segment), model.blended, kept.cache)

@@ -186,6 +186,8 @@ class LlamaAdapter:
         """Some rows of layers as the state of a sequence, from position 0 on."""
         return self.runtime.layout.write(*_parts(layers, rows), 0)
 
+    steps_as_prefill = False  # llama.cpp rounds rows of a batch otherwise than a row alone
+
     def aligned(self, tokens: int) -> int:
         """How many of a kept prompt's exact first tokens a check may go on from: those of whole batches."""
         return tokens // BATCH * BATCH

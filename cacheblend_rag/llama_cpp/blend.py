@@ -1,7 +1,7 @@
 """The blended pass inside llama.cpp: stored KV is put in place, and chosen rows are computed again from left to right.
 
 llama.cpp computes all layers of a token at once, and only at the end of a sequence. So a rule decides once for all
-layers. The rows that it chooses are computed in their order, each behind the final KV of everything before it.
+layers. The rows that it chooses are computed in their order, behind the final KV of what stands before them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cacheblend_rag.models.kv import LayerKV
 _TILE = 64  # rows of a call from which on llama.cpp computes attention in tiles (docs/decisions/0029)
 _LONG = 1024  # tokens of a prompt from which on that is worth it
 _BLOCK = 16  # rows that are chosen together
+_TOGETHER = 16  # sequences that a pass takes at once, beside its own
 
 
 def fuse(
@@ -77,7 +78,7 @@ class _Pass:
         group, least = list[range](), _TILE if self._tokens >= _LONG else 1
         for stretch in stretches:
             group.append(stretch)
-            if sum(map(len, group)) >= least:
+            if sum(map(len, group)) >= least or len(group) == _TOGETHER:
                 yield group
                 group = []
         if group:
@@ -106,16 +107,19 @@ class _Pass:
     def _put_in_place(self, layers: Sequence[LayerKV], target: int) -> None:
         """Build a sequence of stored KV, from left to right; what is not stored is computed on the way."""
         runtime, at = self._runtime, 0
-        with ExitStack() as stack:
-            # All of it is moved before anything is computed: then llama.cpp rotates keys once.
-            moved = [self._moved(layers, span, stack.enter_context(runtime.sequence())) for span in self._stored]
-            for span, own in zip(self._stored, moved, strict=True):
-                if at < span.start:
-                    runtime.compute(self._ids[at : span.start], at, target)
-                at = min(span.stop, self._question)
-                runtime.copy(own, target, span.start, at)
-            if at < self._question:
-                runtime.compute(self._ids[at : self._question], at, target)
+        for begin in range(0, len(self._stored), _TOGETHER):
+            some = self._stored[begin : begin + _TOGETHER]
+            with ExitStack() as stack:
+                # All are moved before anything is computed: then llama.cpp rotates keys once.
+                moved = [self._moved(layers, span, stack.enter_context(runtime.sequence())) for span in some]
+                for span, own in zip(some, moved, strict=True):
+                    start, stop = min(span.start, self._question), min(span.stop, self._question)
+                    if at < start:
+                        runtime.compute(self._ids[at:start], at, target)
+                    runtime.copy(own, target, start, stop)
+                    at = stop
+        if at < self._question:
+            runtime.compute(self._ids[at : self._question], at, target)
 
     def _moved(self, layers: Sequence[LayerKV], span: range, own: int) -> int:
         """An empty sequence, given the stored KV of some positions."""
@@ -169,7 +173,8 @@ class _Pass:
         question = torch.arange(self._question, self._tokens)
         done = RowsDone(computed, scored=(question,) * layers if scored else ())
         reused = sum(map(len, self._plan.reused))
-        return Fusion(self._adapter.whole_layers(final), logits, computed, (len(chosen),) * layers, reused, None, done)
+        again = len(chosen) + sum(max(0, span.stop - max(span.start, self._question)) for span in self._plan.reused)
+        return Fusion(self._adapter.whole_layers(final), logits, computed, (again,) * layers, reused, None, done)
 
 
 def _attention(queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.Tensor:

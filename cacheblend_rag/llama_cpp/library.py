@@ -24,7 +24,6 @@ PATH = "CACHEBLEND_RAG_LLAMA_CPP"
 """Environment variable that names a library of one's own, such as one built for a GPU."""
 F16 = 1
 """Element type of KV: `GGML_TYPE_F16`."""
-_FLASH_ATTENTION = 1
 
 Observer = ctypes.CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 """Asked for each tensor of a graph whether its values are wanted, and called again once they are there."""

@@ -184,12 +184,15 @@ class Runtime:
         GenerationError
             If llama.cpp refuses it.
         """
-        for last in (False, True):
-            if self._lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, sequence):
-                return
-            if not last:
-                self._grow()
-        raise GenerationError(f"llama.cpp refused KV of {state.size:,} bytes")
+        if self._set(state, sequence):
+            return
+        self.settle()  # llama.cpp writes states without rotating what was moved
+        self._grow()
+        if not self._set(state, sequence):
+            raise GenerationError(f"llama.cpp refused KV of {state.size:,} bytes")
+
+    def _set(self, state: np.ndarray, sequence: int) -> bool:
+        return bool(self._lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, sequence))
 
     def kv(self, sequence: int, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of some positions of a sequence; see `StateLayout.read`."""
@@ -285,19 +288,26 @@ class Runtime:
     # Memory ----------------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        """Give the context twice its cells; sequences are carried over, so that both contexts are there for a while."""
-        needed, free = 3 * self._cells * self.token_bytes, free_memory()
+        """Give the context twice its cells or more; both contexts are there for a while.
+
+        Sequences are carried over one by one. Cells that several shared are those of each afterwards.
+        """
+        taken = {one: count for one in range(self._sequences) if one not in self._free and (count := self._length(one))}
+        cells, carried = 2 * self._cells, sum(taken.values())
+        while cells < carried + BATCH:
+            cells *= 2
+        needed, free = (cells + carried) * self.token_bytes, free_memory()
         if free is not None and needed > free:
             raise GenerationError(
-                f"a context of {2 * self._cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
+                f"a context of {cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
                 "with fewer documents, or fewer questions at once"
             )
-        states = {one: self.state(one) for one in range(self._sequences) if one not in self._free and self._length(one)}
+        states = {one: self.state(one) for one in taken}
         old = self._context
-        self._open(2 * self._cells)
+        self._open(cells)
         self._lib.llama_free(old)
         for sequence, state in states.items():
-            if not self._lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, sequence):
+            if not self._set(state, sequence):
                 raise GenerationError("llama.cpp's context could not be enlarged")
 
     def _length(self, sequence: int) -> int:

@@ -102,6 +102,9 @@ class PlainAdapter:
         """Whether stored KV of chunks is of use to a prompt of this length; if not, it takes a plain prefill."""
         return self.regime(tokens) is not None
 
+    steps_as_prefill = True
+    """Whether tokens of an answer, computed one by one, have the KV that a prefill gives them."""
+
     def aligned(self, tokens: int) -> int:
         """How many of a kept prompt's exact first tokens a check may go on from."""
         return tokens

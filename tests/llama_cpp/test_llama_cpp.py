@@ -202,6 +202,18 @@ def test_kept_prompt_is_gone_on_from(loaded):
     assert answer.token_ids == engine_of(loaded).generate(text, max_new_tokens=4).token_ids
 
 
+def test_check_goes_on_from_whole_batches_of_prompts_alone(loaded):
+    """Words of an answer were computed one by one, and llama.cpp rounds a batch otherwise."""
+    engine = engine_of(loaded, prompt_cache=10**8)
+    text = "Notes. " + tiny.text(480, 1)
+    prompt = len(ids_of(engine, Prompt(suffix=text)))
+    assert 512 - 40 < prompt < 512
+    first = engine.generate(text, max_new_tokens=60, stop_repetition=False)
+    ids = [*ids_of(engine, Prompt(suffix=text)), *first.token_ids, 9, 9]
+    with engine.chunks.pipeline.route(engine.chunks.pipeline.split(Prompt(suffix=text))) as route:
+        assert route.ticket.exact_cache(ids) is None
+
+
 def test_answers_at_once_are_those_of_one_after_another(loaded):
     engine = engine_of(loaded, max_concurrent=3)
     engine.chunks.warm(CHUNKS)
@@ -221,6 +233,40 @@ def test_context_grows_with_what_it_must_hold(loaded, monkeypatch, file):
     expected = engine_of(loaded).adapter
     assert torch.allclose(long.logits, expected.prefill(ids).logits, atol=1e-3)
     assert torch.allclose(short.logits, expected.prefill(ids[:300]).logits, atol=1e-3)
+
+
+def test_context_that_grows_while_stored_kv_is_put_in_place_changes_nothing(loaded, file, monkeypatch, tmp_path):
+    logits, chunks = [], [tiny.text(110, number) for number in range(6)]
+    with engine_of(loaded, tmp_path / "kv") as engine:
+        engine.chunks.warm(chunks, progress=False)
+        engine.fuse(prompt_of(chunks))  # stores the prefix
+    for cells in (8192, 512):
+        monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", cells)
+        with engine_of(load_gguf(file), tmp_path / "kv", selection="none") as engine:
+            logits.append(engine.fuse(prompt_of(chunks)).logits)
+    assert torch.allclose(*logits, atol=1e-3)
+
+
+def test_short_last_chunk_behind_a_missing_one_is_computed_with_the_question(loaded, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.blend._LONG", 100)
+    chunks = [tiny.text(150, 1), tiny.text(20, 2), tiny.text(8, 3)]
+    engine = engine_of(loaded, recompute_ratio=0.3)
+    engine.chunks.warm([chunks[0], chunks[2]], progress=False)
+    prompt = prompt_of(chunks, "Why?")
+    with engine.with_config(recompute_ratio=1.0) as everything:
+        expected = engine.adapter.prefill(ids_of(engine, prompt)).logits
+        assert torch.allclose(everything.fuse(prompt).logits, expected, atol=2e-3)
+    report = engine.generate(prompt, max_new_tokens=1).report
+    assert report.recomputed_tokens[0] >= 8
+
+
+def test_more_chunks_than_llama_cpp_has_sequences_are_blended(loaded, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.blend._LONG", 100)
+    chunks = [f"Note {number}: {tiny.text(7, number)}" for number in range(70)]
+    with engine_of(loaded, selection="boundary", recompute_ratio=0.1) as engine:
+        engine.chunks.warm(chunks, progress=False)
+        report = engine.generate(prompt_of(chunks), max_new_tokens=1).report
+    assert (report.hits, report.plain) == (70, False)
 
 
 def test_methods_of_a_comparison_are_told(loaded):

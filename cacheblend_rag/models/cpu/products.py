@@ -104,12 +104,12 @@ def products_of(model: nn.Module, parts: Iterable[nn.Module], option: bool | str
         found = _by_model.get(model)
         products = None if found is None else found()
         kernels = _choose(model, layers, option)
+        if not kernels:
+            return None
         if products is not None and set(kernels) <= set(products.chosen):
             if anew:
                 products.renew(layers)
             return products
-        if not kernels:
-            return None
         products = Products(model, layers, kernels)
         _by_model[model] = weakref.ref(products)
     if kernels[0].copy is not None:
