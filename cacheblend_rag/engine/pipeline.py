@@ -1,4 +1,4 @@
-"""From a prompt to its fused KV: split it, choose its route, go that way; and store what was missing."""
+"""From a prompt to its fused KV: split it, choose its route, go that way; and the jobs that store what it lacked."""
 
 from __future__ import annotations
 
