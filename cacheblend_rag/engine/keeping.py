@@ -94,15 +94,15 @@ class Keeping:
     def variant_jobs(self, route: Route, cache: Any) -> Mapping[str, Job]:
         """Jobs that store the chunks of a prompt behind what stood before them, if that is wanted; see `Variants.jobs`.
 
-        It is if an earlier prompt had the same prefix, or there is none. So nothing is kept behind a prefix that holds
-        what was said in one conversation, unless that goes on from it.
+        It is if an earlier prompt had the same prefix, or nothing stands before the first chunk. So nothing is kept
+        behind a prefix that holds what was said in one conversation, unless that goes on from it.
         """
         split = route.fit.split
         blend = route.instead_of if isinstance(route, Prefill) else route
         if not isinstance(blend, Blend) or not self._writes or any(chunk.found for chunk in split.located):
             return {}
         whole = blend.begun is None or blend.begun.tokens >= len(split.prefix)
-        if blend.prefix is not None and not (blend.prefix_hit and whole):
+        if route.fit.prompt.preamble if blend.prefix is None else not (blend.prefix_hit and whole):
             return {}
         regime = self.segments.model.adapter.regime(len(split.input_ids)) or 0
         return self.variants.jobs(split, cache, self.segments, regime)

@@ -140,6 +140,8 @@ class PromptCache:
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._asked: deque[tuple[PromptKind, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
         self._closed = False
+        self.tenants: Callable[[], int] = lambda: 1
+        """How many there are. Each has an even part, and no more while others ask nothing: that would show."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -190,7 +192,7 @@ class PromptCache:
         ----------
         prompt : KeptPrompt
         limit : int
-            Bytes that all may take.
+            Bytes that all may take, each tenant its part of them.
         forgotten : sequence of callable
             Say what was forgotten since the prompt came; with some of that, it is not kept.
         """
@@ -200,16 +202,19 @@ class PromptCache:
             if any(one.whole and one.stands_for(prompt) for one in self._kept):
                 return
             kept = [one for one in self._kept if not prompt.stands_for(one)] + [prompt]
-            sizes = [held_bytes(one.cache) for one in kept]
-            while kept and sum(sizes) > limit:
-                at = next_to_go([one.kind.salt for one in kept], sizes)
-                del kept[at], sizes[at]
+            for salt, most in ((prompt.kind.salt, limit // self.tenants()), (None, limit)):
+                held = [one for one in kept if salt in (None, one.kind.salt)]
+                while held and sum(held_bytes(one.cache) for one in held) > most:
+                    kept.remove(held.pop(0))
             self._kept = kept
 
     def repeated(self, kind: PromptKind, ids: Sequence[int]) -> int:
         """Tokens at its beginning that a prompt shares with one of the last ones; from now on it is one of them."""
         with self._lock:
             found = max((common_length(ids, known) for of, known in self._asked if of == kind), default=0)
+            mine = [one for one in self._asked if one[0].salt == kind.salt]
+            if len(mine) >= max(1, _REMEMBERED // self.tenants()):
+                self._asked.remove(mine[0])
             self._asked.append((kind, tuple(ids)))
         return found
 
@@ -234,24 +239,6 @@ class PromptCache:
         with self._lock:
             self._closed, self._kept = True, []
             self._asked.clear()
-
-
-def next_to_go(salts: Sequence[str], sizes: Sequence[int]) -> int:
-    """Which of some kept things is dropped first: the oldest of the tenant whose things take most.
-
-    So a tenant that has less than its part keeps what it has, whatever others do.
-
-    Parameters
-    ----------
-    salts : sequence of str
-        Of the tenants, the oldest thing first.
-    sizes : sequence of int
-        Bytes of each.
-    """
-    held = dict.fromkeys(salts, 0)
-    for salt, size in zip(salts, sizes, strict=True):
-        held[salt] += size
-    return salts.index(max(held, key=held.__getitem__))
 
 
 @dataclass(frozen=True)

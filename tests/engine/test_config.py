@@ -50,9 +50,7 @@ def test_environment_variable_is_read_and_argument_wins(monkeypatch: pytest.Monk
     ("name", "text"),
     [("recompute_ratio", "much"), ("min_tokens", "2.5"), ("selection_options", "one"), ("size_limit", "huge")],
 )
-def test_unreadable_environment_value_names_variable_and_value(
-    name: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_environment_names_variable_and_value(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_PREFIX + name.upper(), text)
     with pytest.raises(ConfigError) as caught:
         BlendConfig()

@@ -79,9 +79,7 @@ def cut(text: str, *stops: str) -> str:
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 5), (15, 9)])
-def test_stop_string_anywhere_ends_the_answer_before_it(
-    engine: Any, greedy: Generation, start: int, length: int
-) -> None:
+def test_stop_string_anywhere_ends_the_answer_there(engine: Any, greedy: Generation, start: int, length: int) -> None:
     stop = greedy.text[start : start + length]
     answer = engine.generate(PROMPT, max_new_tokens=24, stop=[stop])
     assert answer.text == cut(greedy.text, stop)

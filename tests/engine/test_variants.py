@@ -106,6 +106,7 @@ def test_nothing_is_kept_or_used_behind_a_prefix_of_one_conversation() -> None:
     """What was said in it must not come into another answer, nor be stored because it was said once."""
     with engine_with() as engine:
         engine.generate(prompt(0, 1, prefix="Anna asked for her PIN."), max_new_tokens=2)
+        engine.generate(Prompt("", prompt(0, 1).chunks, "What fell?", preamble="a b"), max_new_tokens=2)
         assert kept(engine.store) == {}, "its prefix was never there before"
         engine.generate(prompt(0, 1), max_new_tokens=2)
         assert used(engine, 0, 1) == (0, 1)

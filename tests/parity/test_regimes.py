@@ -14,6 +14,7 @@ from tests.parity.test_families import assert_equals_plain, engine_of, plain_tok
 from tests.tolerance import assert_logits_close
 
 LONG_FAMILIES = [family for family in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(family)]
+DYNAMIC_FAMILIES = ["llama", "gemma3_text", "cohere2", "glm4", "gpt_oss"]
 CHUNK = tiny.text(60, 3)
 SHORT = Prompt("Read this:", [CHUNK], "What fell?")
 LONG = Prompt("Read this:", [CHUNK], tiny.text(260, 4))
@@ -72,25 +73,20 @@ def test_longrope_generates_as_the_plain_model_beyond_and_across(family: str) ->
 
 
 @pytest.mark.parametrize("verify", ["always", "idle"])
-@pytest.mark.parametrize(
-    ("family", "rope"), [("llama", "longrope"), ("phi3", "longrope"), ("phi3", "default"), ("llama", "dynamic")]
-)
-def test_verified_answer_across_the_threshold_is_the_plain_models(family: str, rope: str, verify: str) -> None:
-    def fresh() -> Any:
-        return tiny.model(family, rope, **({"max_position_embeddings": tiny.LONG} if rope == "dynamic" else {}))
-
-    room = 8 if rope == "dynamic" else 60
-    with engine_of(fresh(), recompute_ratio=1.0, verify=verify) as engine:
+@pytest.mark.parametrize("kind", ["llama longrope", "phi3 longrope", "phi3 default", "llama dynamic"])
+def test_verified_answer_across_the_threshold_is_the_plain_models(kind: str, verify: str) -> None:
+    family, rope = kind.split()
+    window = {"max_position_embeddings": tiny.LONG} if rope == "dynamic" else {}
+    room = 8 if window else 60
+    with engine_of(tiny.model(family, rope, **window), recompute_ratio=1.0, verify=verify) as engine:
         prompt = prompt_of(engine, tiny.LONG - room)
         engine.warm(prompt.chunks)
         answer = engine.generate(prompt, max_new_tokens=room + 10)
+        found = engine.verifications.result(answer.verification.id, wait=60) or answer.verification
+        expected = plain_tokens(tiny.model(family, rope, **window), answer.report.input_ids, room + 10)
+        text = tiny.tokenizer().decode(expected)
+        assert (found.done, answer.text[: found.position] + found.after) == (True, text)
         assert answer.report.reused_tokens
-        found = answer.verification
-        if verify == "idle":
-            found = engine.verifications.result(answer.verification.id, wait=60)
-        expected = tiny.tokenizer().decode(plain_tokens(fresh(), answer.report.input_ids, room + 10))
-        assert found is not None
-        assert (found.done, answer.text[: found.position] + found.after) == (True, expected)
 
 
 def test_longrope_has_the_same_kv_in_slices_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +108,7 @@ def test_longrope_at_the_threshold(tokens: int) -> None:
         assert_equals_plain(fused, model)
 
 
-@pytest.mark.parametrize(
-    "family", others_slow(["llama", "gemma3_text", "cohere2", "glm4", "gpt_oss"], ("llama", "gemma3_text"))
-)
+@pytest.mark.parametrize("family", others_slow(DYNAMIC_FAMILIES, ("llama", "gemma3_text")))
 def test_dynamic_ntk_on_both_sides(family: str) -> None:
     def fresh() -> Any:
         return tiny.model(family, "dynamic", max_position_embeddings=tiny.LONG)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.app.cli.arguments import Screen, add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.app.options import stronger_model
 from cacheblend_rag.app.startup import SILENT, no_search_for_garbage, only_from
-from cacheblend_rag.config import VERIFY
+from cacheblend_rag.config import ENV_PREFIX, VERIFY
 from cacheblend_rag.errors import ConfigError, require
 from cacheblend_rag.models.loading_bars import bars_hidden
 
@@ -58,9 +58,9 @@ def _ask(parsed: argparse.Namespace) -> int:
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
-        # Nothing is checked once the command has ended, and an option that is off says nothing of one answer.
-        own = rag.engine.config.verify
-        rag.llm.verify = verify = parsed.verify or ("held" if own == "held" else "always")
+        own = rag.engine.config.verify if ENV_PREFIX + "VERIFY" in os.environ else "always"
+        # Nothing is checked once the command has ended.
+        rag.llm.verify = verify = parsed.verify or ("always" if own == "idle" else own)
         with screen.step("Answering…"):
             answer = rag.ask(parsed.question)
         _show_answer(screen, parsed.question, answer, read=verify != "held")

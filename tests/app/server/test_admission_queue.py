@@ -170,6 +170,20 @@ async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clo
     assert (queue.waiting, queue.served) == (0, 0)
 
 
+async def test_tenant_that_leaves_while_slots_are_emptied_for_it_has_used_them(clock: Clock) -> None:
+    queue = AdmissionQueue(2, 10, 60.0, clock=clock)
+    async with await queue.slot("b"):
+        first, second = (asyncio.create_task(queue.slot("a", alone="server")) for _ in range(2))
+        await soon()
+        other = asyncio.create_task(queue.slot("b"))
+        clock.advance(9.0)
+        first.cancel()
+        await soon()
+        assert other.done(), "slots are not emptied for the next one before others have had their part"
+        await (await other).leave()
+    await (await second).leave()
+
+
 async def test_slot_that_gives_way_comes_back_after_the_others() -> None:
     queue, served = AdmissionQueue(1, 1, 10.0), []
     slot = await queue.slot("a")

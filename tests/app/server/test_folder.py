@@ -194,9 +194,7 @@ def test_deleted_text_is_not_found_while_the_kv_store_is_away_and_erased_when_it
         assert records(server.service, 50) == 0, "also after a restart"
 
 
-def test_tenants_see_the_base_folder_and_nothing_of_one_another(
-    guarded: Running, ada: httpx.Client, ben: httpx.Client
-) -> None:
+def test_tenants_see_the_base_folder_and_no_other(guarded: Running, ada: httpx.Client, ben: httpx.Client) -> None:
     mine = upload(ada, {"private.txt": passage(70)})
     settle(guarded.service)
     assert set(documents(ben)) == {f"passage-{number}.md" for number in range(4)}
@@ -243,6 +241,7 @@ def test_stored_kv_and_known_texts_of_one_tenant_do_not_show_to_another(
         for one in (ada, ben)
     ]
     assert [one["hits"] for one in reports] == [0, 0]
+    assert guarded.service.engine.prompts.tenants() == 2, "each has its part of the last prompts"
 
 
 def test_file_of_the_base_folder_that_leaves_goes_from_the_kv_of_every_tenant(

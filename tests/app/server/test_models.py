@@ -89,9 +89,7 @@ def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.C
         assert len(ask(pages, **named)["recomputed"]) == layers
 
 
-def test_each_model_has_kv_of_its_own_and_deleting_erases_all(
-    model: Path, deep: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_each_model_has_its_own_kv_and_deleting_erases_all(model: Path, deep: Path, docs: Path, tmp_path: Path) -> None:
     settings = settings_of(model, deep, docs, tmp_path, memory_limit=0)
     with running(settings) as server, client_of(server) as client:
         upload(client, {"keep.txt": passage(711)})

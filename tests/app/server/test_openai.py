@@ -452,9 +452,7 @@ def test_log_probabilities_are_the_models_own(client: openai.OpenAI, chat: opena
     assert forced.choices[0].logprobs.token_logprobs[0] == pytest.approx(float(logits[begins - 1].min()), abs=1e-4)
 
 
-def test_log_probabilities_of_a_stream_are_those_of_the_whole_answer(
-    client: openai.OpenAI, chat: openai.OpenAI
-) -> None:
+def test_log_probabilities_of_a_stream_are_those_of_a_whole_answer(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Which?"}], "logprobs": True, "top_logprobs": 2}
     asked |= {"model": name_of(chat), "temperature": 1.2, "seed": 3, "n": 2, "max_tokens": 8}
     whole = chat.chat.completions.create(**asked)

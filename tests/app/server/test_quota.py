@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -174,6 +175,13 @@ def test_every_way_to_the_model_is_counted(server: Running, ended: Callable[[int
     assert used["several"] > 5 * used["completions"] - 6
     assert used["compare"] > 3 * used["ask"]
     assert server.service.queue.served == 0
+
+
+def test_comparison_is_paid_for_from_its_wait_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.queue, "slot", AsyncMock(side_effect=Problem(499, "client_gone", "it has left")))
+    with client_of(server, KEYS["ada"]) as client:
+        assert client.post("/api/compare", json={"question": "Which?", "max_tokens": 20}).status_code == 499
+    settled(server, SIZE - 80)
 
 
 def test_refused_request_costs_no_quota_and_holds_no_slot(server: Running, ended: Callable[[int], None]) -> None:

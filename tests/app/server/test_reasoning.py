@@ -50,9 +50,7 @@ def asked(client: openai.OpenAI) -> dict[str, Any]:
     return {"model": name, "messages": [{"role": "user", "content": "Which leaf?"}], "max_tokens": 60}
 
 
-def test_conversation_has_its_thought_beside_the_answer(
-    client: openai.OpenAI, asked: dict[str, Any], writer: Writer
-) -> None:
+def test_conversation_has_thought_beside_answer(client: openai.OpenAI, asked: dict[str, Any], writer: Writer) -> None:
     field: dict[str, Any] = {"reasoning_effort": "low"}
     whole = client.chat.completions.create(**asked, **field)
     message = whole.choices[0].message
@@ -69,9 +67,7 @@ def test_conversation_has_its_thought_beside_the_answer(
     assert writer.prompts[-1].endswith("[assistant] ")
 
 
-def test_thoughts_are_off_unless_they_are_asked_for(
-    client: openai.OpenAI, asked: dict[str, Any], writer: Writer
-) -> None:
+def test_thoughts_are_off_unless_asked_for(client: openai.OpenAI, asked: dict[str, Any], writer: Writer) -> None:
     for more in ({}, {"reasoning_effort": "none"}, {"extra_body": {"reasoning": {"enabled": False}}}):
         client.chat.completions.create(**asked, **more)
         assert writer.prompts[-1].endswith("</think>\n\n")
@@ -127,9 +123,7 @@ def test_thought_that_is_cut_leaves_an_answer_without_words(
     assert ([one.type for one in whole.output], whole.output_text) == (["reasoning", "message"], "")
 
 
-def test_completions_have_the_answer_as_their_text(
-    client: openai.OpenAI, asked: dict[str, Any], writer: Writer
-) -> None:
+def test_completions_have_the_answer_as_text(client: openai.OpenAI, asked: dict[str, Any], writer: Writer) -> None:
     options = {"model": asked["model"], "prompt": "Which leaf?", "max_tokens": 60}
     whole = client.completions.create(**options).choices[0]
     assert (whole.text, whole.reasoning) == (ANSWER, THOUGHT)

@@ -231,9 +231,7 @@ def test_answers_follow_their_form(client: openai.OpenAI, asked: dict[str, Any])
     assert told.text.format.type == "json_object"
 
 
-def test_log_probabilities_are_those_of_a_conversation(
-    client: openai.OpenAI, asked: dict[str, Any], chatty: Running
-) -> None:
+def test_log_probabilities_are_a_conversations(client: openai.OpenAI, asked: dict[str, Any], chatty: Running) -> None:
     messages = [{"role": "user", "content": "Which leaf fell?"}]
     same = client.chat.completions.create(
         model=asked["model"], messages=messages, max_tokens=8, logprobs=True, top_logprobs=2

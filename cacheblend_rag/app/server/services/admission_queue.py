@@ -228,6 +228,7 @@ class AdmissionQueue:
                 self._withdraw(one, 0.0)
             else:
                 mine.waiting.remove(one)
+                self._pay_for_emptying(one)
             self._admit_next()
             if isinstance(error, TimeoutError):
                 retry = self.retry_after()
@@ -259,13 +260,18 @@ class AdmissionQueue:
         self._free -= self._slots if request.alone == "server" else 1
         self.served += 1
         self._level = max(self._level, tenant.spent)
-        if self._drain is not None and self._drain[0] is request:  # nobody else could use the slots meanwhile
-            tenant.spent += self.clock() - self._drain[1]
+        self._pay_for_emptying(request)
         request.expected = tenant.mean
         tenant.spent += request.expected
         self._moved = self.clock()
         if not request.admitted.done():  # else its client is just about to leave, and withdraws it
             request.admitted.set_result(None)
+
+    def _pay_for_emptying(self, request: _Request) -> None:
+        """Count the time in which nobody else could use the slots, whether the request is served now or leaves."""
+        if self._drain is not None and self._drain[0] is request:
+            request.tenant.spent += self.clock() - self._drain[1]
+            self._drain = None
 
     def _withdraw(self, request: _Request, spent: float) -> None:
         request.tenant.served.remove(request)
