@@ -198,7 +198,7 @@ def test_the_file_of_the_documents_can_be_used(file: Path) -> None:
     assert (settings.port, settings.limits.queue, settings.limits.upload_bytes) == (9000, 16, 50_000_000)
 
 
-def test_variables_without_option_are_named(
+def test_unknown_variables_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LIMIT_QUEUE", "MAX_CONCURRENT", "SERVICE_PORT_HTTP_9", "ONEDNN", "ENCRYPTION_KEY", "LIMITS_QUEUE"):
