@@ -198,9 +198,7 @@ def test_the_file_of_the_documents_can_be_used(file: Path) -> None:
     assert (settings.port, settings.limits.queue, settings.limits.upload_bytes) == (9000, 16, 50_000_000)
 
 
-def test_unknown_variables_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_variables_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LIMIT_QUEUE", "MAX_CONCURRENT", "SERVICE_PORT_HTTP_9", "ONEDNN", "ENCRYPTION_KEY", "LIMITS_QUEUE"):
         monkeypatch.setenv(f"CACHEBLEND_RAG_{name}", "3")
     assert main(["serve", "--print-config"]) == 0
