@@ -115,11 +115,7 @@ def _why_missed(store: KVStore, blend: Blend | None, count: int) -> tuple[str, .
 
 
 def _reused_tokens(fused: Fused) -> int:
-    route = fused.route
-    if not isinstance(route, Blend):
-        return fused.resumed
-    read = sum(len(span) for span, hit in zip(route.split.chunks, route.hits, strict=True) if hit)
-    return read + len(route.split.prefix) * route.prefix_hit
+    return fused.route.reused_tokens if isinstance(fused.route, Blend) else fused.resumed
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

@@ -111,7 +111,12 @@ class Answering:
             dropped, changes = self.turns.write_back.begin(), model.identity.changes
             fit = pipeline.split(pipeline.with_found(prompt), *answer_room(options, model.adapter.context_window))
             with pipeline.route(fit, plain=self._verifies(options) == "held") as route:
-                fused = pipeline.fuse(route, cancelled, self.turns.pauses(cancelled), shared)
+                tokens, told = len(fit.split.input_ids), None
+                if sink and not model.adapter.plain_reason:
+                    told = sink.reading(tokens, route.reused_tokens)
+                fused = pipeline.fuse(route, cancelled, self.turns.pauses(cancelled, told), shared)
+                if told:
+                    told(tokens)
             answer, fused = self._decode(fused, options, sink)
             if (finder := pipeline.segments.finder) is not None:
                 finder.hear(pipeline.config.salt, (answer.text, answer.thought))

@@ -57,8 +57,7 @@ MORE_OPTIONS = (
 """Options of transformers' generation that hold here and are no fields."""
 _GENERATION = kind_of("a GenerationConfig of transformers", lambda value: isinstance(value, GenerationConfig))
 _PROCESSORS = kind_of(
-    "a list of logits processors",
-    lambda value: isinstance(value, Iterable) and all(callable(one) for one in value),
+    "a list of logits processors", lambda value: isinstance(value, Iterable) and all(callable(one) for one in value)
 )
 _GRAMMAR = kind_of("what engine.grammar(schema) gives", lambda value: isinstance(value, Grammar))
 
@@ -596,10 +595,7 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         self._ids: list[int] = []
         self._text = self._thought = ""
         self._sent = 0
-        self._context, self._read = (
-            0,
-            0,
-        )  # ids[context:read] are text already and give the next ids their context
+        self._context, self._read = (0, 0)  # ids[context:read] are text already and give the next ids their context
         self._stopped = False
         self._first_token_at = 0.0
 

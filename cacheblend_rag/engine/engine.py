@@ -158,11 +158,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         return [answers[number] for number in range(len(answers))]
 
     def stream_batch(
-        self,
-        prompts: Iterable[Prompt | str],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[DecodeArguments],
+        self, prompts: Iterable[Prompt | str], *, timeout: float | None = None, **options: Unpack[DecodeArguments]
     ) -> NumberedStreams:
         """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
 

@@ -289,11 +289,7 @@ class LLMBase(DecodeFields):
         return await asyncio.to_thread(self.warm, documents, progress=progress)
 
     def warm_aloud(
-        self,
-        documents: Iterable[Any],
-        *,
-        progress: bool | None = None,
-        say: Callable[[str], object] | None = None,
+        self, documents: Iterable[Any], *, progress: bool | None = None, say: Callable[[str], object] | None = None
     ) -> WarmReport:
         """`warm`, after saying how many bytes the store will take for it.
 

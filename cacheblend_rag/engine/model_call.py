@@ -12,7 +12,7 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.streaming import Progress, TextStream
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.call_stream import AnswerSplitter, CallPiece
 from cacheblend_rag.prompt.thoughts import Thought
@@ -33,6 +33,8 @@ class Said:
         The new text; at the end what was not handed out before.
     thought : str
         The new piece of the model's thought.
+    progress : dict or None
+        How far the prompt is read; see `Progress`.
     calls : sequence of CallPiece
         New pieces of tool calls.
     answer : Generation or None
@@ -44,6 +46,7 @@ class Said:
     split: AnswerSplitter
     text: str = ""
     thought: str = ""
+    progress: dict[str, int] | None = None
     calls: Sequence[CallPiece] = ()
     answer: Generation | None = None
     streamed: bool = True
@@ -74,8 +77,8 @@ class ModelCall(Generic[R]):
         Whether calls are handed out before the answer has ended.
     most : int, optional
         Calls that are handed out; by default all.
-    thoughts : bool
-        Whether pieces of thoughts are handed out.
+    thoughts, progress : bool
+        Whether pieces of thoughts are handed out, and how far the prompt is read.
     """
 
     engine: BlendEngine
@@ -90,6 +93,7 @@ class ModelCall(Generic[R]):
     early: bool = True
     most: int | None = None
     thoughts: bool = True
+    progress: bool = False
 
     def whole(self) -> list[R]:
         """Whole answers, in the order of the prompts."""
@@ -124,7 +128,7 @@ class ModelCall(Generic[R]):
         """
         (prompt,) = self.prompts
         stream = self.engine.stream(prompt, timeout=self.timeout, **self.arguments)
-        stream.on_result, stream.with_thoughts = self.noted, self.thoughts
+        stream.on_result, stream.with_thoughts, stream.with_progress = self.noted, self.thoughts, self.progress
         return stream
 
     def read(self, stream: TextStream) -> Generator[R, None, None]:
@@ -171,6 +175,9 @@ def _news(split: AnswerSplitter, piece: str) -> Iterator[Said]:
     if isinstance(piece, Thought):
         split.thought += piece
         yield Said(split, thought=str(piece))
+        return
+    if isinstance(piece, Progress):
+        yield Said(split, progress=piece.counts)
         return
     text, calls = split.feed(piece)
     if text or calls:

@@ -41,8 +41,8 @@ _WORTH_A_THREAD = 2**19
 class Pauses(NamedTuple):
     """Where others may use the model while a prompt is prefilled."""
 
-    between: Callable[[float], object]
-    """Called between two slices of a plain prefill, with the seconds that the last one took."""
+    between: Callable[[float, int], object]
+    """Called between two slices of a plain prefill, with the seconds of the last one and the tokens read so far."""
     each_layer: Callable[[], object]
     """Called at each layer."""
 

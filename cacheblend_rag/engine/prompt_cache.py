@@ -387,7 +387,7 @@ class Ticket:
     def prefill(
         self,
         split: TokenizedPrompt,
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> tuple[int, Prefill]:
         """The prefill of a model that is answered plainly, and the tokens whose states it went on from.

@@ -15,14 +15,7 @@ from cacheblend_rag.fusor.blend import SINK
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
 from cacheblend_rag.fusor.selection.base import keep_at_least
 from cacheblend_rag.fusor.work import expected_share
-from cacheblend_rag.loading import (
-    BlendSettings,
-    ChunkKV,
-    LoadingController,
-    LoadingPlan,
-    MachineProfile,
-    RatioBounds,
-)
+from cacheblend_rag.loading import BlendSettings, ChunkKV, LoadingController, LoadingPlan, MachineProfile, RatioBounds
 from cacheblend_rag.models.shape import ModelShape
 from cacheblend_rag.store.base import KVStore
 
@@ -52,13 +45,7 @@ class RatioPolicy:
     With ``recompute_ratio="auto"`` and no rule options given, what was calibrated for the model holds.
     """
 
-    def __init__(
-        self,
-        config: BlendConfig,
-        layers: int,
-        model: str,
-        controller: LoadingController | None,
-    ) -> None:
+    def __init__(self, config: BlendConfig, layers: int, model: str, controller: LoadingController | None) -> None:
         self.controller = controller
         self.settings = _calibrated(config, model, controller)
         self.config = config

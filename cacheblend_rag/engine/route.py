@@ -56,6 +56,11 @@ class Route:
         """Ids of the prompt; what it goes on from is its prefix."""
         return self.fit.split if self.begun is None else self.begun.split
 
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens whose KV is read from the store, or is that of a kept prompt."""
+        return 0 if self.begun is None else self.begun.tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blend(Route):
@@ -92,6 +97,12 @@ class Blend(Route):
     def hits(self) -> tuple[bool, ...]:
         """Of each chunk, whether it is read."""
         return tuple(segment.key in self.records for segment in self.chunks)
+
+    @property
+    def reused_tokens(self) -> int:
+        """See `Route.reused_tokens`."""
+        read = sum(len(span) for span, hit in zip(self.split.chunks, self.hits, strict=True) if hit)
+        return read + len(self.split.prefix) * self.prefix_hit
 
     @property
     def exact_tokens(self) -> int:

@@ -40,6 +40,13 @@ class AnswerThread(threading.Thread):
     """The thread of a stream. A program that ends does not wait for the whole answer; see `end_answers`."""
 
 
+class Progress(str):
+    """A piece without text: how far the prompt of an answer is read."""
+
+    counts: dict[str, int]
+    """Tokens: ``total``, reused (``cache``) and read so far (``processed``); and ``time_ms`` since the first."""
+
+
 class Cancelled:
     """Where the generating thread puts text, and learns that nobody reads it any more."""
 
@@ -59,6 +66,18 @@ class Cancelled:
         if self.arrived is not None:
             with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
                 self.arrived()
+
+    def reading(self, total: int, cached: int) -> Callable[[int], None]:
+        """Function that hands out how many tokens of a prompt are read; the reused ones are from now on."""
+        began = time.perf_counter()
+
+        def read(tokens: int) -> None:
+            piece, milliseconds = Progress(), round(1000 * (time.perf_counter() - began))
+            piece.counts = {"total": total, "cache": cached, "processed": tokens, "time_ms": milliseconds}
+            self.put(piece)
+
+        read(cached)
+        return read
 
     def cancel(self) -> None:
         """Ask the generating thread to stop."""
@@ -98,6 +117,8 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         """Called once with the whole answer, on the thread that reads the stream to its end."""
         self.with_thoughts = False
         """Whether pieces of thoughts are given, too, as texts of the type `Thought`."""
+        self.with_progress = False
+        """Whether it is told how far the prompt is read, by empty texts of the type `Progress`."""
 
     @property
     def result(self) -> Generation | None:
@@ -124,7 +145,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         raise StopIteration
 
     def _wanted(self, piece: str) -> bool:
-        return self.with_thoughts or not isinstance(piece, Thought)
+        return type(piece) in (str, self.with_thoughts and Thought, self.with_progress and Progress)
 
     def __aiter__(self) -> TextStream:
         return self

@@ -108,14 +108,23 @@ class Turns:
 
     # Within a turn -------------------------------------------------------------------------
 
-    def pauses(self, cancelled: Callable[[], bool]) -> Pauses | None:
-        """Pauses of a prefill, in which others use the model; None if there are no others."""
+    def pauses(self, cancelled: Callable[[], bool], read: Callable[[int], object] | None = None) -> Pauses | None:
+        """Pauses of a prefill, in which others use the model; None if there are no others.
+
+        Parameters
+        ----------
+        cancelled : callable
+        read : callable, optional
+            Told how many tokens are read so far.
+        """
         if not self.several:
             return None
         on_cpu = self.segments.model.adapter.device.type == "cpu"
 
-        def between(seconds: float) -> None:
+        def between(seconds: float, tokens: int = 0) -> None:
             _go_on(cancelled)
+            if read is not None:
+                read(tokens)
             self.scheduler.give_way(seconds)
 
         def each_layer() -> None:
@@ -129,7 +138,7 @@ class Turns:
         """Pauses of a prefill in the background, in which all requests go first."""
         on_cpu = self.segments.model.adapter.device.type == "cpu"
 
-        def between(seconds: float) -> None:
+        def between(seconds: float, tokens: int = 0) -> None:
             _go_on(cancelled)
             self.scheduler.step_aside()
             _go_on(cancelled)

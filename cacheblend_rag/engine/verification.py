@@ -220,7 +220,7 @@ class _DraftSteps:
                 self._mark, self._pass = CacheMark(self._cache), list(islice(self._left, size))
                 self._rows.extend(self._adapter.extend(self._cache, self._pass))
                 if self._pauses is not None:
-                    self._pauses.between(time.perf_counter() - began)
+                    self._pauses.between(time.perf_counter() - began, 0)
             self._left.popleft()
             return self._rows.popleft()[None, None]
         self.close()

@@ -95,7 +95,7 @@ class LlamaAdapter:
     def prefill(
         self,
         ids: Sequence[int],
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
         begun: Cache | None = None,
     ) -> Prefill:
@@ -105,7 +105,8 @@ class LlamaAdapter:
         ----------
         ids : sequence of int
         between : callable, optional
-            Called between two batches with the seconds that the last one took; others may use the model then.
+            Called between two batches with the seconds that the last one took and the tokens read so far; others
+            may use the model then.
         each_layer : callable, optional
             Not called: llama.cpp runs all layers at once.
         begun : Cache, optional
@@ -118,7 +119,7 @@ class LlamaAdapter:
         self,
         cache: SequenceCache,
         ids: Sequence[int],
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> Prefill:
         """`prefill` of ids that stand behind what a cache holds; it grows."""
@@ -127,7 +128,7 @@ class LlamaAdapter:
             logits = cache.runtime.compute(part, cache.length, cache.sequence, int(start + BATCH >= len(ids)))
             cache.length += len(part)
             if between is not None and start + BATCH < len(ids):
-                between(time.perf_counter() - began)
+                between(time.perf_counter() - began, cache.length)
         return Prefill(cache, logits[-1])
 
     def extend(self, cache: SequenceCache, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:

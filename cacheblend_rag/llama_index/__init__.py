@@ -9,13 +9,7 @@ require("llama-index", "llama_index")
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index.answering import CacheBlendEvent
-from cacheblend_rag.llama_index.indexing import (
-    CacheBlendPrecompute,
-    erasing,
-    forget_nodes,
-    index_nodes,
-    warm_index,
-)
+from cacheblend_rag.llama_index.indexing import CacheBlendPrecompute, erasing, forget_nodes, index_nodes, warm_index
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import tracking, tracking_off
 from cacheblend_rag.prompt.registry import ChunkRegistry

@@ -188,11 +188,7 @@ def _list_entries(contexts: Sequence[str], start: int) -> Iterator[_Place]:
 
 
 def _chunks(
-    text: str,
-    place: _Place,
-    known: ChunkRegistry,
-    documents: Iterable[RetrievedDocument],
-    split_again: Iterable[str],
+    text: str, place: _Place, known: ChunkRegistry, documents: Iterable[RetrievedDocument], split_again: Iterable[str]
 ) -> dict[Match, WrittenForm | None]:
     """Known chunks in a piece of context, nodes in another form, and parts of nodes that were split again."""
     whole = known.find(place.text)

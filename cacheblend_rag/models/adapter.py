@@ -26,14 +26,7 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrap
-from cacheblend_rag.models.modules import (
-    ForwardOverrides,
-    cache_argument,
-    evaluating,
-    is_compiled,
-    misshapen,
-    part_of,
-)
+from cacheblend_rag.models.modules import ForwardOverrides, cache_argument, evaluating, is_compiled, misshapen, part_of
 from cacheblend_rag.models.plain import PlainAdapter
 from cacheblend_rag.models.projections import LatentKV, PlainKV
 from cacheblend_rag.models.quantised import mixes_rows
@@ -226,7 +219,7 @@ class ModelAdapter(PlainAdapter):
     def prefill(
         self,
         ids: Sequence[int],
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
         begun: Cache | None = None,
     ) -> Prefill:
@@ -236,8 +229,8 @@ class ModelAdapter(PlainAdapter):
         ----------
         ids : sequence of int
         between : callable, optional
-            Ids are passed in slices. Between two of them this is called with the seconds that the last one took; others
-            may use the model then.
+            Ids are passed in slices. Between two of them this is called with the seconds that the last one took and
+            the number of all ids passed; others may use the model then.
         each_layer : callable, optional
             Called within each layer.
         begun : transformers Cache, optional
@@ -254,7 +247,7 @@ class ModelAdapter(PlainAdapter):
             with called_at_each_layer(cache, each_layer):
                 logits = self.extend(cache, ids[rows.start : rows.stop], logits_to_keep=1)[-1]
             if between is not None and rows.stop < len(ids):
-                between(time.perf_counter() - began)
+                between(time.perf_counter() - began, rows.stop)
         return Prefill(cache, logits)
 
     def segments_kv(
@@ -338,11 +331,7 @@ def _scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _cut_out(
-    layers: list[Any],
-    lengths: Sequence[int],
-    heads: Sequence[int],
-    first: int,
-    rotaries: Rotaries,
+    layers: list[Any], lengths: Sequence[int], heads: Sequence[int], first: int, rotaries: Rotaries
 ) -> list[SegmentKV]:
     """KV of each segment of a batch, keys with their rotation undone; none shares memory with another.
 

@@ -124,7 +124,7 @@ class PlainAdapter:
     def prefill(
         self,
         ids: Sequence[int],
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
@@ -134,7 +134,7 @@ class PlainAdapter:
         ids : sequence of int
         between : callable, optional
             Ids are passed in slices, where the model takes them so. Between two of them this is called with the seconds
-            that the last one took; others may use the model then.
+            that the last one took and the ids passed; others may use the model then.
         each_layer : callable, optional
             Called within each layer that attends.
         """
@@ -148,7 +148,7 @@ class PlainAdapter:
         self,
         cache: Any,
         ids: Sequence[int],
-        between: Callable[[float], object] | None = None,
+        between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> Prefill:
         """`prefill` of ids that stand behind what a cache holds; it grows."""
@@ -158,7 +158,7 @@ class PlainAdapter:
             with called_at_each_layer(cache, each_layer):
                 logits = self.extend(cache, ids[start : start + size], logits_to_keep=1)[-1]
             if between is not None and start + size < len(ids):
-                between(time.perf_counter() - began)
+                between(time.perf_counter() - began, start + size)
         return Prefill(cache, logits)
 
     def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:

@@ -83,8 +83,7 @@ def test_the_image_runs_the_server_as_nobody_in_particular() -> None:
     uid, gid = user.split(":")
     (made,) = [rest for rest in of("RUN") if "useradd" in rest]
     assert int(uid) > 1000
-    assert f"--uid {uid}" in made
-    assert f"--gid {gid}" in made
+    assert [part in made for part in (f"--uid {uid}", f"--gid {gid}")] == [True, True]
     (volume,) = of("VOLUME")
     assert re.search(rf"install -d -o \w+ -g \w+ -m 700 {volume}$", made)
     values = environment()

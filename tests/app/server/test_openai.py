@@ -136,6 +136,14 @@ def test_conversation_reuses_the_kv_of_its_documents(chat: openai.OpenAI, chatty
     text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
     assert text == answer.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    drop_last_prompts(chatty.service)
+    documents = [passage(400 + number) for number in range(15)]
+    more["extra_body"] = {"documents": documents, "return_progress": True, "verify": "held"}
+    chunks = list(chat.chat.completions.create(model=name, messages=messages, **more))
+    told = [one.model_extra["prompt_progress"] for one in chunks if "prompt_progress" in (one.model_extra or {})]
+    assert [one["processed"] for one in told] == sorted({one["processed"] for one in told})
+    assert {one["total"] for one in told} == {chunks[-1].usage.prompt_tokens} == {told[-1]["processed"]}
+    assert (told[0]["processed"], len(told) > 2) == (told[0]["cache"], True), "of what is read in slices, each is told"
 
 
 def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running) -> None:

@@ -51,15 +51,8 @@ def test_profile_says_what_the_model_can_do(engine: BlendEngine, monkeypatch: py
     profile = chat(engine, max_new_tokens=None).profile
     assert profile is not None
     assert profile["max_input_tokens"] == profile["max_output_tokens"] == engine.context_window
-    able = (
-        "tool_calling",
-        "tool_choice",
-        "tool_call_streaming",
-        "structured_output",
-        "text_inputs",
-        "text_outputs",
-        "temperature",
-    )
+    able = ["tool_calling", "tool_choice", "tool_call_streaming", "structured_output"]
+    able += ["text_inputs", "text_outputs", "temperature"]
     assert [profile[name] for name in able] == [True] * len(able)  # type: ignore[literal-required]
     unable = ("image_inputs", "image_url_inputs", "audio_inputs", "pdf_inputs", "attachment", "pdf_tool_message")
     assert [profile[name] for name in unable] == [False] * len(unable)  # type: ignore[literal-required]

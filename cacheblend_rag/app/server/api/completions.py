@@ -160,7 +160,8 @@ class AnswerRequest:
                     async for piece in choice.pieces():
                         ended = choice.stream.result if piece["finish_reason"] else None
                         told = {} if ended is None else {"fidelity": ended.report.fidelity}
-                        yield event(None, self.frame([{**piece, **told}], chunk=True))
+                        more = {name: piece.pop(name) for name in ("prompt_progress",) if name in piece}
+                        yield event(None, {**self.frame([{**piece, **told}], chunk=True), **more})
                 if (answer := choice.stream.result) is not None:
                     self.count(answer)
                     if answer.verification.status == "corrected":
@@ -309,6 +310,7 @@ class Chat(AnswerRequest):
             engine, known = self.engine.named(self.model.name, "chat"), self.here.tenant.known
             arguments = self.arguments()
             self._call = call_of(self._conversation, engine, known, self.documents, arguments, self.here.schemas)
+            self._call = replace(self._call, progress=bool(self._conversation.return_progress))
             self.charge(self._call.prompts)
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:
@@ -325,6 +327,8 @@ class _ChatChoice(Choice):
         yield self._delta({"role": "assistant", "content": ""})
         reason = "stop"
         async for said, tokens in self.texts():
+            if said.progress:
+                yield {**self._delta({}), "prompt_progress": said.progress}
             if said.thought:
                 yield self._delta(_thought(said.thought))
             if said.text:

@@ -280,6 +280,7 @@ class ChatBody(Sampling):
     chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
     reasoning_effort: _Effort | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
+    return_progress: Flag | None = None
 
     @property
     def level(self) -> Reasoning | None:
