@@ -7,19 +7,20 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.answer_report import report_of, why_exact
 from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, Step, decode, default_room, generate
 from cacheblend_rag.engine.logits import LogProbs
 from cacheblend_rag.engine.pipeline import Pauses, Pipeline
 from cacheblend_rag.engine.route import Fused, Route
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
-from cacheblend_rag.engine.traces import SpanNames
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import CheckedAnswer, check
 from cacheblend_rag.engine.verifications import Verifications
@@ -36,6 +37,15 @@ _NO_MEMORY = Verification("given up", reason="memory ran out")
 _CHANGED = Verification("given up", reason="the model has changed since the answer")
 
 
+class Observer(Protocol):
+    """The door of what watches answers, such as `cacheblend_rag.engine.traces.SpanNames`."""
+
+    def traced(
+        self, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+    ) -> AbstractContextManager[Any]:
+        """A context for one answer; what it gives is told by `begins` and `answered` how far that is."""
+
+
 @dataclass(frozen=True)
 class Answering:
     """Answers prompts one by one, on the thread that asks.
@@ -49,15 +59,15 @@ class Answering:
         Lets requests have the model in turn.
     verifications : Verifications
         Has the answers that are verified later.
-    names : SpanNames
-        Names of the answers in traces.
+    observer : Observer
+        Is told of each answer.
     """
 
     tokenizer: Any
     pipeline: Pipeline
     turns: Turns
     verifications: Verifications
-    names: SpanNames
+    observer: Observer
 
     def to(
         self, prompt: Prompt, options: DecodeOptions, shared: SharedKV | None = None
@@ -102,7 +112,7 @@ class Answering:
         pipeline, model, cancelled = self.pipeline, self.pipeline.segments.model, self._cancelled_by(sink)
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
-        with read, self.names.traced(prompt, options, pipeline.config, sink) as trace, held as spent:
+        with read, self.observer.traced(prompt, options, pipeline.config, sink) as trace, held as spent:
             trace.begins()
             if sink:
                 sink.model_time = spent
