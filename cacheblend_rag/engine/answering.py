@@ -120,7 +120,7 @@ class Answering:
                 raise GenerationError("the answer was given up before its turn came")
             dropped, changes = self.turns.write_back.begin(), model.identity.changes
             fit = pipeline.split(pipeline.with_found(prompt), *answer_room(options, model.adapter.context_window))
-            with pipeline.route(fit, plain=self._verifies(options) == "held") as route:
+            with pipeline.route(fit, self._verifies(options)) as route:
                 tokens, told = len(fit.split.input_ids), None
                 if sink and not model.adapter.plain_reason:
                     told = sink.reading(tokens, route.reused_tokens)

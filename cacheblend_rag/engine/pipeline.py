@@ -132,37 +132,37 @@ class Pipeline:
 
     # Choose a route ------------------------------------------------------------------------
 
-    def route(self, fit: FittedPrompt, plain: bool = False) -> Route:
+    def route(self, fit: FittedPrompt, verify: str = "off") -> Route:
         """Choose how the KV of a prompt is made, and open the records that are read for it.
 
         Parameters
         ----------
         fit : FittedPrompt
-        plain : bool
-            Whether it is prefilled, whatever is stored of it.
+        verify : str
+            How the answer is verified. With ``"held"`` the prompt is prefilled, whatever is stored of it.
         """
         started = time.perf_counter()
-        return dataclasses.replace(self._choose(fit, plain), seconds=time.perf_counter() - started)
+        return dataclasses.replace(self._choose(fit, verify), seconds=time.perf_counter() - started)
 
-    def _choose(self, fit: FittedPrompt, plain: bool) -> Route:
+    def _choose(self, fit: FittedPrompt, verify: str) -> Route:
         split, few, model = fit.split, self.config.min_tokens, self.segments.model
         tokens = len(split.input_ids)
         ticket = Ticket(self.prompts, self.segments, self.policy, tokens)
         prefill = partial(Prefill, fit=fit, ticket=ticket)
+        find_exact = partial(ticket.find_exact, split, aligned=verify != "off")
         if not model.adapter.reusable(tokens):
             return prefill(why=model.adapter.plain_reason)
         if has_few_chunks(split, few):
-            return prefill(begun=ticket.find_exact(split))
-        if plain:
-            begun = ticket.find_exact(split, aligned=True)
-            return prefill(begun=begun, why="verify='held' lets full prefill answer")
+            return prefill(begun=find_exact())
+        if verify == "held":
+            return prefill(begun=find_exact(), why="verify='held' lets full prefill answer")
         begun = ticket.find(split)
         if begun is not None and begun.exact and has_few_chunks(begun.split, few):
-            return prefill(begun=begun)
+            return prefill(begun=find_exact())
         blend = self.blend(fit, ticket, begun)
         if not few or not self.policy.rule.reads_store:
             return blend
-        begun, plan = ticket.find_exact(split), self.plan(blend)
+        begun, plan = find_exact(), self.plan(blend)
         first = 0 if begun is None else begun.tokens
         reads_more = sum(map(len, (*plan.exact, *plan.reused))) > first
         if reads_more and self.policy.expected_work(blend.rule, blend.ratio, plan, model.blended.shape, first) <= WORTH:

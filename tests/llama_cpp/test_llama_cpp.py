@@ -214,6 +214,16 @@ def test_check_goes_on_from_whole_batches_of_prompts_alone(loaded):
         assert route.ticket.exact_cache(ids) is None
 
 
+def test_prompt_that_is_asked_again_is_exact_if_it_is_verified(loaded):
+    engine = engine_of(loaded, prompt_cache=10**8)
+    first = engine.generate("Who paid in salt?" * 8, max_new_tokens=4)
+    again = [
+        engine.generate("Who paid in salt?" * 8, max_new_tokens=4, verify=how) for how in ("off", "always", "held")
+    ]
+    assert [one.report.fidelity for one in (first, *again)] == ["exact", "approximate", "exact", "exact"]
+    assert {one.text for one in again[1:]} == {first.text}
+
+
 def test_answers_at_once_are_those_of_one_after_another(loaded):
     engine = engine_of(loaded, max_concurrent=3)
     engine.chunks.warm(CHUNKS)
