@@ -193,7 +193,9 @@ class Methods:
         engine = self.engine.with_config(prompt_cache=0)  # as if nobody had asked before
         asked = Methods(engine, self.prompt)
         reuse = Methods(engine.with_config(selection="none", min_tokens=0), self.prompt)
-        methods = asked.full_recompute, asked.prefix_caching(), reuse.blended, asked.blended
+        with engine.turns.held():
+            prefix = asked.prefix_caching()
+        methods = _in_turn(engine, asked.full_recompute), _in_turn(engine, prefix), reuse.blended, asked.blended
         return dict(zip(METHODS, methods, strict=True))
 
     def full_recompute(self) -> PrefillResult:
@@ -279,18 +281,20 @@ class Methods:
         for name, method in methods.items():
             engine.flush()  # storing must not run beside what is timed
             took, made = time_once(method)
-            if full is None:
-                full, near = ReferenceAnswer(self, made, options), Nearness(0.0, same_answer=True)
-                text = full.text
-            else:
-                text = self.decode(made, options).text.strip()
-                near = Nearness(full.divergence(made.cache, made.logits), text == full.text, order_kl)
+            with engine.turns.held():
+                if full is None:
+                    full, near = ReferenceAnswer(self, made, options), Nearness(0.0, same_answer=True)
+                    text = full.text
+                else:
+                    text = self.decode(made, options).text.strip()
+                    near = Nearness(full.divergence(made.cache, made.logits), text == full.text, order_kl)
             found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
             del made  # others need the memory meanwhile
             yield [found[name]]
             if len(found) == 1 and reorder and len(set(prompt.chunks)) > 1:
-                other = Methods(engine, another_order(prompt)).full_recompute()
-                order_kl = full.divergence(other.cache, other.logits)
+                with engine.turns.held():
+                    other = Methods(engine, another_order(prompt)).full_recompute()
+                    order_kl = full.divergence(other.cache, other.logits)
                 del other
                 yield []
         times: dict[str, list[float]] = {name: [] for name in methods}
@@ -302,6 +306,16 @@ class Methods:
                 times[name].append(time_once(method)[0])
                 yield []
             yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
+
+
+def _in_turn(engine: BlendEngine, method: Callable[[], PrefillResult]) -> Callable[[], PrefillResult]:
+    """The same, while nothing else has the model."""
+
+    def run() -> PrefillResult:
+        with engine.turns.held():
+            return method()
+
+    return run
 
 
 class _HasLogits(Protocol):

@@ -10,10 +10,7 @@ _NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", bas
 OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
     "num_beams": ((1,), "answers are decoded without beams"),
-    "num_ctx": (
-        (),
-        'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks it does not hold',
-    ),
+    "num_ctx": ((), "the context window is the model's own; overflow='drop_chunks' leaves out chunks it does not hold"),
     "num_predict": ((), "use max_new_tokens"),
     "max_length": ((), "use max_new_tokens; tokens of the prompt do not count"),
     "repeat_penalty": ((), "use repetition_penalty"),
@@ -30,6 +27,9 @@ OTHERS = OF_ANSWERS | {
     "streaming": ((True, False), "use stream or invoke"),
     "stream_usage": ((True,), "usage is part of every answer"),
     "task": (("text-generation",), "a model answers with text; leave it out"),
+    "model_path": ((), "use model"),
+    "n_ctx": ((), "leave it out: the context grows with the prompt"),
+    "n_gpu_layers": ((0,), "leave it out; a build of llama.cpp for a GPU is named by CACHEBLEND_RAG_LLAMA_CPP"),
     "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
     "tokenizer": ((), "use from_model for a model with its tokenizer"),
     "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),

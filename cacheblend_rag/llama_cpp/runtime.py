@@ -88,7 +88,11 @@ class Runtime:
         self._sequences = _SEQUENCES
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
-        self._open(_CELLS)
+        try:
+            self._open(_CELLS)
+        except GenerationError:
+            lib.llama_model_free(self._model)
+            raise
         weakref.finalize(self, _end, lib, self._held, self._model, self._batch)
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0
@@ -187,6 +191,8 @@ class Runtime:
         if self._set(state, sequence):
             return
         self.settle()  # llama.cpp writes states without rotating what was moved
+        if self._set(state, sequence):  # it grew meanwhile
+            return
         self._grow()
         if not self._set(state, sequence):
             raise GenerationError(f"llama.cpp refused KV of {state.size:,} bytes")
@@ -292,17 +298,17 @@ class Runtime:
 
         Sequences are carried over one by one. Cells that several shared are those of each afterwards.
         """
-        taken = {one: count for one in range(self._sequences) if one not in self._free and (count := self._length(one))}
-        cells, carried = 2 * self._cells, sum(taken.values())
-        while cells < carried + BATCH:
+        self._clear()
+        states = {one: self.state(one) for one in range(self._sequences) if one not in self._free and self._length(one)}
+        cells = 2 * self._cells
+        while cells * self.token_bytes < sum(state.size for state in states.values()) + BATCH * self.token_bytes:
             cells *= 2
-        needed, free = (cells + carried) * self.token_bytes, free_memory()
+        needed, free = cells * self.token_bytes, free_memory()
         if free is not None and needed > free:
             raise GenerationError(
                 f"a context of {cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
                 "with fewer documents, or fewer questions at once"
             )
-        states = {one: self.state(one) for one in taken}
         old = self._context
         self._open(cells)
         self._lib.llama_free(old)

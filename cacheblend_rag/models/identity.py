@@ -122,14 +122,16 @@ class ModelIdentity(FileIdentity):
             self._known.clear()
         self._own_state, self._paths, self._layers, before = merged, paths, layers, self.value
         self.value = self._identify(layers)
-        self.changes += self.value != before
+        if self.value != before:
+            self.changes += 1
         return changed
 
     def glancing(self, ask: Callable[[], bool]) -> Callable[[], bool]:
         """A question that is asked often, and each time sees whether adapters were switched, even if not for long."""
 
         def asked() -> bool:
-            self.changes += any(layer.switched for layer in self._layers)
+            if any(layer.switched for layer in self._layers):
+                self.changes += 1
             return ask()
 
         return asked

@@ -183,7 +183,7 @@ def _fill_rows(soup: Any) -> None:
     for table in (one for one in soup.find_all("table") if one.find(rowspan=True)):
         high: dict[int, tuple[int, Any]] = {}  # by column, rows to come and the cell
         for row in (one for one in table.find_all("tr") if one.find_parent("table") is table):
-            cells, column = row.find_all(("td", "th"), recursive=False), 0
+            cells, column, below = row.find_all(("td", "th"), recursive=False), 0, dict[int, tuple[int, Any]]()
             while cells or column in high:
                 rows, cell = high.pop(column, (0, None))
                 if cell is None:
@@ -195,8 +195,9 @@ def _fill_rows(soup: Any) -> None:
                         cell.clear()
                     row.append(cell) if not cells else cells[0].insert_before(cell)
                 if rows > 1:
-                    high[column] = rows - 1, cell
+                    below[column] = rows - 1, cell
                 column += int(cell["colspan"]) if str(cell.get("colspan")).isdecimal() else 1
+            high = below | {at: (rows - 1, cell) for at, (rows, cell) in high.items() if rows > 1}
 
 
 def _write_levels(soup: Any) -> None:
@@ -406,9 +407,11 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
 
 def _fields(page: Any) -> Iterator[str]:
     """The fields of a form that are filled in."""
-    notes = page.get("/Annots")
-    for one in notes.get_object() if notes else ():
-        field = one.get_object() or {}
+    notes = None if page.get("/Annots") is None else page["/Annots"].get_object()
+    for field in (one.get_object() for one in (notes if isinstance(notes, list) else ())):
+        if not isinstance(field, dict):
+            continue
+        one = field
         field = field if "/T" in field or "/Parent" not in field else field["/Parent"]
         value = field.get("/V", one).get_object()
         if isinstance(value, str) and value not in ("", "/Off"):
@@ -432,23 +435,25 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
         if not told and _widths(text, delimiter)[0] < 2 and not re.search(rf"\{delimiter}[^ ]", text):
             delimiter = "\x1f"  # one column of sentences
         rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
-    except csv.Error as error:
+    except (csv.Error, ValueError) as error:
         raise DocumentError(f"{name} is no table of separated values: {error}") from None
     return (_rows_as_text(rows),)
 
 
 def _rows_as_text(rows: list[list[str]]) -> str:
     """Rows as paragraphs. A cell alone above a table is its title. Words after a gap, above figures, begin another."""
-    head, paragraphs = list[str](), list[str]()
+    head, used, paragraphs = list[str](), True, list[str]()
     filled = [(row, not any(above)) for above, row in zip([[], *rows], rows, strict=False) if any(row)]
     for (row, gap), (below, _) in zip_longest(filled, filled[1:], fillvalue=([], False)):
         cells = list(filter(None, row))
         if len(cells) == 1 < sum(map(bool, below)) and (not head or (gap and not _DIGIT.search("".join(below)))):
-            head = []
-            paragraphs.append(cells[0])
+            paragraphs += [cells[0]] if used else ["; ".join(filter(None, head)), cells[0]]
+            head, used = [], True
         elif below and (not head or (gap and _DIGIT.search("".join(below)) and not _DIGIT.search("".join(row)))):
-            head = row
+            paragraphs += [] if used else ["; ".join(filter(None, head))]
+            head, used = row, False
         else:
+            used = True
             named = zip_longest(head, row, fillvalue="")
             paragraphs.append("; ".join(f"{column}: {one}" if column else one for column, one in named if one))
     return "\n\n".join(paragraphs)

@@ -57,8 +57,9 @@ def sheets(data: bytes, left_out: list[str]) -> Iterator[tuple[str, list[list[st
 def _value(cell: Any, form: str) -> str:
     if cell is None:
         return ""
-    if isinstance(cell, (int, float)) and ("%" in form or re.fullmatch("00+", form)):
-        return f"{100 * cell:.10g}%" if "%" in form else f"{cell:0{len(form)}.0f}"
+    plain = re.sub(r'"[^"]*"|\\.|_.', "", form)  # without text of the format
+    if isinstance(cell, (int, float)) and ("%" in form or re.fullmatch("00+", plain)):
+        return f"{100 * cell if '%' in plain else cell:.10g}%" if "%" in form else f"{cell:0{len(plain)}.0f}"
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     if isinstance(cell, datetime):

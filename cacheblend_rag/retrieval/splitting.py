@@ -15,7 +15,7 @@ from cacheblend_rag.retrieval.documents import SourceFile
 
 # Where a text is divided, the best first.
 _BORDERS = [r"\n(?=#{1,6} )", r"\n\n", r"\n", r"(?<=[.!?]) |(?<=[。！？])", r"\s", ""]
-_TABLE = re.compile(r"^(\|.*\n\|[ :|-]+\n)(?:\|.*\n?)+", re.MULTILINE)
+_TABLE = re.compile(r"^(\|.*\n\|[ :|]*-[ :|-]*\n)(?:\|.*\n?)+", re.MULTILINE)
 # Headings and heads of tables; and a sign in place of line ends in them, at which no text is divided.
 _HEAD = re.compile(r"^(#{1,6} .*\n+|\|.*\n\|[ :|-]+\n)", re.MULTILINE)
 _STAYS = "\ufdd0"

@@ -31,7 +31,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     **{"n": (1, ""), "num_beams": (2, "without beams"), "use_cache": (True, ""), "return_full_text": (False, "")},
     **{"task": ("text-generation", ""), "tokenizer": (object(), "from_model")},
     **{"streaming": (True, ""), "stream_usage": (True, ""), "torch_dtype": ("bfloat16", "use dtype")},
-    "device_map": ("auto", "model_kwargs"),
+    **{"device_map": ("auto", "model_kwargs"), "model_path": ("m.gguf", "use model"), "n_ctx": (4096, "leave it out")},
     **{"max_tokens": (8, ""), "seed": (1, ""), "stop": (["x"], ""), "logprobs": (True, ""), "do_sample": (False, "")},
     **{"pipeline_kwargs": ({"max_new_tokens": 8, "no_repeat_ngram_size": 2, "return_full_text": False}, "")},
     **{"generate_kwargs": ({"temperature": 0.7, "top_k": 50, "top_p": 0.95, "do_sample": True}, "")},

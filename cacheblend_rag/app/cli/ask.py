@@ -174,7 +174,8 @@ def fidelity_line(found: Verification) -> str:
         "checked": "Checked: the same answer as without reuse.",
         "corrected": f"Corrected: the answer without reuse; the first one went on with {found.before[:_LINE]!r}.",
     }
-    return f"{said[found.fidelity]} This compares computations, not facts."
+    compared = "" if found.fidelity == "exact" else " This compares computations, not facts."
+    return said[found.fidelity] + compared
 
 
 def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:

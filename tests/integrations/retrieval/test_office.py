@@ -121,6 +121,7 @@ SUM = "<m:nary><m:sub><m:r><m:t>i</m:t></m:r></m:sub></m:nary>"
 ROOT = "<m:rad><m:e><m:d><m:e><m:r><m:t>a+b</m:t></m:r></m:e></m:d><m:r><m:t>c</m:t></m:r></m:e></m:rad>"
 TABLES = [["Prices"], [], ["item", "price"], ["tea", 3], [], ["town", "people"], ["Aldra", 5], [], [0, 0]]
 HIGH = "<table><tr><th>Year<th>Town<th>In<th>Out<tr><td>1912<td rowspan=2 colspan=2>Aldra<td>5<tr><td>1913<td>7</table>"
+SHORT = "<table><tr><td rowspan=2>A<td>b<td rowspan=2>C<tr><tr><td>x<td>y<td>z</table>"
 READ: tuple[tuple[str, Callable[[], bytes], str, str], ...] = (
     ("a.json", lambda: b'{"a": "x\\ud83d"}', "a: x?", ""),
     ("a.jsonl", lambda: '{"a": "x\u2028y"}\r\n{"a": 2}'.encode(), "a: x\u2028y\n\na: 2", ""),
@@ -128,6 +129,8 @@ READ: tuple[tuple[str, Callable[[], bytes], str, str], ...] = (
     ("a.log.txt", lambda: b"\x1b[31mfailed\x1b[0m at 9", "failed at 9", ""),
     ("a.csv", lambda: b"Name\nSmith, John\nDoe, Jane", "Name: Smith, John\n\nName: Doe, Jane", ""),
     ("a.csv", lambda: b"Prices 2024\n\nitem,price\ntea,3", "Prices 2024\n\nitem: tea; price: 3", ""),
+    ("a.csv", lambda: b"Customer,ACME\n\nItem,Qty\nBolt,5", "Customer; ACME\n\nItem: Bolt; Qty: 5", ""),
+    ("a.html", lambda: SHORT.encode(), "| x | y | z |", ""),
     ("a.html", lambda: HIGH.encode(), "| 1912 | Aldra | | 5 |\n| 1913 | Aldra | | 7 |", ""),
     ("a.html", lambda: b"<p>So <math alttext='x^2'><mi>x</mi></math>.", "So x^2.", ""),
     ("a.html", lambda: b"<p>So <math><mi>x</mi><mn>2</mn></math>", "So", "a.html is read, but for: an equation"),
@@ -135,6 +138,7 @@ READ: tuple[tuple[str, Callable[[], bytes], str, str], ...] = (
     ("a.docx", lambda: equation(ROOT), "√((a+b)c)", ""),
     ("a.docx", lambda: equation(SUM), "_i", "a.docx is read, but for: signs, marks or rows of an equation"),
     ("a.xlsx", lambda: formatted(rate=(0.0575, "0.00%"), zip=(1067, "00000")), "rate: 5.75%; zip: 01067", ""),
+    ("a.xlsx", lambda: formatted(a=(19, '0"%"'), b=(5, r"0\%")), "a: 19%; b: 5%", ""),
     ("a.xlsx", lambda: workbook(A=TABLES), "Prices\n\nitem: tea; price: 3\n\ntown: Aldra; people: 5\n\ntown: 0", ""),
     ("a.xlsx", lambda: workbook(A=[["a"], ["=1+1"]]), "a", "formulas without saved values, sheet1.xml from A2 on"),
     ("a.pptx", lambda: presentation(chart), "## Slide 1", "a.pptx is read, but for: a chart on slide 1"),

@@ -190,6 +190,7 @@ def main(arguments: list[str]) -> int:
 
 def _parsed(suffix: str, data: bytes, most: int) -> dict[str, object]:
     name = "the file" + suffix
+    _LOSSES.flush()
     try:
         pages = parse(FileBytes(name, "", data)).pages
     except (DocumentError, ImportError) as error:
@@ -197,5 +198,4 @@ def _parsed(suffix: str, data: bytes, most: int) -> dict[str, object]:
     if sum(map(len, pages)) > most:
         return {"error": f"the file holds more than {most:,} characters of text"}
     lost = [record.getMessage().replace(name, "the file") for record in _LOSSES.buffer]
-    _LOSSES.flush()
     return {"pages": pages, "left_out": lost}

@@ -137,10 +137,11 @@ class Folder:
         """Passages that may answer a question, of all documents or of some."""
         if not len(self._index.store):
             return []
-        chosen: list[Filter | None] = [None]
+        chosen: Filter | None = None
         if documents is not None:
-            chosen = [{"source": path} for path in self._index.passages if self._id(path) in documents]
-        found = [one for paths in chosen for one in self._index.store.candidates(question, vector, k, paths)]
+            paths = {path for path in self._index.passages if self._id(path) in documents}
+            chosen = lambda one: one.metadata["source"] in paths  # noqa: E731
+        found = self._index.store.candidates(question, vector, k, chosen)
         present = [one for one in found if Path(self.path, one[0].metadata["source"]).is_file()]
         return [(self._hit(document, far), far, shared) for document, far, shared in present]
 
