@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -193,9 +194,7 @@ class Methods:
         engine = self.engine.with_config(prompt_cache=0)  # as if nobody had asked before
         asked = Methods(engine, self.prompt)
         reuse = Methods(engine.with_config(selection="none", min_tokens=0), self.prompt)
-        with engine.turns.held():
-            prefix = asked.prefix_caching()
-        methods = _in_turn(engine, asked.full_recompute), _in_turn(engine, prefix), reuse.blended, asked.blended
+        methods = asked.full_recompute, asked.prefix_caching(), reuse.blended, asked.blended
         return dict(zip(METHODS, methods, strict=True))
 
     def full_recompute(self) -> PrefillResult:
@@ -272,7 +271,9 @@ class Methods:
         check_blends(engine.adapter)
         ends = time.monotonic() + seconds
         engine.warm(prompt.chunks, progress=False)
-        methods, ids = self.all(), engine.tokenize(prompt).input_ids
+        with engine.turns.held():  # as what is blended takes by itself
+            methods, ids = self.all(), engine.tokenize(prompt).input_ids
+        turn = {name: engine.turns.held if name in METHODS[:2] else nullcontext for name in methods}
         yield []
         found: dict[str, MethodResult] = {}
         order_kl: float | None = None
@@ -280,7 +281,8 @@ class Methods:
         options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0)
         for name, method in methods.items():
             engine.flush()  # storing must not run beside what is timed
-            took, made = time_once(method)
+            with turn[name]():
+                took, made = time_once(method)
             with engine.turns.held():
                 if full is None:
                     full, near = ReferenceAnswer(self, made, options), Nearness(0.0, same_answer=True)
@@ -303,19 +305,10 @@ class Methods:
                 return
             for name, method in methods.items():
                 engine.flush()
-                times[name].append(time_once(method)[0])
+                with turn[name]():
+                    times[name].append(time_once(method)[0])
                 yield []
             yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
-
-
-def _in_turn(engine: BlendEngine, method: Callable[[], PrefillResult]) -> Callable[[], PrefillResult]:
-    """The same, while nothing else has the model."""
-
-    def run() -> PrefillResult:
-        with engine.turns.held():
-            return method()
-
-    return run
 
 
 class _HasLogits(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,13 +37,8 @@ _NO_MEMORY = Verification("given up", reason="memory ran out")
 _CHANGED = Verification("given up", reason="the model has changed since the answer")
 
 
-class Observer(Protocol):
-    """The door of what watches answers, such as `cacheblend_rag.engine.traces.SpanNames`."""
-
-    def traced(
-        self, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
-    ) -> AbstractContextManager[Any]:
-        """A context for one answer; what it gives is told by `begins` and `answered` how far that is."""
+Observer = Callable[[Prompt, DecodeOptions, BlendConfig, Cancelled | None], AbstractContextManager[Any]]
+"""A context for each answer, such as `SpanNames.traced`. What it gives is told when the answer begins and is there."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Answering:
         pipeline, model, cancelled = self.pipeline, self.pipeline.segments.model, self._cancelled_by(sink)
         read = shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext()
         held = self.turns.beside_others(prompt, options.most_tokens)
-        with read, self.observer.traced(prompt, options, pipeline.config, sink) as trace, held as spent:
+        with read, self.observer(prompt, options, pipeline.config, sink) as trace, held as spent:
             trace.begins()
             if sink:
                 sink.model_time = spent

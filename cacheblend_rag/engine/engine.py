@@ -414,7 +414,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         """They let requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher, parts.verifications)
         """The stored KV of chunks."""
-        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names)
+        self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.verifications, parts.names.traced)
 
 
 def _prompt_of(prompt: Prompt | str, separator: str) -> Prompt:

@@ -88,11 +88,7 @@ class Runtime:
         self._sequences = _SEQUENCES
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
-        try:
-            self._open(_CELLS)
-        except GenerationError:
-            lib.llama_model_free(self._model)
-            raise
+        self._open(_CELLS)
         weakref.finalize(self, _end, lib, self._held, self._model, self._batch)
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0

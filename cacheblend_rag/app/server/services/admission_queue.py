@@ -310,8 +310,6 @@ class AdmissionQueue:
         """Whether others wait until all slots are free; not for long, since an answer may take minutes."""
         now = self.clock()
         if self._drain is None or self._drain[0] is not request:
-            if self._drain is not None:  # another's turn: the one before pays for the slots emptied so far
-                self._pay_for_emptying(self._drain[0])
             self._drain = request, now
             asyncio.get_running_loop().call_later(_DRAIN, self._admit_next)
         if now < self._drain[1] + _DRAIN:
