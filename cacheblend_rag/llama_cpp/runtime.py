@@ -297,7 +297,8 @@ class Runtime:
         self._clear()
         states = {one: self.state(one) for one in range(self._sequences) if one not in self._free and self._length(one)}
         cells = 2 * self._cells
-        while cells * self.token_bytes < sum(state.size for state in states.values()) + BATCH * self.token_bytes:
+        carried = sum(int.from_bytes(one[12:16].tobytes(), "little") for one in states.values()) if self.shifts else 0
+        while cells < carried + BATCH:
             cells *= 2
         needed, free = cells * self.token_bytes, free_memory()
         if free is not None and needed > free:

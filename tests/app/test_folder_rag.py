@@ -44,7 +44,7 @@ def test_folder_rag_answers_questions_that_full_reuse_gets_wrong(tmp_path: Path)
     with FolderRAG(toy(tmp_path)) as rag:
         rag.update()
         reuse = rag.engine.with_config(selection="none")
-        for one in asked[12:24]:
+        for one in asked[24:36]:
             answer = rag.ask(one.question)
             texts = {"blended": answer.text, "reuse": reuse.generate(answer.prompt, max_new_tokens=48).text}
             for method, text in texts.items():

@@ -242,7 +242,7 @@ def test_answer_goes_on_between_two_layers_of_another_prompt(
 def test_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
     model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[float]()
-    sliced = ModelAdapter(model).prefill(ids, between.append)
+    sliced = ModelAdapter(model).prefill(ids, lambda seconds, done: between.append(seconds))
     whole = tiny.full_prefill(model, ids)
     assert len(between) >= 4
     assert_logits_close(sliced.logits, whole.logits[0, -1], model, len(ids))

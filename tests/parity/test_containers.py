@@ -107,7 +107,7 @@ def test_images_and_blended_text_do_not_disturb_each_other(container: str, monke
         engine.warm(THREE_CHUNKS.chunks)
         fused = engine.fuse(THREE_CHUNKS)
         assert_equals_plain(fused, fresh)
-        sliced = ModelAdapter(model).prefill(fused.input_ids, lambda seconds: None)
+        sliced = ModelAdapter(model).prefill(fused.input_ids, lambda seconds, done: None)
         assert_logits_close(sliced.logits, fused.logits, model, len(fused.input_ids))
         for several in (1, 3):
             found = engine.with_config(max_concurrent=several).generate(THREE_CHUNKS, max_new_tokens=8)

@@ -126,7 +126,7 @@ def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
         adapter.segments_kv((), ids), (adapter.segments_kv((), [one])[0] for one in ids), strict=True
     ):
         assert all(map(torch.equal, both.keys, alone.keys))
-    prefilled = adapter.prefill([5] * 2000, between=lambda seconds: pytest.fail("sliced"))
+    prefilled = adapter.prefill([5] * 2000, between=lambda *_: pytest.fail("sliced"))
     assert len(prefilled.logits) == adapter.config.vocab_size
     without = bits_and_bytes(load_in_8bit=True, llm_int8_threshold=0.0)
     with engine_of(saved, quantization_config=without) as engine:

@@ -339,7 +339,7 @@ class Products(ForwardOverrides[_LayerProducts]):
     def fail(self, kernel: Kernel, error: object) -> None:
         """Use a kernel no more, and make no copies any more."""
         if kernel in self.kernels:
-            _log.warning("products of the kernel %s are plain from now on: %s", kernel.name, error)
+            _log.warning("weights are not prepacked any more, products are plain: %s", error)
         self.kernels = tuple(other for other in self.kernels if other is not kernel and other.copy is None)
         for forward in self._forwards:
             forward.copies = None
