@@ -58,8 +58,8 @@ def report_of(
         variants=tuple(number for number, one in chunks if one.kind is Kind.VARIANT and tiers[number]),
         left_out=route.fit.left_out,
         prefix_hit=0 < len(whole.prefix) <= fused.resumed or reads_whole_prefix,
-        reused_tokens=_reused_tokens(fused),
-        blended_tokens=_reused_tokens(fused) - recomputed[-1] - exact,
+        reused_tokens=fused.reused_tokens,
+        blended_tokens=fused.reused_tokens - recomputed[-1] - exact,
         resumed_tokens=fused.resumed,
         recomputed_tokens=recomputed,
         computed_tokens=tuple(map(len, fused.computed)),
@@ -85,7 +85,7 @@ def report_of(
 
 def why_exact(fused: Fused) -> str:
     """Why an answer is full prefill's without a check."""
-    reused = _reused_tokens(fused)
+    reused = fused.reused_tokens
     where = "of it" if isinstance(fused.route, Blend) else "of its beginning"
     exact = f"exact KV of {reused:,} tokens {where} was reused, and the rest of the prompt was prefilled"
     return exact if reused else PREFILLED
@@ -112,10 +112,6 @@ def _why_missed(store: KVStore, blend: Blend | None, count: int) -> tuple[str, .
                 why[number] = "stored otherwise" if others else "not stored"
             why[number] = "left to be computed" if segment.key in opened else why[number]
     return tuple(why)
-
-
-def _reused_tokens(fused: Fused) -> int:
-    return fused.route.reused_tokens if isinstance(fused.route, Blend) else fused.resumed
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

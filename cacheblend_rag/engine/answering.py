@@ -293,8 +293,7 @@ class Answering:
                 with self.verifications.storing:
                     if not cancelled():  # else one of its chunks was forgotten meanwhile
                         later = _later_ids(found.decoded.token_ids, found.decoded.thought_tokens)
-                        exact = None if model.adapter.steps_as_prefill else len(split.input_ids)
-                        route.ticket.keep(split, later, found.cache, exact)
+                        route.ticket.keep(split, later, found.cache)
                         self._keep(dropped.left(self.pipeline.keeping.variant_jobs(route, found.cache)))
             return found.verification
 

@@ -409,12 +409,10 @@ class Pipeline:
         if self.segments.model.adapter.plain_reason:
             route.ticket.keep_turn(route.split, answer_ids, fused.cache)
             return
-        adapter, split = self.segments.model.blended, route.fit.split
-        if fused.exact:
-            exact = None if adapter.steps_as_prefill else len(split.input_ids)
-        else:
-            exact = route.exact_tokens if isinstance(route, Blend) else adapter.aligned(fused.resumed)
-        route.ticket.keep(split, answer_ids, fused.cache, exact)
+        aligned, exact = self.segments.model.blended.aligned, None
+        if not fused.exact:
+            exact = route.exact_tokens if isinstance(route, Blend) else aligned(fused.resumed)
+        route.ticket.keep(route.fit.split, answer_ids, fused.cache, exact)
 
 
 def open_pipeline(

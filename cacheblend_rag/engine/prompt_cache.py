@@ -368,7 +368,8 @@ class Ticket:
         cache : transformers Cache
             KV of prompt and answer, perhaps without the last token. It is taken over.
         exact_tokens : int, optional
-            How many of the first tokens have the KV of a full prefill; by default all.
+            How many of the first tokens have the KV of a full prefill; by default all, and those of the answer if its
+            steps compute as a prefill does.
         """
         if not self._limit:
             return
@@ -380,7 +381,9 @@ class Ticket:
         if (rows := self._segments.model.blended.at_rest(cache, len(ids))) is None:
             _log.debug("a prompt of %d tokens is not kept: its cache cannot be cut", len(prompt))
             return
-        exact = len(ids) if exact_tokens is None else exact_tokens
+        exact = exact_tokens
+        if exact is None:
+            exact = len(ids) if self._adapter.steps_as_prefill else len(prompt)
         texts = frozenset(chunk.text for chunk in split.located)
         self._keep(KeptPrompt(self.kind, ids, len(prompt), exact, texts, rows))
 

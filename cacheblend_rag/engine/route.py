@@ -184,3 +184,8 @@ class Fused:
     def input_ids(self) -> tuple[int, ...]:
         """Ids the model was fed."""
         return self.route.split.input_ids
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens whose KV was read from the store, or gone on from."""
+        return self.route.reused_tokens if isinstance(self.route, Blend) else self.resumed

@@ -295,26 +295,24 @@ class Runtime:
         Sequences are carried over one by one. Cells that several shared are those of each afterwards.
         """
         self._clear()
-        states = {one: self.state(one) for one in range(self._sequences) if one not in self._free and self._length(one)}
-        cells = 2 * self._cells
-        carried = sum(int.from_bytes(one[12:16].tobytes(), "little") for one in states.values()) if self.shifts else 0
+        lib, cells, used = self._lib, 2 * self._cells, set(range(self._sequences)) - set(self._free)
+        taken = [one for one in sorted(used) if lib.llama_memory_seq_pos_max(self._memory, one) >= 0]
+        sizes = [lib.llama_state_seq_get_size(self._context, one) for one in taken]
+        carried = sum(map(self.layout.cells, sizes)) if self.shifts else 0
         while cells < carried + BATCH:
             cells *= 2
-        needed, free = cells * self.token_bytes, free_memory()
+        needed, free = cells * self.token_bytes + sum(sizes), free_memory()
         if free is not None and needed > free:
             raise GenerationError(
                 f"a context of {cells:,} tokens takes {needed:,} bytes of memory, and {free:,} are free; ask "
                 "with fewer documents, or fewer questions at once"
             )
-        old = self._context
+        states, old = {one: self.state(one) for one in taken}, self._context
         self._open(cells)
         self._lib.llama_free(old)
         for sequence, state in states.items():
             if not self._set(state, sequence):
                 raise GenerationError("llama.cpp's context could not be enlarged")
-
-    def _length(self, sequence: int) -> int:
-        return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def _open(self, cells: int) -> None:
         options: ContextOptions = self._lib.llama_context_default_params()

@@ -74,6 +74,10 @@ class StateLayout:
         """Bytes of a state of so many cells."""
         return int(_START.size + 12 * cells + _MIDDLE.size + sum(_LAYER.size + cells * width for width in self.widths))
 
+    def cells(self, size: int) -> int:
+        """Cells of a state of so many bytes."""
+        return (size - self.size(0)) // (self.size(1) - self.size(0))
+
     def read(self, state: np.ndarray, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of the cells at positions from ``start`` up to ``stop``, in their order.
 

@@ -445,12 +445,12 @@ def _rows_as_text(rows: list[list[str]]) -> str:
     head, used, paragraphs = list[str](), True, list[str]()
     filled = [(row, not any(above)) for above, row in zip([[], *rows], rows, strict=False) if any(row)]
     for (row, gap), (below, _) in zip_longest(filled, filled[1:], fillvalue=([], False)):
-        cells = list(filter(None, row))
+        cells, unused = list(filter(None, row)), [] if used else ["; ".join(filter(None, head))]
         if len(cells) == 1 < sum(map(bool, below)) and (not head or (gap and not _DIGIT.search("".join(below)))):
-            paragraphs += [cells[0]] if used else ["; ".join(filter(None, head)), cells[0]]
+            paragraphs += [*unused, cells[0]]
             head, used = [], True
         elif below and (not head or (gap and _DIGIT.search("".join(below)) and not _DIGIT.search("".join(row)))):
-            paragraphs += [] if used else ["; ".join(filter(None, head))]
+            paragraphs += unused
             head, used = row, False
         else:
             used = True

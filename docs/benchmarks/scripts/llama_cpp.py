@@ -47,7 +47,7 @@ PASSAGES = 4
 QUESTION = "When did the island appear, and what happened on it first?"
 
 
-class _Alone(Runtime):
+class Alone(Runtime):
     """llama.cpp without anything that watches its graph."""
 
     def _open(self, cells: int) -> None:
@@ -95,7 +95,7 @@ def measure(model: str, count: int, tokens: int, rounds: int, folder: Path) -> d
         engine.generate(prompt, max_new_tokens=1)  # stores the prefix
         peak = _peak()
         ids = list(engine.tokenize(prompt).input_ids)
-        alone = _Alone(engine.model.file, torch.get_num_threads())
+        alone = Alone(engine.model.file, torch.get_num_threads())
         times: dict[str, list[tuple[float, float]]] = {"llama.cpp alone": [], "this package": []}
         for _ in range(rounds):
             times["llama.cpp alone"].append(_alone(alone, ids, tokens))

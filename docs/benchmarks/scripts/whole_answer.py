@@ -38,12 +38,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.llama_cpp.library import Observer
-from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.gguf import settings_folder
 from cacheblend_rag.models.starters import STARTERS, starter_gguf
 from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import TokenClock, machine, write_json
+from docs.benchmarks.scripts.llama_cpp import Alone
 
 CHUNK_TOKENS, THREADS = 512, 2
 NOTED = (1, 16, 64, 256)  # tokens of an answer
@@ -135,26 +134,22 @@ def _transformers(case: Case) -> _Answer:
     return answer
 
 
-class _Alone(Runtime):
-    """llama.cpp without anything that watches its graph."""
-
-    def _open(self, cells: int) -> None:
-        self._observer = Observer()
-        super()._open(cells)
+def _token_by_token(next_token: Callable[[Sequence[int], int], int], ids: Sequence[int], tokens: int) -> list[float]:
+    """When each token of a greedy answer was there; the function takes ids and the position that they stand at."""
+    given, at, times = ids, 0, []
+    for _ in range(tokens):
+        token = next_token(given, at)
+        times.append(time.perf_counter())
+        given, at = [token], at + len(given)
+    return times
 
 
 def _llama(case: Case) -> _Answer:
-    ids, runtime = case.ids(), _Alone(starter_gguf(case.model), THREADS)
+    ids, runtime = case.ids(), Alone(starter_gguf(case.model), THREADS)
 
     def answer(tokens: int) -> list[float]:
-        times = []
         with runtime.sequence() as sequence:
-            given, at = ids, 0
-            for _ in range(tokens):
-                token = int(runtime.compute(given, at, sequence, 1)[-1].argmax())
-                times.append(time.perf_counter())
-                given, at = [token], at + len(given)
-        return times
+            return _token_by_token(lambda *at: int(runtime.compute(*at, sequence, 1)[-1].argmax()), ids, tokens)
 
     return answer
 
@@ -198,15 +193,7 @@ def _ik_llama(case: Case) -> _Answer:
     ids = case.ids()
     model = _IkLlama(starter_gguf(case.model), len(ids) + NOTED[-1])
 
-    def answer(tokens: int) -> list[float]:
-        given, at, times = ids, 0, []
-        for _ in range(tokens):
-            token = model.next_token(given, at)
-            times.append(time.perf_counter())
-            given, at = [token], at + len(given)
-        return times
-
-    return answer
+    return lambda tokens: _token_by_token(model.next_token, ids, tokens)
 
 
 _EXACT = {"KV_CACHE_PRECISION": "f16", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "INFERENCE_PRECISION_HINT": "f32"}
