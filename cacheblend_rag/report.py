@@ -71,7 +71,7 @@ class DocumentUse:
     Parameters
     ----------
     document : str
-        How it begins: so much of it that one can tell which it is.
+        The beginning of the document, to recognise it by.
     outcome : str
         ``"hit"``: it stands in the prompt, and its KV was read from the store. ``"miss"``: it stands there, and its KV
         was computed. ``"not found"``: it does not stand there in any form that is looked for. ``"left out"``: it does
@@ -170,8 +170,8 @@ class BlendReport:
     hits, misses : int
         Chunks that were read from the store, or stood in a kept prompt, and chunks that were not read.
     chunk_tiers : tuple of str
-        Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
-        ``"memory"``; ``""`` if it was not there.
+        For each chunk, in the order of the prompt, the tier that it was read from, such as ``"disk"`` or ``"memory"``;
+        ``""`` if it was not stored.
     missed : tuple of str
         Of each chunk, in that order, why it was not read: ``"not stored"`` (new, erased or evicted), ``"stored
         otherwise"`` (for another model, or with other settings or neighbours), ``"left to be computed"`` (that is
@@ -198,12 +198,12 @@ class BlendReport:
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int
-        All rows computed on each layer: those, chunks not stored, and the suffix.
+        All rows computed on each layer: recomputed tokens, chunks not stored, and the suffix.
     work : float
         Floating-point work of all rows on all layers, scoring and checks included, as a share of
         a full prefill's.
     plain : bool
-        Whether plain prefill answered.
+        Whether the prompt was prefilled in full.
     plain_reason : str
         Why it did, where that is not for the prompt's length: ``"verify='held' lets full prefill answer"``,
         ``"too little of it is stored to be worth reading"``, or ``"blending was found poor on this model"``.
@@ -217,9 +217,9 @@ class BlendReport:
     seconds : Seconds
         Where the time to first token went.
     generated_tokens : int
-        Tokens of the answer, those of its thought included.
+        Tokens of the answer, including its thought.
     thought_tokens : int
-        Those of its thought.
+        Tokens of the thought.
     finish_reason : str
         ``"stop"``, ``"length"``, or ``""`` before generation.
     stopped_by : str
@@ -228,11 +228,11 @@ class BlendReport:
     documents : tuple of DocumentUse
         The use of each document that was retrieved for the prompt; empty where that is not known.
     found : tuple of bool
-        Of each chunk that was found because its text repeats, whether its KV was read. The others count it, too.
+        For each chunk that was found because its text repeats, whether its KV was read. The other counts include it.
     verification : Verification
-        How the answer was held against full prefill.
+        How the answer was compared with full prefill.
     id : str
-        The answer's name.
+        Id of the answer.
     """
 
     input_ids: tuple[int, ...] = field(repr=False)
@@ -430,13 +430,13 @@ class AnswerStats:
     resumed_tokens : int
         Those of them that were the beginning of a kept prompt.
     documents_hit, documents_missed, documents_not_found, documents_left_out : int
-        Retrieved documents by what became of them, counted once for each prompt; see `DocumentUse`.
+        Retrieved documents by outcome, counted once for each prompt; see `DocumentUse`.
     documents_changed : int
-        Those of the hit and the missed ones that a chain had rewritten.
+        Documents, hit or missed, that a chain had rewritten.
     verified, corrected : int
-        Answers that were held against full prefill and stayed, and those that were corrected.
+        Answers that were confirmed by full prefill, and answers that were corrected.
     variants : int
-        Chunks whose KV an earlier, verified prompt left behind nearly the same chunks.
+        Chunks whose KV was stored by an earlier, verified prompt after nearly the same chunks.
     """
 
     requests: int = 0
@@ -492,7 +492,7 @@ class Tally:
         Newest.here()  # so that threads begun by the caller say what is newest
 
     def note(self, answer: Generation) -> None:
-        """Count a complete answer that was read in this context."""
+        """Count a complete answer."""
         report = answer.report
         here: Newest | None = Newest.here()
         while here is not None:

@@ -55,7 +55,7 @@ class FolderRAGOptions:
     Raises
     ------
     ConfigError
-        If a value is none that can be used.
+        If a value cannot be used.
     """
 
     docs: str | os.PathLike[str] = option(
@@ -144,7 +144,7 @@ class FolderRAGOptions:
         ConfigError
             If the data folder cannot be written and holds nothing to read, or a model is not there.
         ModelLoadError
-            If a starter model is named for what the other one does.
+            If a language model is named as the embedder, or an embedder as the model.
         """
         from cacheblend_rag.retrieval.documents import list_files
 

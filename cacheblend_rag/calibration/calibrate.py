@@ -63,8 +63,8 @@ class Calibration:
     check_share : float
         Share of the prompts that have no part in the search and check its result.
     most : int
-        Prompts on which rules are tried, of those that are searched on: half of them the ones that full KV reuse gets
-        most wrong, the others to stand for the rest. Of those that check the result, twice as many.
+        Prompts of the search on which rules are tried: half of them are those that full KV reuse gets most wrong, the
+        others represent the rest. Twice as many check the result.
     answer_tokens : int
         Tokens of each answer of full prefill that are compared.
     """
@@ -211,10 +211,10 @@ class TriedRule:
 
 
 class TrialSet:
-    """Prompts on which rules are tried, each held against full prefill's own answer.
+    """Prompts on which rules are tried, each compared with full prefill's own answer.
 
-    Most prompts lose nothing by full KV reuse, and no rule loses anything on them; a few lose much. Of many prompts,
-    rules are therefore tried on those that reuse gets most wrong, and on a few others that stand for the rest.
+    Most prompts lose nothing by full KV reuse or by any rule, but a few lose much. Rules are therefore tried on the
+    prompts that reuse gets most wrong, and on a few others that represent the rest.
 
     Parameters
     ----------
@@ -224,8 +224,8 @@ class TrialSet:
     answer : callable
         Full prefill's answer to a prompt.
     most : int
-        Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
-        full prefill, the others drawn from the rest, which they stand for.
+        Prompts on which rules are tried, if there are more: half are those on which full KV reuse is farthest from full
+        prefill; the others are drawn from the rest and represent it.
     on_prompt : callable
         Called after each prompt that was tried.
     """
@@ -252,7 +252,7 @@ class TrialSet:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many prompts each of those that are tried stands for."""
+        """How many prompts each tried prompt represents."""
         return tuple(count for _, count in self._trials)
 
     def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> TriedRule:
@@ -309,7 +309,7 @@ class Finding:
     reuse : mapping of str to TriedRule
         By condition, what is lost without any recompute.
     chosen : TriedRule or None
-        The cheapest rule within the tolerance, on the prompts of the search; None if none is.
+        The cheapest rule within the tolerance, on the prompts of the search; None if no rule is within it.
     checked : TriedRule or None
         The same on prompts that had no part in the search.
     candidates : sequence of (str, TriedRule)
@@ -326,7 +326,7 @@ class Finding:
 class Search:
     """The search: the cheapest rule that keeps a model's answers within a tolerance of full prefill's.
 
-    1. Chunks are computed behind contexts and behind the start of a text alone. Rules are tried on the side where full
+    1. Chunks are computed after contexts, and after the start of a text only. Rules are tried on the side where full
        KV reuse is nearer to full prefill.
     2. For each kind of rule, the least share is found that keeps the tolerance on the prompts of the search. A rule
        that does more work than the best kind so far is left after one prompt.
@@ -358,8 +358,8 @@ class Search:
     def run(self) -> Finding:
         """Search, choose and check.
 
-        Divergence sits in a few prompts of many, so neither a mean nor a few prompts are enough: the interval over
-        all of them decides.
+        A few prompts have most of the divergence, so neither a mean nor a few prompts are enough: the interval over all
+        prompts decides.
         """
         reuse = {name: one.try_rule(SelectNone()) for name, one in self._searched.items()}
         condition = min(reuse, key=lambda name: reuse[name].divergence.mean)

@@ -78,7 +78,7 @@ def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, s
 
 
 def question_prompts(chunks: Sequence[Document], questions: Sequence[str], per_prompt: int = 6) -> list[Prompt]:
-    """Prompts of a user's own questions, each with the chunks that share most words with it.
+    """Prompts of a user's own questions, each with the chunks that share the most words with it.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class Question:
     passages : tuple of str
         The prompt's chunks are chosen from these.
     answers : tuple of str
-        The right ones.
+        The right answers.
     """
 
     question: str
@@ -170,7 +170,7 @@ def file_prompts(
 
 
 class WordRanker:
-    """By the words a passage shares with the question, rare ones counting more; needs no model.
+    """Ranks passages by the words that they share with the question, weighted by rarity; needs no model.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class WordRanker:
         return sorted(range(len(texts)), key=lambda number: -scores[number])
 
     def rarity(self, word: str) -> float:
-        """How much a word says: the logarithm of all passages over those that have it."""
+        """Weight of a word: the logarithm of the number of passages divided by the number that contain it."""
         return math.log((self._texts + 1) / (self._in[word] + 0.5))
 
 
@@ -225,7 +225,7 @@ class ChatFrame:
 
 
 def frame_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
-    """The prompts as a chat model is asked them: within its template, if the tokenizer has one."""
+    """The prompts within the model's chat template, if the tokenizer has one."""
     if not getattr(tokenizer, "chat_template", None):
         return list(prompts)
     chat = ChatFrame(tokenizer)

@@ -41,12 +41,12 @@ def best_f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
-    """Whether it is one of the gold answers, both normalised."""
+    """Whether the normalised text equals a normalised gold answer."""
     return any(normalise(answer) == normalise(gold) for gold in golds)
 
 
 def first_line(text: str) -> str:
-    """The first line with something in it: a short answer ends there (as in the paper's evaluation)."""
+    """The first line that is not empty. A short answer ends there, as in the paper's evaluation."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 

@@ -24,7 +24,7 @@ def prepare_end() -> None:
 
 
 def end_all() -> None:
-    """Give up answers under way, store KV that waits, and let nobody use a model from then on."""
+    """Cancel current answers, store waiting KV, and refuse all further use of models."""
     with _interrupts_drop_what_waits():
         end_answers()
         queues, ends = queues_begun(), time.monotonic() + CLOSE_SECONDS

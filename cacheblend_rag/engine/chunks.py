@@ -54,21 +54,21 @@ class Chunks:
         Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
-        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
-        takes is left out, and a warning names it. Of a model that is answered plainly nothing is stored; a warning and
+        Chunks are checked before the first pass: if a chunk is too long, no chunk is computed. A chunk that the
+        tokenizer refuses is left out with a warning. For a model that is not blended, nothing is stored; a warning and
         the report say why.
 
         Parameters
         ----------
         chunks : iterable of str
-            Chunk texts, those of a document one after another: chunks are computed behind stretches of those next
-            to them (``condition="context"``).
+            Chunk texts in the order of their documents: chunks are computed after stretches of their neighbours
+            (``condition="context"``).
         prefix : str
-            The prefix they will stand behind; needed with ``condition="prefix"`` only.
+            The prefix that will precede the chunks; needed only with ``condition="prefix"``.
         progress : bool, optional
             Show a progress bar; by default if standard error is a terminal.
         only : collection of str, optional
-            Those of the chunks that are computed, each as it would be among all; by default all.
+            The chunks to compute, each with the contexts that it has among all; by default all chunks.
 
         Raises
         ------
@@ -113,9 +113,9 @@ class Chunks:
         self.prefetcher.submit(segment.key for segment in found if segment is not None)
 
     def forget(self, chunks: Iterable[str]) -> int:
-        """Erase the stored KV of chunks, in every form and kind, and that of other chunks computed behind them.
+        """Erase the stored KV of chunks in every form, and the KV of chunks that were computed after them.
 
-        Text that was found by its repetition is erased, too, where it holds one of them or a part of one.
+        Text that was found by repetition is erased, too, if it contains a chunk or part of a chunk.
 
         Returns
         -------
@@ -130,10 +130,10 @@ class Chunks:
         return self._erase(Erasing(self.pipeline.segments, list_of_texts(chunks)))
 
     def forget_for_all(self, chunks: Iterable[str]) -> int:
-        """Erase every record that holds KV of these chunks, or that stood behind one, whoever's it is.
+        """Erase every tenant's records that hold KV of these chunks or were computed after them.
 
-        That is for texts that all tenants could read, and none can any more. A tenant may have the same text in a
-        document of its own. Its KV is computed again. For the rest see `forget`.
+        This is for texts that all tenants could read and that are gone now. If a tenant has the same text in its own
+        document, the KV is computed again at the next use. Otherwise see `forget`.
         """
         return self._erase(Erasing(self.pipeline.segments, list_of_texts(chunks), of_all=True))
 
@@ -189,8 +189,8 @@ class Erasing:
     segments : Segments
     texts : sequence of str
     of_all : bool
-        Whether they are erased for every tenant, and with them whatever has a part of one; else for the tenant of the
-        segments' options.
+        Whether the texts are erased for every tenant, with every record that contains part of one; else only for the
+        tenant of the segments' options.
     """
 
     def __init__(self, segments: Segments, texts: Sequence[str], *, of_all: bool = False) -> None:
@@ -212,7 +212,7 @@ class Erasing:
         self._begins, self._shares, self._writes = finder(self._ids), sharer(self._ids), form_sharer(texts)
 
     def takes(self, key: str, info: RecordInfo) -> bool:
-        """Whether a record goes: KV of one of the texts, or computed behind one."""
+        """Whether a record holds KV of one of the texts, or was computed after one."""
         if info.before:
             goes = not self._digests.isdisjoint(info.before[1:])
         else:  # a record of an earlier version does not say which chunks it stood behind

@@ -57,24 +57,25 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         Where KV is kept: a store; a folder; a store that machines share, such as ``"s3://bucket/kv"`` or
         ``"valkey://host:6379/0"``; several of these, the nearest first; or memory.
     fingerprint : str, optional
-        Identity of the model's own weights, adapters aside, if it is known; by default they are read through.
+        Hash of the base weights. If not given, it is computed by reading all of them.
     beside : BlendEngine, optional
-        One over another model on the same device: requests of both take turns. Else each may take longer.
+        An engine over another model on the same device, so that requests of both take turns instead of slowing each
+        other.
 
     Raises
     ------
     UnsupportedModelError
-        If transformers cannot answer with it, or it is not shaped like the family that it was registered as. Other
-        models that are not blended are answered plainly.
+        If transformers cannot run the model, or the model is not shaped like the family that it was registered as.
+        Other models that cannot be blended are answered by full prefill.
     ConfigError
-        If an option does not fit the model, or model and tokenizer are none.
+        If an option does not fit the model, or ``model`` or ``tokenizer`` is of another kind.
 
     Notes
     -----
     Requests from several threads are answered one after another, or ``max_concurrent`` of them at once: each is
     let in between two tokens of the others, and from then on they take their steps together.
 
-    An engine made by `from_pretrained` can be pickled and copied: the copy loads the model and opens the store anew.
+    An engine made by `from_pretrained` can be pickled and copied: the copy loads the model and opens the store again.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         Raises
         ------
         ContextLengthError
-            If one of several prompts does not fit into the model's context window; none is answered then.
+            If one of several prompts does not fit into the model's context window; then no prompt is answered.
         """
         parsed = [_prompt_of(prompt, self.config.text_separator) for prompt in prompts]
         chosen = DecodeOptions(**options)

@@ -24,14 +24,14 @@ _LENGTHS = ("max_tokens", "max_new_tokens")
 
 
 def settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
-    """The options that were given, those in nested dicts beside the others, without those that say nothing new.
+    """The given options as one flat dict, without options that only repeat the default.
 
     Options of transformers' generation that are no fields are kept in ``additional_kwargs``.
 
     Raises
     ------
     ConfigError
-        If one is not known, is given twice, is of the wrong kind, or says what is not so here.
+        If an option is unknown, is given twice, has the wrong type, or asks for something that is not supported.
     """
     # Named but not set, as whole configs of generation have them.
     settled = {name: value for name, value in given.items() if value is not None or name not in _UNSET}
@@ -86,7 +86,7 @@ def named_model(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If it is named twice, or its tokenizer is another one.
+        If the model is named twice, or with another model's tokenizer.
     """
     fields, name = dict(given), given.get("model_id")
     for other in ("model", "model_name"):

@@ -55,7 +55,7 @@ class Keeping:
         return jobs | self._chunk_jobs(blend.split, [one for key, one in missing.items() if key not in there])
 
     def unread_jobs(self, route: Route) -> Mapping[str, Job]:
-        """Jobs that store the chunks of a prompt that went on from one in memory, so that no record was looked for.
+        """Jobs that store the chunks of a prompt that continued a kept prompt, so that no records were looked up.
 
         Other prompts have these chunks in another order, and nothing to go on from.
         """
@@ -72,7 +72,7 @@ class Keeping:
         return self.segments.config.write_back != "off" and self.policy.rule.reads_store
 
     def _chunk_jobs(self, split: TokenizedPrompt, missing: Sequence[Segment]) -> dict[str, Job]:
-        """Jobs that compute and store chunks of a prompt, those of like length side by side."""
+        """Jobs that compute and store the chunks of a prompt, sorted by length."""
         if not missing:  # a prompt that hits waits for no contexts
             return {}
         segments, jobs, located = self.segments, dict[str, Job](), split.located
@@ -92,7 +92,7 @@ class Keeping:
         return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
 
     def variant_jobs(self, route: Route, cache: Any) -> Mapping[str, Job]:
-        """Jobs that store the chunks of a prompt behind what stood before them, if that is wanted; see `Variants.jobs`.
+        """Jobs that store a prompt's chunks as computed after their real predecessors; see `Variants.jobs`.
 
         It is if an earlier prompt had the same prefix, or nothing stands before the first chunk. So nothing is kept
         behind a prefix that holds what was said in one conversation, unless that goes on from it.

@@ -179,13 +179,13 @@ class _NotedAnswer:
         """How many tokens were."""
 
     def behind_these(self) -> _NotedAnswer:
-        """The same without the tokens so far; the scores of the next one are known."""
+        """A copy without the tokens so far; the scores of the next token are known."""
         fresh = _NotedAnswer(self._tokenizer, self._top, self._passed_over + len(self._noted))
         fresh._row = self._row
         return fresh
 
     def add(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
-        """Note the newest token; these are the scores of the one behind it."""
+        """Note the newest token, with the scores of the token after it."""
         if self._row is not None:
             self._note(int(input_ids[0, -1]), self._row)
         self._row = scores[0].float().log_softmax(-1)
@@ -257,7 +257,7 @@ def completion_logprobs(tokens: Sequence[TokenLogProb]) -> dict[str, Any]:
 
 
 def conversation_logprobs(tokens: Sequence[TokenLogProb] | None) -> dict[str, Any] | None:
-    """Log-probabilities of an answer in a conversation, as OpenAI has them; None if there are none."""
+    """Log-probabilities of an answer in a conversation, in OpenAI's form; None if they were not requested."""
     return None if tokens is None else {"content": logprob_dicts(tokens), "refusal": None}
 
 

@@ -164,7 +164,7 @@ class ModelCall(Generic[R]):
         return [one for answer in ordered for one in self._end(self._splitter(), answer, streamed=False)]
 
     def _end(self, split: AnswerSplitter, answer: Generation | None, streamed: bool = True) -> Iterator[R]:
-        """The response at the end of an answer; none if it was given up."""
+        """The response at the end of an answer; nothing if the answer was cancelled."""
         if answer is not None:
             text, calls = split.finish(answer.text)
             yield self.respond(Said(split, text, calls=calls, answer=answer, streamed=streamed))

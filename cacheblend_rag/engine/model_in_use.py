@@ -44,7 +44,7 @@ class ModelInUse:
         self._products = self._find_products(anew)
 
     def with_config(self, config: BlendConfig) -> ModelInUse:
-        """The same model, multiplying as other options say; its weights are not read again."""
+        """The same model with other options for its matrix products; the weights are not read again."""
         if config.prepack_weights == self._option:
             return self
         return ModelInUse(self.adapter, config, self.identity, anew=False)

@@ -55,7 +55,7 @@ class _Arriving(Iterator[LayerKV]):
     layers : iterator of LayerKV
         As the loader gives them.
     cancelled : callable
-        True once nobody wants the answer.
+        True once the answer is no longer wanted.
     """
 
     def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
@@ -296,7 +296,7 @@ class Pipeline:
         ----------
         route : Route
         cancelled : callable
-            True once nobody wants the answer.
+            True once the answer is no longer wanted.
         pauses : Pauses, optional
         shared : SharedKV, optional
             Layers that other prompts of a batch read, too.

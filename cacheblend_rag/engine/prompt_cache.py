@@ -209,7 +209,7 @@ class PromptCache:
             self._kept = kept
 
     def repeated(self, kind: PromptKind, ids: Sequence[int]) -> int:
-        """Tokens at its beginning that a prompt shares with one of the last ones; from now on it is one of them."""
+        """Number of first tokens that a prompt shares with a recent one; the prompt then counts as recent."""
         with self._lock:
             found = max((common_length(ids, known) for of, known in self._asked if of == kind), default=0)
             mine = [one for one in self._asked if one[0].salt == kind.salt]
@@ -267,7 +267,7 @@ class Begun:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are gone on from."""
+        """Number of tokens that are reused."""
         return len(self.split.prefix)
 
     @property
@@ -281,7 +281,7 @@ class Begun:
 
 
 class Ticket:
-    """A prompt at the prompt cache: what it goes on from there, and keeping it with its answer.
+    """A prompt's access to the prompt cache: finds a kept prompt to continue, and keeps this prompt with its answer.
 
     Parameters
     ----------
@@ -326,7 +326,7 @@ class Ticket:
         return self._find(split, (), exact=True, aligned=aligned)
 
     def find(self, split: TokenizedPrompt) -> Begun | None:
-        """The kept prompt that most can be gone on from, exact or not; no chunk is cut in two."""
+        """The kept prompt with the longest common beginning, exact or not; no chunk is divided."""
         return self._find(split, split.chunks, exact=False)
 
     def _find(self, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool, aligned: bool = False) -> Begun | None:
@@ -426,15 +426,15 @@ class Ticket:
         return resumed, adapter.go_on(cache, ids[start:], between, each_layer)
 
     def keep_turn(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> None:
-        """Keep the states behind a finished turn: a prompt and its answer, whose last token was never read.
+        """Keep the states after a finished turn: prompt and answer without the last token, which was not read.
 
         Parameters
         ----------
         split : TokenizedPrompt
         answer_ids : sequence of int
-            Empty if a thought stood before them: the cache has read it, and states alone do not say so.
+            Empty after a thought: the cache contains the thought, but states do not show it.
         cache : transformers Cache
-            As it is after the answer.
+            The cache after the answer.
         """
         ids = (*split.input_ids, *answer_ids[:-1])
         read = answer_ids and self._adapter.goes_on == "slices" and tokens_read(cache, len(ids)) == len(ids)

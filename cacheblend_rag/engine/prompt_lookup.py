@@ -70,7 +70,7 @@ class PromptLookup:
         return rows[None, :1]
 
     def close(self) -> None:
-        """Take what was tried in vain out of the cache."""
+        """Remove rejected tokens from the cache."""
         if self._tried:
             take_back(self._cache, len(self._tried))
             self._tried.clear()

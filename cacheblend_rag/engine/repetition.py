@@ -16,15 +16,15 @@ _LETTERS = 0.875
 def repeats(ids: Sequence[int], text_of: Callable[[list[int]], str]) -> bool:
     """Whether a text does nothing but repeat itself at its end.
 
-    Its last tokens are a stretch that stands there four times or more, token for token. Together these are 128 tokens
-    or more of prose, or 512 or more of anything else: a table, a matrix, a rule or JSON may well repeat a line.
+    The text ends with the same tokens four times or more, over at least 128 tokens of prose or 512 of anything else: a
+    table, a matrix, a rule or JSON may well repeat a line.
 
     Parameters
     ----------
     ids : sequence of int
         Token ids of the text.
     text_of : callable
-        Gives the text of ids.
+        Converts ids to text.
     """
     period = shortest_period(ids, PROSE_TOKENS)
     if not period:
@@ -36,7 +36,7 @@ def repeats(ids: Sequence[int], text_of: Callable[[list[int]], str]) -> bool:
 
 
 def shortest_period(ids: Sequence[int], least: int) -> int:
-    """Tokens of the shortest stretch of which ids end in four copies or more, ``least`` tokens in all; 0 if none."""
+    """Length of the shortest sequence that ends ids four times, over ``least`` tokens; 0 if none does."""
     count, last = len(ids), ids[-1] if ids else None
     if count < least:
         return 0

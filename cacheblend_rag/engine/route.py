@@ -35,7 +35,7 @@ class Route:
     opened : list of (str, StoredKV)
         All records that were opened on the way, with their keys.
     seconds : float
-        Seconds it took to choose.
+        Seconds that the choice took.
     """
 
     fit: FittedPrompt
@@ -64,7 +64,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Blend(Route):
-    """KV from the store, and the rows that a rule chooses computed anew.
+    """A route that reads KV from the store and recomputes the rows that a rule chooses.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class Blend(Route):
     chunks : tuple of Segment
         One for each chunk of `split`.
     records : mapping of str to StoredKV
-        By key, those that are read.
+        The records to read, by key.
     rule : SelectionRule
     ratio : float
         The rule's recompute ratio.
     plan : LoadingPlan or None
-        The loading controller's plan; None where nothing was measured.
+        The loading controller's plan; None without a profile.
     """
 
     prefix: Segment | None
@@ -115,7 +115,7 @@ class Blend(Route):
         return min(read, default=len(self.split.input_ids))
 
     def without(self, *keys: str) -> Blend:
-        """The same, as if some records had never been stored."""
+        """The same blend, as if some records had never been stored."""
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k not in keys})
 
 

@@ -141,7 +141,7 @@ class Scheduler:
         return self._begun <= 1 and not self._queue
 
     def step(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> _Result:
-        """Let others in, then take a step together with all who wait for theirs.
+        """Let waiting requests in, then take a step together with all answers that wait for one.
 
         Called by the holder, who holds the scheduler again afterwards.
 
@@ -150,7 +150,8 @@ class Scheduler:
         given : object
             Input of the step.
         run : callable
-            Takes the steps of several that gave the same one, on the thread of one of them; a result for each.
+            Takes the steps of all answers that gave the same function, on one of their threads, and returns a result
+            for each.
 
         Raises
         ------
@@ -172,7 +173,7 @@ class Scheduler:
         return mine.results[0]
 
     def give_way(self, seconds: float) -> None:
-        """Let others have the model for so many seconds each, as long as any of them wants it.
+        """Let each waiting request have the model for the given number of seconds.
 
         Called by the holder between two parts of a long pass, with the seconds that the last part took. So each of
         those who want the model gets as much of it as this pass does.
@@ -189,10 +190,10 @@ class Scheduler:
             self._wait(self._long, _LongPass(due=due, pause=pause), spent, pause)
 
     def let_step(self) -> None:
-        """Let the answers under way take one step, if their tokens would come late behind another layer.
+        """Let current answers take one step, if their tokens would be late after another layer.
 
-        Called by the holder between two layers of a pass, so that tokens of others come evenly. Nobody begins
-        meanwhile: two passes that take turns would both end late.
+        Called by the holder between two layers of a pass, so that tokens of others come evenly. No new request begins
+        meanwhile, because two alternating passes would both end late.
         """
         now = self._clock()
         layer, self._layer_since = now - self._layer_since, now
@@ -206,12 +207,12 @@ class Scheduler:
 
     @property
     def _nobody_waits(self) -> bool:
-        """Whether the holder need not give way; one that has entered twice cannot."""
+        """Whether the holder may keep the model; a holder that has entered twice must."""
         return self._depth > 1 or not (self._queue or self._steps or self._long or self._background_is_due)
 
     @contextmanager
     def background(self) -> Iterator[None]:
-        """Hold the scheduler for a piece of background work: once no request wants it, or when its share is due."""
+        """Hold the scheduler for background work, once no request wants it or the work is due."""
         if self._owner == threading.get_ident():  # part of a request, or of such a piece
             with self.entered():
                 yield
@@ -225,7 +226,7 @@ class Scheduler:
                 self._end_background()
 
     def step_aside(self) -> None:
-        """Let all requests go before the rest of a long piece of background work, or until its share is due again.
+        """Let requests go before the rest of a long piece of background work, until they are done or its share is due.
 
         Called by the holder, who holds the scheduler again afterwards.
         """
@@ -250,7 +251,7 @@ class Scheduler:
         self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
     def hold_for_good(self) -> None:
-        """Let nobody have the model any more, once its holder has left it."""
+        """Refuse the model to all requests, once its current holder has released it."""
         with self._condition:
             while self._owner is not None and self._owner in {thread.ident for thread in threading.enumerate()}:
                 if self._owner == threading.get_ident():

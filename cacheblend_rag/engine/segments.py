@@ -43,7 +43,7 @@ def tenants_keys(kind: Kind, salt: str) -> str:
 
 
 def texts_keys(kind: Kind, salt: str, ids: Sequence[int]) -> str:
-    """Beginning of the keys of a text's records of a kind, whatever model, context and form they are of.
+    """Common prefix of the keys of a text's records of one kind, for all models, contexts and forms.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def texts_keys(kind: Kind, salt: str, ids: Sequence[int]) -> str:
     salt : str
         Of the tenant.
     ids : sequence of int
-        Those that the text has by itself.
+        Token ids of the text alone.
     """
     digest = hashlib.sha256(salt.encode() + b"\0" + array("q", ids).tobytes())
     return f"{tenants_keys(kind, salt)}{digest.hexdigest()[:32]}-"
@@ -106,7 +106,7 @@ class Segment:
 
     @property
     def own_ids(self) -> tuple[int, ...]:
-        """Ids that are computed behind `shared_ids`: the rest of its context, then its own."""
+        """Ids that are computed after `shared_ids`: the rest of the context, then the segment's own."""
         return self.context_ids[len(self.context_ids) - self.head :] + self.token_ids
 
     @property
@@ -117,7 +117,7 @@ class Segment:
 
 @dataclass
 class LatestContexts:
-    """The contexts that chunks were computed behind last: more of their chunks may come."""
+    """The contexts that were used last, for further chunks of the same documents."""
 
     identity: tuple[str, ...] = ()  # of the model and of the contexts
     kv: ContextKV | None = None
@@ -133,11 +133,11 @@ class Segments:
     tokenizer : PromptTokenizer
     config : BlendConfig
     condition : str
-        The condition that chunks are computed behind; ``"auto"`` of the options is decided.
+        The condition that chunks are computed after, with ``"auto"`` resolved.
     latest : LatestContexts
         Shared by all views of an engine.
     finder : Finder or None
-        Finds further chunks in prompts; shared likewise.
+        Finds further chunks in prompts; also shared.
     """
 
     model: ModelInUse
@@ -188,7 +188,7 @@ class Segments:
         return next(form for form in forms if form.regime == regime)
 
     def forms(self, text: str, prefix: str = "") -> list[Segment]:
-        """All segments under which a chunk may be stored, one a frequency regime; none if it can be in no prompt."""
+        """All segments that may store a chunk, one for each frequency regime; empty if it is too long."""
         try:
             chunk = self.tokenizer.chunk(text)
         except PromptError as error:  # it can be in no prompt either
@@ -266,7 +266,7 @@ class Segments:
         return KVRecord(self.info(segment), kv)
 
     def owns(self, key: str, info: RecordInfo) -> bool:
-        """Whether a record is one of ours, and not another tenant's with the same text."""
+        """Whether a record belongs to this tenant, and not to another tenant with the same text."""
         own = record_key(
             fingerprint=info.fingerprint,
             salt=self.config.salt,
@@ -286,7 +286,7 @@ class Segments:
         return Contexts(self.tokenizer, chunks, CONTEXTS, tokens)
 
     def behind_each_other(self, texts: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
-        """Segments with the contexts they are computed behind, which are made of those next to them.
+        """Segments with the contexts that they are computed after, which are made of their neighbours.
 
         Parameters
         ----------
@@ -308,7 +308,7 @@ class Segments:
         Parameters
         ----------
         segments : sequence of Segment
-            Behind the same shared context, or the same contexts, and of the same regime.
+            Segments with the same shared context, or the same contexts, and the same RoPE frequency regime.
 
         Raises
         ------

@@ -92,7 +92,7 @@ class Thinking:
         return most
 
     def take(self, text: str, final: bool = False) -> list[str]:
-        """The pieces that one more token has made certain, by the text that it has added."""
+        """The pieces that are certain after one more token, whose text is given."""
         splitter, answered = self.splitter, self.splitter.place == "answer" and not self._forced
         pieces = splitter.feed(text)
         if final:
@@ -109,7 +109,7 @@ class Thinking:
 
     @property
     def under_way(self) -> bool:
-        """Whether the next token is none of the answer, as far as is known."""
+        """Whether the next token still belongs to the thought, as far as is known."""
         begins = self.marks.known and bool(self.splitter.undecided.strip())  # so far it is the beginning of a mark
         return bool(self._forced) or begins or self.splitter.place in ("thought", "header")
 
@@ -134,7 +134,7 @@ class Thinking:
         return _Forcing(self, end_ids)
 
     def next_forced(self) -> int | None:
-        """The id that comes next, whatever the model wants; None if it is the model's choice."""
+        """The id that is forced next; None if the model chooses."""
         self._begin_answer()
         if not self._forced and self.splitter.place == "thought" and self.tokens >= self.budget:
             self._force(self.marks.closing + self._begins)

@@ -52,7 +52,7 @@ class Noted:
         self.waited = self.seconds
 
     def answered(self, answer: Generation) -> None:
-        """Note that all its tokens are there."""
+        """Note that the answer is complete."""
         self.answer, self.took = answer, self.seconds
 
 
@@ -176,7 +176,7 @@ class SpanNames:
 
 @contextmanager
 def below(span: Any) -> Iterator[None]:
-    """Let spans that begin within this stand below another; None changes nothing."""
+    """Context in which new spans become children of the given span; None changes nothing."""
     if span is None:
         yield
         return

@@ -56,14 +56,14 @@ class Turns:
 
     @contextmanager
     def held(self, beside: Callable[[], int] = lambda: 0) -> Iterator[ModelTime]:
-        """Hold the model and the store for one request; by default with no other under way."""
+        """Hold the model and the store for one request, by default exclusively."""
         with self.scheduler.entered(beside) as spent:
             self.check_open()
             self.segments.model.look()
             yield spent
 
     def beside_others(self, prompt: Prompt, new_tokens: int | None) -> AbstractContextManager[ModelTime]:
-        """Hold the model and the store for a prompt, beside others that have begun.
+        """Hold the model and the store for a prompt, together with prompts that have begun.
 
         Parameters
         ----------

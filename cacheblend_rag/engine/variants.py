@@ -52,7 +52,7 @@ class Place(NamedTuple):
     chunks: tuple[str, ...]
 
     def fit(self, earlier: Place) -> float:
-        """How well a variant from an earlier place fits this one.
+        """How well a variant from another prompt fits this position.
 
         The share that both have of all chunks that either has before it, and a little more where the same one stands
         directly before it, or none does. From 0 to 1.1; behind another prefix 0.
@@ -128,7 +128,7 @@ class Variants:
         return gone
 
     def instead_of(self, usual: Sequence[Segment], split: TokenizedPrompt, segments: Segments) -> tuple[Segment, ...]:
-        """The segments of a prompt's chunks, with a variant in place of each for which one fits.
+        """The segments of a prompt's chunks, each replaced by a variant if one fits.
 
         Parameters
         ----------
@@ -219,7 +219,7 @@ class Variants:
 
 
 def places_of(split: TokenizedPrompt, segments: Segments, regime: int) -> list[tuple[str, Place]]:
-    """Of each chunk of a prompt the beginning of its variants' keys, and its place."""
+    """For each chunk of a prompt, the prefix of its variants' keys and its position."""
     model, prefix = fingerprint_in(segments.model.fingerprint, regime), ids_digest(split.ids(split.prefix))
     own = [segments.tokenizer.chunk(chunk.text).ids for chunk in split.located]
     chunks = tuple(map(ids_digest, own))

@@ -1,4 +1,4 @@
-"""Verification: an answer from blended KV is held against full prefill, and corrected where that differs.
+"""Verification: an answer from blended KV is compared with full prefill and corrected where they differ.
 
 The blended answer is a draft. The prompt is prefilled in full, and the answer is decoded again from that KV, by the
 same options and with the same random numbers. As long as the tokens chosen are those of the draft, many are taken in
@@ -82,7 +82,7 @@ def check(
     pauses : Pauses, optional
         Where others may use the model.
     cancelled : callable
-        True once nobody wants the answer.
+        True once the answer is no longer wanted.
     begun : transformers Cache, optional
         Exact KV of the prompt's beginning; see `ModelAdapter.prefill`.
     products : callable

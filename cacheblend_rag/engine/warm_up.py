@@ -1,4 +1,4 @@
-"""Computing and storing the KV of chunks ahead of time, several of like length in one pass."""
+"""Computing and storing the KV of chunks ahead of time, with several chunks of similar length in one pass."""
 
 from __future__ import annotations
 

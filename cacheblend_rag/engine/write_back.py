@@ -40,7 +40,7 @@ _SILENT = 1.0
 
 @dataclass(frozen=True)
 class Job:
-    """Something to be stored.
+    """A record to be made and stored.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Job:
     held : int
         Bytes it keeps in memory until then.
     info : callable, optional
-        Info of the record; None where no chunk is in it.
+        Info of the record; None if the record holds no chunk.
     segment : Segment, optional
         The segment that is computed for it.
     compute : callable, optional
@@ -97,7 +97,7 @@ def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
 
 
 def run_pass(jobs: NamedJobs) -> None:
-    """Do jobs that are done in one pass; an error of ours is logged."""
+    """Do jobs that belong to one pass; this package's errors are logged."""
     (name, first), *others = jobs
     name += f" and {len(others)} more" * bool(others)
     try:
@@ -153,7 +153,7 @@ class WriteBack:
         self.closed = False
 
     def submit(self, name: str, job: Job) -> bool:
-        """Queue a job unless one of the same name waits already; whether one of this name will be done."""
+        """Queue a job unless a job of the same name waits already; True if a job of this name will be done."""
         with self._condition:
             if self.closed or name in self._names:
                 return not self.closed
@@ -171,13 +171,13 @@ class WriteBack:
             return True
 
     def begin(self) -> Dropped:
-        """Begin an answer, of whose jobs those are left out that `drop` would have cancelled meanwhile."""
+        """Begin an answer; jobs that `drop` cancels meanwhile will be left out of it."""
         with self._condition:
             self._under_way.add(begun := Dropped())
         return begun
 
     def drop(self, chosen: Callable[[str, Job], bool]) -> None:
-        """Cancel waiting jobs, those of answers under way too, and wait for one being done; all others go on.
+        """Cancel matching jobs, including those of current answers, and wait for a matching job that is running.
 
         Parameters
         ----------
@@ -198,13 +198,13 @@ class WriteBack:
             self._condition.wait_for(lambda: not any(id(job) in dropped for _, job in self._doing))
 
     def flush(self, seconds: float | None = None) -> int:
-        """Wait until all queued jobs are done, for so many seconds at most; how many are left."""
+        """Wait until all queued jobs are done or the time is up, and return the number of jobs that are left."""
         with self._condition:
             self._condition.wait_for(lambda: not self._names, seconds)
             return len(self._names)
 
     def stop(self) -> None:
-        """Take no more jobs; those that are queued will still be done."""
+        """Take no more jobs; queued jobs will still be done."""
         with self._condition:
             self.closed = True
             self._condition.notify_all()

@@ -119,7 +119,7 @@ class BlendFields(LLMBase):
     def report_of(self, id: str) -> BlendReport | None:
         """Report of one of the last 64 answers, by the id of its run or the ``answer_id`` in its info.
 
-        Runs are known if retrievers are tracked. None if it is not known.
+        Runs are known if retrievers are tracked. None if the id is unknown.
         """
         return self._tally.reports.get(answer_of_run(str(id)))
 

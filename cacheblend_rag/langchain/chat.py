@@ -181,20 +181,20 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         Parameters
         ----------
         schema : dict or type
-            A JSON schema, a pydantic class or a TypedDict. ``"json_mode"`` can do without.
+            A JSON schema, a pydantic class or a TypedDict; optional with ``"json_mode"``.
         method : str, optional
             ``"json_schema"``: the answer is JSON by the schema. ``"function_calling"``: the answer is a call of a tool
             with the schema. ``"json_mode"``: the answer is any JSON object. By default a call, if the model's chat
             template takes tools.
         include_raw : bool
-            Give the message beside the object.
+            Return the message together with the object.
         strict : bool, optional
             Whether objects have only those properties that ``"json_schema"`` names. They do, unless it is False.
 
         Raises
         ------
         ConfigError
-            If a value cannot be used. When it is asked: if answers cannot be held to the schema.
+            If a value cannot be used, or, when the runnable is called, if the schema cannot be enforced.
         """
         method = method or ("function_calling" if offers_tools(self.engine.tokenizer) else "json_schema")
         if kwargs:

@@ -39,7 +39,7 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     Raises
     ------
     PromptError
-        If one holds something else than text.
+        If a message holds something other than text.
     """
     return [_turn(message) for message in messages]
 
@@ -171,7 +171,7 @@ def read_message(read: ParsedAnswer, thought: str = "") -> AIMessage:
 
 
 def thought_fields(thought: str) -> dict[str, Any]:
-    """The ``additional_kwargs`` of a message with a thought, or of a piece of one."""
+    """The ``additional_kwargs`` of a message, or of a piece of a message, with a thought."""
     return {THOUGHT: str(thought)} if thought else {}
 
 

@@ -79,7 +79,7 @@ class LlamaAdapter:
         return () if self.plain_reason else (0,)
 
     def reusable(self, tokens: int) -> bool:
-        """Whether stored KV of chunks is of use to a prompt of this length."""
+        """Whether stored KV of chunks can be used in a prompt of this length."""
         return not self.plain_reason
 
     def rotation(self, tokens: int) -> None:
@@ -122,7 +122,7 @@ class LlamaAdapter:
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> Prefill:
-        """`prefill` of ids that stand behind what a cache holds; it grows."""
+        """Prefill ids after those that a cache holds. The cache grows by them."""
         for start in range(0, len(ids), BATCH):
             began, part = time.perf_counter(), ids[start : start + BATCH]
             logits = cache.runtime.compute(part, cache.length, cache.sequence, int(start + BATCH >= len(ids)))
@@ -150,7 +150,7 @@ class LlamaAdapter:
         heads: Sequence[int] = (),
         behind: Sequence[LayerKV] = (),
     ) -> list[SegmentKV]:
-        """KV of several segments, each computed behind the context as if it were alone; see `ModelAdapter`."""
+        """KV of several segments, each computed separately after the context; see `ModelAdapter`."""
         runtime, kept, before = self.runtime, list[SegmentKV](), 0
         heads = heads or [0] * len(segments)
         with runtime.sequence() as context:
@@ -190,7 +190,7 @@ class LlamaAdapter:
     steps_as_prefill = False  # llama.cpp rounds rows of a batch otherwise than a row alone
 
     def aligned(self, tokens: int) -> int:
-        """How many of a kept prompt's exact first tokens a check may go on from: those of whole batches."""
+        """Number of a kept prompt's exact first tokens that a check may reuse: those of whole batches."""
         return tokens // BATCH * BATCH
 
     def live(self, cache: Cache) -> SequenceCache:

@@ -36,13 +36,13 @@ class StateLayout:
     Parameters
     ----------
     written : numpy array of uint8
-        A state that the library has written of some cells of one sequence.
+        A state of some cells of one sequence, as the library wrote it.
     layers, kv_heads : int
 
     Raises
     ------
     ModelLoadError
-        If the layout is another one.
+        If the layout differs.
     """
 
     def __init__(self, written: np.ndarray, layers: int, kv_heads: int) -> None:

@@ -95,7 +95,7 @@ def check_whole(answer: Generation | None) -> None:
     Raises
     ------
     ValueError
-        If it was.
+        If the answer was cut off.
     """
     if answer is not None and answer.report.finish_reason == "length":
         raise ValueError(f"{CUT}; it said: {answer.text!r}")

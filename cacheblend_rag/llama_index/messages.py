@@ -67,7 +67,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     Raises
     ------
     PromptError
-        If one holds something else than text and tool calls.
+        If a message holds something other than text and tool calls.
     """
     return [_turn(message) for message in messages]
 

@@ -166,7 +166,7 @@ class NodeTracker:
         self.note(new)
 
     def documents(self, nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
-        """The documents among a synthesizer's nodes, or the retrieved ones if all nodes are parts, as for citations."""
+        """The documents among a synthesizer's nodes; the retrieved documents if all nodes are parts."""
         known = [(node, original) for node in nodes if (original := self._recent.get(node.node_id)) is not None]
         retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
         cut = not known and _cut_of_retrieved(nodes)
@@ -364,12 +364,12 @@ def _cut_of_retrieved(nodes: Sequence[BaseNode]) -> bool:
 
 
 def split_again(known: ChunkRegistry, documents: Iterable[RetrievedDocument]) -> list[str]:
-    """Texts whose parts a prompt may contain, the last retrieved first.
+    """Texts of which a prompt may contain parts, most recently retrieved first.
 
     Parameters
     ----------
     known : ChunkRegistry
-        The model's registry. What was retrieved lately counts if it was noted there.
+        The model's registry. Recently retrieved texts count if they are in it.
     documents : iterable of RetrievedDocument
         Of the prompt.
     """

@@ -44,7 +44,7 @@ class RatioBounds:
             raise ConfigError("bounds", self, "use 0 <= lowest <= highest <= 1 and a positive step")
 
     def round_down(self, ratio: float) -> float:
-        """The highest allowed ratio that is not above this one, or the lowest."""
+        """The highest allowed ratio up to the given ratio, or else the lowest allowed ratio."""
         steps = math.floor((min(ratio, self.highest) - self.lowest) / self.step + 1e-9)
         return round(self.lowest + max(0, steps) * self.step, 6)
 
@@ -127,9 +127,9 @@ class LoadingController:
     ) -> LoadingPlan:
         """Plan the loading of a prompt's chunks.
 
-        With a device, the ratio at which recompute takes as long as the loading that it can hide, within bounds; with a
-        ratio, the cheapest device whose loading hides behind recompute, or the one that comes
-        nearest; with both, what is to be expected.
+        Given a device, chooses the ratio at which recompute takes as long as the loading that it can hide, within
+        bounds. Given a ratio, chooses the cheapest device whose loading hides behind recompute, or the nearest to that.
+        Given both, only predicts the times.
 
         Parameters
         ----------

@@ -30,7 +30,7 @@ class Prefetcher:
         self._closed = False
 
     def submit(self, keys: Iterable[str]) -> None:
-        """Bring the records of these keys closer, those that are stored; never waits."""
+        """Bring stored records of these keys closer; never waits."""
         for key in keys:
             with self._lock:
                 if self._closed or key in self._waiting or len(self._waiting) >= self._limit:
@@ -50,7 +50,7 @@ class Prefetcher:
                 self._waiting.discard(key)
 
     def close(self) -> None:
-        """Drop what waits, and end."""
+        """Drop waiting records and stop."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None

@@ -183,7 +183,7 @@ class MachineProfile:
 
     @classmethod
     def load(cls, path: Path) -> MachineProfile | None:
-        """Read one; None if there is none.
+        """Read a profile; None if the file does not exist.
 
         Raises
         ------

@@ -81,7 +81,7 @@ class SharedKV:
                     self._drop(place)
 
     def close(self) -> None:
-        """Keep nothing from now on."""
+        """Release all layers, and keep no more."""
         with self._lock:
             self._needed.clear()
             self._layers.clear()

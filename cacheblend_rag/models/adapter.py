@@ -122,11 +122,10 @@ class ModelAdapter(PlainAdapter):
 
     @contextmanager
     def blending(self) -> Iterator[RowLayers]:
-        """Within this, the decoder layers it gives attend from some rows to all positions.
+        """Context with decoder layers that attend from some rows to all positions.
 
-        They attend by `row_attention` in place of whatever the model uses, or in the plain form where the
-        model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
-        The model itself is not changed: see `twins_of`.
+        They use `row_attention` instead of the model's attention, or the plain form if the model uses it or SDPA lacks
+        what the family needs (soft caps, attention sinks). The model itself is not changed: see `twins_of`.
         """
         # A GPU's kernel wants values as wide as keys.
         fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
@@ -229,12 +228,12 @@ class ModelAdapter(PlainAdapter):
         ----------
         ids : sequence of int
         between : callable, optional
-            Ids are passed in slices. Between two of them this is called with the seconds that the last one took and
-            the number of all ids passed; others may use the model then.
+            Called between two slices of ids, with the seconds that the last slice took and the number of ids passed so
+            far. Other requests may use the model meanwhile.
         each_layer : callable, optional
             Called within each layer.
         begun : transformers Cache, optional
-            KV that such a pass gives to the first ids, but for the last one at least; it grows by the others.
+            KV that such a pass gives to the first ids. It must leave out at least the last id, and grows by the rest.
         """
         cache = preallocate(DynamicCache(config=self.config)) if begun is None else begun
         # A slice would have the frequencies of its own last position.

@@ -85,7 +85,7 @@ class JoinedLayers:
 
     @classmethod
     def allocate(cls, layers: Sequence[PreallocatedLayer], rows: int) -> JoinedLayers:
-        """Room for some rows and then some, with what layers hold; they hold it here from now on."""
+        """Allocate room for the rows of some layers and more, and move the layers' KV into it."""
         first = layers[0].keys
         _, heads, used, width = first.shape
         block = first.new_empty((len(layers), 2, heads, used + rows + _ROWS, width))
@@ -188,7 +188,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def take_back(self, rows: int) -> None:
-        """Forget the newest rows. The next ones are written in their place, so nobody else may look at these."""
+        """Forget the newest rows. The next rows overwrite them, so no other reader may use them."""
         kept = self.get_seq_length() - rows
         if self._room is not None and self._room.follows(self.keys, kept):
             self._room.used = kept
@@ -317,7 +317,7 @@ def called_at_each_layer(cache: Cache, called: Callable[[], object] | None) -> I
 
 
 def tokens_read(cache: Cache, otherwise: int) -> int:
-    """Tokens that a cache has read; another number where it only holds states, which do not say."""
+    """Number of tokens that a cache has read; not reliable for a cache that holds only states."""
     try:
         return int(cache.get_seq_length())
     except ValueError:

@@ -36,15 +36,15 @@ class ContextKV:
         heads: Sequence[int] = (),
         numbers: Sequence[Sequence[int]] = (),
     ) -> list[SegmentKV]:
-        """KV of several segments, each as if it were alone.
+        """KV of several segments, each computed separately.
 
         Parameters
         ----------
         segments, regime, heads
             As for `ModelAdapter.segments_kv`.
         numbers : sequence of sequence of int
-            The contexts of each segment; by default all. Those with which it would be longer than its frequency regime
-            is are left out.
+            The contexts of each segment; by default all. Contexts that would make the segment longer than its frequency
+            regime are left out.
 
         Returns
         -------

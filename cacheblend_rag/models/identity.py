@@ -38,7 +38,7 @@ _VOLATILE = (
 
 
 def fingerprint(model: Any) -> str:
-    """Hash of a model's config, element type and weights; adapters count only as far as they are merged into these.
+    """Hash of a model's config, element type and weights; adapters count only if they are merged into the weights.
 
     Each tensor goes in by name, shape, its first and last bytes, and an integer sum over each of
     its rows, so that a fine-tune under the same name differs however few weights it moved.
@@ -109,10 +109,10 @@ class ModelIdentity(FileIdentity):
         super().__init__(self._identify(layers))
 
     def refresh(self) -> bool:
-        """Look at the adapters again; whether the model's own weights are others now.
+        """Look at the adapters again; True if the model's own weights have changed.
 
-        Each request looks at the state of adapters, at the place and version of their tensors, and at a few elements of
-        each. All of them are read only in a state that was not met before.
+        Each request checks the state of the adapters, the address and version of their tensors, and a few elements of
+        each tensor. The tensors are read in full only in a state that was not seen before.
         """
         layers = adapted_layers(self._model)
         merged, paths = _merged_state(layers), {layer.path for layer in layers}
@@ -262,7 +262,7 @@ def remember_fingerprint(identity: str, fingerprint: str, name: str) -> None:
 
 
 def known_names() -> dict[str, str]:
-    """Names of models by fingerprint, as far as they were loaded by name here."""
+    """Names of models by fingerprint, for models that were loaded by name in this process."""
     return dict(_read().values())
 
 
@@ -277,7 +277,7 @@ def _folder_of(model: str) -> Path | None:
 
 
 def cache_file() -> Path:
-    """The file in which fingerprints are remembered, by files of weights that have not changed."""
+    """The file that remembers fingerprints of unchanged weight files."""
     return default_data_path() / "fingerprints.json"
 
 

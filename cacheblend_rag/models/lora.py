@@ -58,7 +58,7 @@ def unwrap(model: Any) -> Any:
     Raises
     ------
     UnsupportedModelError
-        If it has adapters that are no LoRA.
+        If the model has adapters that are not LoRA.
     """
     if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
         _check_kinds(model)
@@ -72,7 +72,7 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
     Raises
     ------
     UnsupportedModelError
-        If it has adapters that are no LoRA.
+        If the model has adapters that are not LoRA.
     """
     layers = _layers(model)
     if layers:

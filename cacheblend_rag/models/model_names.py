@@ -24,7 +24,7 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpa
 def why_no_model(
     model: str | os.PathLike[str], kind: str = "language model", *, weights: bool = True, elsewhere: bool = False
 ) -> str | None:
-    """The fault of a name by which certainly no model is found, with its remedy; None if only loading can tell.
+    """The fault of a name that certainly names no model, with its remedy; None if only loading can tell.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ def is_tag(model: str | os.PathLike[str]) -> bool:
 
 
 def local_path(model: str | os.PathLike[str]) -> Path:
-    """The file that a tag stands for, if Ollama has it here; any other name as a path, ``~`` being the user's home."""
+    """The local file of an Ollama tag; any other name as a path, with ``~`` expanded."""
     tag = _TAG.fullmatch(model) if isinstance(model, str) else None
     if tag is not None and not os.path.exists(model):
         folders = [os.environ["OLLAMA_MODELS"]] if os.environ.get("OLLAMA_MODELS") else _FOLDERS

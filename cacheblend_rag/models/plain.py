@@ -99,7 +99,7 @@ class PlainAdapter:
         return ()
 
     def reusable(self, tokens: int) -> bool:
-        """Whether stored KV of chunks is of use to a prompt of this length; if not, it takes a plain prefill."""
+        """Whether stored KV of chunks can be used in a prompt of this length. If not, the prompt is prefilled."""
         return self.regime(tokens) is not None
 
     steps_as_prefill = True
@@ -111,7 +111,7 @@ class PlainAdapter:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether only one answer may be under way: frequencies change with its length, or the model keeps a state."""
+        """Whether answers must decode alone: frequencies change with length, or the model keeps a state."""
         return self.goes_on == "whole" or self._frequencies_change
 
     @property
@@ -151,7 +151,7 @@ class PlainAdapter:
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
     ) -> Prefill:
-        """`prefill` of ids that stand behind what a cache holds; it grows."""
+        """Prefill ids after those that a cache holds. The cache grows by them."""
         size = _SLICE if between is not None and self.goes_on == "slices" and not self.mixes_rows else len(ids)
         for start in range(0, len(ids), size):
             began = time.perf_counter()

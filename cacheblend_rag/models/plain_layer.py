@@ -66,9 +66,9 @@ class PlainLayer:
     Parameters
     ----------
     layer : Module
-        One of which `products_of` is known.
+        A layer whose `products_of` is known.
     called : collection of Module
-        Parts that are called as modules, so that they may be watched, and may compute as they like.
+        Parts that are called as modules, so that hooks and overrides take effect.
     """
 
     def __init__(self, layer: Any, called: Collection[nn.Module] = ()) -> None:

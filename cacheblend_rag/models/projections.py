@@ -19,14 +19,15 @@ from cacheblend_rag.models.rope import Rotary, rotate
 
 
 class PlainKV:
-    """Keys and values by projections of their own or a fused one, cached as the heads attend to them.
+    """Keys and values from separate projections or a fused one, cached in the form in which the heads use them.
 
     Parameters
     ----------
     family : Family
     config : transformers PretrainedConfig
     attention : torch Module
-        Of one layer: asked at once for all that is wanted later, so that what is missing shows at load.
+        Attention module of one layer. All needed attributes are looked up here, so that a missing one is an error at
+        load.
     """
 
     as_attended = True

@@ -127,7 +127,7 @@ def context_window(config: Any) -> int | None:
     Returns
     -------
     int or None
-        None if the config does not say it.
+        None if the config does not give it.
     """
     config = config.get_text_config()
     given = getattr(config, "max_position_embeddings", None)

@@ -58,7 +58,8 @@ class Starter:
     unpacked_bytes : int
         Size of what is unpacked from it; 0 for a GGUF file.
     weights, weights_sha256 : str
-        File of the weights in the folder of the model, and its SHA-256. It is what is trusted, whoever carries it.
+        File of the weights in the folder of the model, and its SHA-256. This hash is what makes the file trusted, not
+        its package.
     licence, origin : str
     """
 
@@ -79,7 +80,7 @@ class Starter:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the file is a GGUF file, and so is the weights; otherwise it is a zip file of a folder."""
+        """Whether the file is a GGUF file; otherwise it is a zip file of a model folder."""
         return PurePosixPath(self.weights).suffix == ".gguf"
 
     @property

@@ -63,7 +63,7 @@ def treatment_of(config: Any) -> Treatment:
 
 
 def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
-    """How prompts of a model are answered, by its id, folder or GGUF file; only its config is read, or fetched.
+    """How prompts of a model are answered, by its id, folder or GGUF file; only the config is read or downloaded.
 
     Raises
     ------

@@ -106,7 +106,7 @@ class AnswerSplitter:
         return new, self._grown(read.found) if self._early else []
 
     def rest(self, content: str) -> str:
-        """The part of a complete answer that is left; nothing if it is another one since, being corrected."""
+        """The part of a complete answer that was not handed out; empty if the answer was corrected."""
         return content[len(self.handed_out) :] if content.startswith(self.handed_out) else ""
 
     def end(self, found: Sequence[WrittenCall | BegunCall]) -> list[CallPiece]:
@@ -119,7 +119,7 @@ class AnswerSplitter:
         return pieces + [CallPiece(number, unreadable_end(self.calls[number].written)) for number in self.unread]
 
     def finish(self, text: str) -> tuple[str, list[CallPiece]]:
-        """The text and the pieces of calls that are left of a whole answer, which comes without its opening."""
+        """The text and calls of a complete answer (without its opening) that were not handed out yet."""
         self.read = parse_calls(self._opening + text, self._tools, begun=bool(self._opening))
         return self.rest(self.read.content), self.end(self.read.found)
 
@@ -152,7 +152,7 @@ class AnswerSplitter:
 
 
 def unreadable_end(written: str) -> str:
-    """An end of the beginning of some JSON with which it is none: a bracket that closes what is not open."""
+    """Position in unfinished JSON at which it becomes invalid: a closing bracket without an opening one."""
     structure, string, _ = STRING.sub(r"\1", written).partition('"')
     opened = list[str]()
     for mark in re.findall(r"[{}\[\]]", structure):

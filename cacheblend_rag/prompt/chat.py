@@ -86,7 +86,7 @@ def render_turns(
     Raises
     ------
     ConfigError
-        If the tokenizer has no chat template or one that is none, or ``tools`` are given and it has no place for them.
+        If the tokenizer has no valid chat template, or ``tools`` are given and the template does not take tools.
     PromptError
         If there is no message, or the template refuses them.
     """
@@ -151,7 +151,7 @@ def _template_error(turns: Sequence[Mapping[str, Any]], error: Exception) -> Pro
 
 
 def call_as_written(tokenizer: Any) -> str:
-    """A tool call as the chat template writes it into a conversation, as text; empty if it writes none.
+    """A tool call as the chat template writes it into a conversation; empty if it writes no calls.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **op
 
 
 def not_text(kind: object, block: Mapping[str, Any] | None = None) -> PromptError:
-    """The error for a message that holds a block of another kind than text, or one that does not name its type."""
+    """The error for a message with a block that is not text or does not name its type."""
     held = f" that holds {', '.join(map(repr, block)) or 'nothing'}" if kind is None and block is not None else ""
     named = f"a block without a type{held}" if kind is None else f"a block of type {kind!r}"
     return PromptError(
@@ -241,7 +241,7 @@ def question_turns(context: str, question: str, instructions: str | None = None)
 
 
 def check_choice(choice: Any, names: Sequence[str]) -> str | None:
-    """Which tool must be called: its name, ``"any"``, or None for none in particular.
+    """The tool that must be called: its name, ``"any"``, or None if no call is required.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def opening(choice: str | None, tokenizer: Any) -> str:
 
 
 def call_rests(choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[CallText]:
-    """Texts that may stand behind `opening`, for each tool that may be called.
+    """Texts that may follow `opening`, for each tool that may be called.
 
     Parameters
     ----------

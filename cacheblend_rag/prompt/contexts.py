@@ -88,9 +88,9 @@ class Contexts:
         return hashlib.sha256(repr(self.ids).encode()).hexdigest()
 
     def numbers_for(self, chunk: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of the contexts for a chunk of these ids: those it is no part of, or all if it is part of each.
+        """Numbers of the contexts for a chunk: those that do not contain it, or all if each contains it.
 
-        Behind itself a chunk would be read as a repetition.
+        After itself, a chunk would be read as a repetition.
         """
         begins = finder([chunk])
         others = tuple(number for number, ids in enumerate(self.ids) if not begins(ids))
@@ -138,7 +138,7 @@ def contexts_beside(
 
 
 def side_by_side(sizes: Sequence[int], tokens: int) -> list[list[int]]:
-    """Chunks that share their contexts: those that follow one another.
+    """Groups of consecutive chunks that share their contexts.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def side_by_side(sizes: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def finder(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
-    """Says of the ids of a context whether one of some chunks begins in them."""
+    """Function that says whether one of the chunks begins within the ids of a context."""
     openings = [_join(chunk[:OPENS]) for chunk in chunks]
 
     def begins(context: Sequence[int]) -> bool:

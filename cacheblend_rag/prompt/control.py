@@ -40,7 +40,7 @@ class ControlTokens:
         """Any of them."""
 
     def owned(self, text: str) -> str:
-        """A template's own text, each of its control tokens marked as one; so is the beginning, in case it has none."""
+        """A template's text with each control token marked. The beginning is marked, too, in case it has none."""
         return OWN + self.any.sub(lambda found: OWN + found[0], text)
 
     def apart(self, text: str) -> list[tuple[int, str]]:

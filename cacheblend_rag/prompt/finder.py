@@ -1,4 +1,4 @@
-"""Finders: they make chunks of text in a prompt that nobody has named."""
+"""Finders: they find chunks in prompts whose chunks are not marked."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _ESCAPES: tuple[tuple[str, Callable[[str], str]], ...] = (
 
 
 def squeeze(text: str) -> str:
-    """A text with each stretch of white space as one space, and none around it."""
+    """A text with each run of white space replaced by one space, and stripped at both ends."""
     return " ".join(text.split())
 
 
@@ -88,7 +88,7 @@ class SqueezedText:
         return inside and self.origin(at) == self.origin(at - 1) + 1
 
     def word_start(self, at: int) -> int:
-        """Where the stretch without white space begins in which a character stands."""
+        """Start of the word that contains a character."""
         return self._starts[bisect_right(self._starts, at) - 1]
 
     def next_word(self, at: int) -> int:
@@ -184,7 +184,7 @@ def find_whole(text: SqueezedText, forms: dict[str, str], free: Callable[[int, i
     forms : dict
         Of the document, from `solid_forms`.
     free : callable
-        Whether nothing else was found from one character of the prompt to another.
+        Whether no other chunk was found within a range of characters of the prompt.
 
     Returns
     -------
@@ -217,16 +217,16 @@ def find_cut(text: SqueezedText, forms: dict[str, str], free: Callable[[int, int
 
 
 def change_of(document: str, written: str, forms: dict[str, str] | None = None) -> str:
-    """In what a document as it stands in a prompt differs from the one that was retrieved; empty if in nothing.
+    """How a document in a prompt differs from the retrieved document; empty if they are equal.
 
     Parameters
     ----------
     document : str
-        As it was retrieved.
+        The retrieved text.
     written : str
-        As it stands in the prompt.
+        The text in the prompt.
     forms : dict, optional
-        Of the document, from `solid_forms`, where they are at hand.
+        Forms of the document from `solid_forms`, if already computed.
     """
     if written.strip() == document.strip():
         return ""

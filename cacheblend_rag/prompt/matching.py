@@ -51,7 +51,7 @@ class RetrievedDocument:
     texts : tuple of str
         Its text, or all its unchanged texts, such as one with metadata and one without.
     rewritten : tuple of str
-        Texts that a later step put in its place.
+        Texts that a later step used instead.
     left_out : bool
         Whether a later step returned other documents without it.
     """
@@ -62,14 +62,14 @@ class RetrievedDocument:
 
     @property
     def looked_for(self) -> list[str]:
-        """Its texts, white space squeezed; those that are too short for a chunk are left out."""
+        """Its texts with squeezed white space, without texts that are too short for a chunk."""
         return [form for one in (*self.texts, *self.rewritten) if len(form := squeeze(one)) >= SHORTEST]
 
 
 def find_changed(
     text: str, found: Iterable[Match], documents: Iterable[RetrievedDocument], noted: WrittenForms
 ) -> dict[Match, WrittenForm]:
-    """Documents that do not stand in a text as they are, in the forms in which chains write them.
+    """Documents that are in a text only in a changed form, as chains write them.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def find_changed(
     found : iterable of Match
         Earlier matches in it; nothing is looked for there.
     documents : iterable of RetrievedDocument
-        Those that stand within a chunk that was found are passed over, and so are those that were left out.
+        Documents within a found chunk are skipped, and so are documents that were left out.
     noted : WrittenForms
         Where the forms that are found are noted.
 
@@ -250,7 +250,7 @@ def rebuild(
     questions_from: int | None = None,
     documents: Iterable[DocumentPlace] = (),
 ) -> Prompt:
-    """Make a prompt of a text and the chunks found in it; joined again it is that very text.
+    """Make a prompt from a text and the chunks found in it; joined again, it is the same text.
 
     Parameters
     ----------

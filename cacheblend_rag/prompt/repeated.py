@@ -111,7 +111,7 @@ class Said:
 
 
 def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
-    """Where messages stand in the prompt that was rendered of them, and the template's own text before the first.
+    """Positions of messages in the prompt rendered from them, and of the template's text before the first message.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def said_in(text: str, turns: Iterable[Mapping[str, Any]]) -> list[Said]:
     Returns
     -------
     list of Said
-        Nothing at all if one message does not stand there as it is: then it cannot be told whose words are whose.
+        Empty if a message is not in the prompt unchanged: then it is unknown who wrote which words.
     """
     parts, behind = list[Said](), 0
     for turn in turns:
@@ -199,7 +199,7 @@ class RepeatedTexts:
             self.of(salt).hear(text)
 
     def forget(self, salt: str | None) -> None:
-        """Forget all that was seen of a tenant, or of all: it must be seen twice again to be found."""
+        """Forget all text seen from one tenant or from all; it must appear twice again to be found."""
         with self._lock:
             for one in [*self._finders] if salt is None else [salt]:
                 self._finders.pop(one, None)
@@ -247,7 +247,7 @@ class RepeatedText:
     Parameters
     ----------
     limit : int
-        Windows that are remembered at least; those that were not seen for longest are forgotten first.
+        Least number of windows to remember; those not seen for longest are forgotten first.
 
     Notes
     -----
@@ -402,7 +402,7 @@ class _Windows:
         return found
 
     def known_spans(self, seen: Sequence[_Seen], is_open: Sequence[bool]) -> Iterator[Match]:
-        """Spans of earlier prompts that stand in this one; they may overlap.
+        """Spans of this prompt that also appeared in earlier prompts; they may overlap.
 
         A window that stands in it over and over begins few of them: time is in proportion to the text's length.
         """

@@ -137,7 +137,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=64)
 def template_variables(template: str) -> frozenset[str]:
-    """Variables that a chat template reads; none of one that cannot be parsed."""
+    """Variables that a chat template reads; empty if the template cannot be parsed."""
     environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
@@ -172,9 +172,9 @@ def marks_of(tokenizer: Any) -> ThoughtMarks:
 
 
 def hidden_ids(tokenizer: Any, marks: ThoughtMarks) -> frozenset[int] | None:
-    """Special tokens that are no text of an answer; None if those are all special tokens.
+    """Special tokens to leave out of an answer's text; None if all are to be left out.
 
-    Marks of thoughts are special tokens in some families, and have to be seen.
+    In some families the marks of thoughts are special tokens, and must stay visible.
     """
     texts = "".join((*marks.begin, *marks.end, *marks.answer, *(_CHANNELS if marks.channels else ())))
     added = added_tokens(tokenizer)
@@ -191,7 +191,7 @@ def added_tokens(tokenizer: Any) -> dict[int, Any]:
 def check_reasoning(
     tokenizer: Any, reasoning: Reasoning, name: str = "reasoning", most_thought: int | None = None
 ) -> None:
-    """Refuse to let a model think that marks no thoughts, and a length for thoughts that there are none of.
+    """Refuse thinking for a model that marks no thoughts, and a length of thoughts for a model that will not think.
 
     Raises
     ------
@@ -237,7 +237,7 @@ def switched(template: str, reasoning: Reasoning) -> dict[str, Any]:
 
 
 def thinks(reasoning: Reasoning, options: Mapping[str, Any] | None) -> Reasoning:
-    """Whether a model will think, if a call has arguments of its own for the chat template: these win."""
+    """Whether a model will think. A call's own arguments for the chat template take precedence."""
     for name in _SWITCHES:
         if isinstance(given := (options or {}).get(name), bool):
             return (reasoning or True) if given else False
@@ -263,7 +263,7 @@ def begin_answer(tokenizer: Any, prompt: str, begun: str, reasoning: Reasoning) 
 
 
 def turns_to_think(template: str, turns: Sequence[Mapping[str, Any]], reasoning: Reasoning) -> list[Mapping[str, Any]]:
-    """Turns as a template shall see them: earlier thoughts where it reads them, and its switch where that is a word.
+    """Turns as a template expects them: with thoughts if it reads them, and with its switch if that is a word.
 
     Parameters
     ----------
@@ -316,11 +316,11 @@ class ThoughtSplitter:
 
     @property
     def undecided(self) -> str:
-        """Text of which it is not known yet whether it begins a thought."""
+        """Text that may still turn out to begin a thought."""
         return self._held if self.place == "start" else ""
 
     def settle(self) -> None:
-        """Take an answer that has not begun for one without a thought, whatever it begins with."""
+        """Treat an answer that has not begun as one without a thought."""
         if self.place == "start":
             self.place = "behind" if self._skip else "answer"
 
@@ -330,7 +330,7 @@ class ThoughtSplitter:
         return self._pieces(final=False)
 
     def end(self) -> list[str]:
-        """The pieces that are left when the answer has ended."""
+        """The remaining pieces at the end of the answer."""
         return self._pieces(final=True)
 
     def _pieces(self, final: bool) -> list[str]:

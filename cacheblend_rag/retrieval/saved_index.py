@@ -130,7 +130,7 @@ def read_index(folder: str | os.PathLike[str]) -> SavedIndex:
 
 
 def read_manifest(place: Path) -> dict[str, Any]:
-    """Which files belong to a saved index, and what it is of."""
+    """The files of a saved index, and what was indexed."""
     try:
         data = (place / _MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:

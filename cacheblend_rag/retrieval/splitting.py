@@ -68,10 +68,9 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
     Returns
     -------
     list of Document
-        Chunks in the order of the files, without white space at either end, none empty. The
-        metadata hold ``source`` (path in the folder), ``chunk`` (number in the file, from 0),
-        ``start_index`` (character in the file, of a PDF: in the page) and, for a PDF, ``page``
-        (from 1).
+        Non-empty chunks in the order of the files, stripped of white space at both ends. The metadata hold ``source``
+        (path in the folder), ``chunk`` (number in the file, from 0), ``start_index`` (character in the file, of a PDF:
+        in the page) and, for a PDF, ``page`` (from 1).
 
     Raises
     ------

@@ -139,11 +139,11 @@ class KVStore(ABC):
 
     @abstractmethod
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
-        """The records of several keys, those that there are; one that cannot be read is a miss and is logged."""
+        """The records of several keys, as far as they exist; an unreadable record is a miss and is logged."""
 
     @abstractmethod
     def put(self, key: str, record: KVRecord) -> None:
-        """Store a record, replacing one of the same key.
+        """Store a record, replacing an earlier record of the same key.
 
         Raises
         ------
@@ -157,12 +157,12 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Erase a record; whether there was one.
+        """Erase a record; True if it existed.
 
         Raises
         ------
         StoreError
-            If it cannot be erased; wherever else it is kept, it is erased all the same.
+            If the record cannot be erased; its copies elsewhere are erased nevertheless.
         """
 
     @abstractmethod
@@ -172,23 +172,23 @@ class KVStore(ABC):
     # A store overrides these where it can do better.
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
-        """Claim the making of a record, so that two who miss it do not both compute it; here within one process.
+        """Claim a missing record, so that only one caller computes it; in this class, within one process.
 
         Parameters
         ----------
         key : str
         wait : float
-            Seconds to wait for the one that holds it.
+            Seconds to wait for another holder of the claim.
 
         Returns
         -------
         context manager
-            Gives whether it is ours; without it, another is making the record.
+            Gives True if the claim was obtained, False if another caller is computing the record.
         """
         return _claimed((id(self), key), wait)
 
     def prefetch(self, key: str) -> bool:
-        """Bring a record closer ahead of its use, where that can be done; whether there is one."""
+        """Bring a record closer ahead of its use, if possible; True if the record exists."""
         return self.contains(key)
 
     def volume(self) -> int:
@@ -223,7 +223,7 @@ class KVStore(ABC):
         return info.layers * CODECS["raw"].layer_bytes(info) if form is None else record_bytes(info, form)
 
     def announce(self, key: str, record: StoredKV) -> None:
-        """Call `on_evict` for a record that is about to go; it goes whatever becomes of the call."""
+        """Call `on_evict` for a record that is about to be evicted, and evict it even if the call fails."""
         if self.on_evict is None:
             return
         try:
@@ -254,7 +254,7 @@ def _claimed(claim: tuple[int, str], wait: float) -> Iterator[bool]:
 
 
 def check_store(store: object, field: str = "store") -> KVStore:
-    """The store given; what is none is refused.
+    """Return the store; refuse any other object.
 
     Raises
     ------

@@ -159,7 +159,7 @@ class EncodedKV(SegmentKV):
         return self.codec.decode(self.layers[layer].numpy(), self.info)
 
     def decode(self) -> SegmentKV:
-        """The same, as the model's element type has it."""
+        """The same KV, decoded to the model's element type."""
         keys, values = zip(*map(self.layer, range(self.info.layers)), strict=True)
         return SegmentKV(keys, values, self.rotated)
 
@@ -184,7 +184,7 @@ class EncodedKV(SegmentKV):
         return Written(self.codec.name, self.layers) if isinstance(self.layers, torch.Tensor) else None
 
     def join(self, pinned: bool) -> EncodedKV:
-        """A copy whose layers lie one behind another."""
+        """A copy whose layers are contiguous."""
         block = torch.empty((len(self.layers), len(self.layers[0])), dtype=torch.uint8, pin_memory=pinned)
         return EncodedKV(self.info, self.codec, torch.stack(tuple(self.layers), out=block))
 
@@ -195,7 +195,7 @@ def codec_named(name: str) -> Codec:
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is no codec of this name.
     """
     if name not in CODECS:
         raise ConfigError("codec", name, "use one of " + ", ".join(map(repr, CODECS)))

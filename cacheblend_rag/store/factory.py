@@ -66,7 +66,7 @@ def are_locations(store: object) -> TypeGuard[StoreLocations]:
 
 
 def absolute_locations(store: StoreLocations) -> list[str]:
-    """The same locations, whatever folder a process happens to be in."""
+    """The same locations, independent of the current folder."""
     return [path if "://" in path else os.path.abspath(path) for path in [os.fspath(one) for one in _each(store)]]
 
 
@@ -76,7 +76,7 @@ def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
     Raises
     ------
     ConfigError
-        If the address is none.
+        If the address is not valid.
     MissingExtraError
         If the package of its client is not installed.
     """

@@ -59,8 +59,8 @@ class MemoryStore(KVStore):
     device : str or torch.device
         Where records are kept: ``"cpu"``, or a GPU.
     pinned : bool
-        Keep all records on a CPU in pinned memory, from which a GPU reads fast. What a folder wrote in eight bits stays
-        as it was written. Records that a GPU computed are always in pinned memory.
+        Keep all records on a CPU in pinned memory, from which a GPU reads fast. Records in 8 bits from a folder stay in
+        8 bits. Records that a GPU computed are always in pinned memory.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class RecordFormat:
         codec_named(self.codec)
 
     def sealed(self) -> RecordFormat:
-        """The same with the seal of ``CACHEBLEND_RAG_ENCRYPTION_KEY``, if that is set and there is none yet."""
+        """The same format, encrypted with ``CACHEBLEND_RAG_ENCRYPTION_KEY`` if it is set and no key was given."""
         return self if self.seal else dataclasses.replace(self, seal=Seal.from_environment())
 
     def codec_of(self, info: RecordInfo) -> Codec:
@@ -289,7 +289,7 @@ class FileRecord(EncodedRecord):
 
     @property
     def codec(self) -> str | None:
-        """See `StoredKV.codec`; none of an encrypted record."""
+        """See `StoredKV.codec`; empty for an encrypted record."""
         return self._codec.name if self._seal is None else None
 
     def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:

@@ -97,12 +97,12 @@ class _Circuit:
 
 
 class RemoteStore(KVStore):
-    """A KV store on another machine. A subclass says how it is asked.
+    """A KV store on another machine. A subclass implements the protocol.
 
     Parameters
     ----------
     name : str
-        As messages call it: an address without secrets.
+        Name of the store in messages: its address without secrets.
     tier : str
     timeout : float
         Seconds that one call may take.
@@ -113,11 +113,11 @@ class RemoteStore(KVStore):
 
     Notes
     -----
-    `open_all`, `contains` and `prefetch` take a store that is away for one that holds nothing. `delete`,
-    `infos`, `put` and `volume` raise.
+    While the store cannot be reached, `open_all`, `contains` and `prefetch` treat it as empty; `delete`, `infos`,
+    `put` and `volume` raise.
 
-    A record is written once. A key says all that the KV is computed from, so whoever finds the record of a key stored
-    has nothing to write.
+    A record is written once. The key covers everything that the KV is computed from, so a stored record never needs
+    to be written again.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RemoteStore(KVStore):
         return None
 
     def put(self, key: str, record: KVRecord) -> None:
-        """Store a record, unless there is a readable one of the same identity; see `KVStore.put`."""
+        """Store a record, unless a readable record of the same identity exists; see `KVStore.put`."""
         with self.writes.call():
             if self._write(key, record, replace=False):
                 return

@@ -56,7 +56,7 @@ class S3Store(RemoteStore):
     Raises
     ------
     ConfigError
-        If the address is none, or has a secret in it.
+        If the address is not valid, or contains a secret.
     MissingExtraError
         If ``obstore`` is not installed.
     """
@@ -256,7 +256,7 @@ class S3Record(EncodedRecord):
             memoryview(buffer)[:] = data[stop - len(buffer) : stop]
 
     def close(self) -> None:
-        """Wait for nothing more."""
+        """Stop waiting for requests."""
         for one in self._coming.values():
             one.cancel()
         self._coming.clear()

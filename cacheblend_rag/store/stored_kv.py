@@ -80,7 +80,7 @@ class KVRecord:
 
 
 class StoredKV(ABC):
-    """A record opened for reading, layer by layer. A record of one's own has `info` and `read_layer`.
+    """A record opened for reading, layer by layer. A custom record implements `info` and `read_layer`.
 
     It stays readable if the store evicts it meanwhile. One on another machine may then be lost: reading raises
     `RecordError`.
@@ -150,7 +150,7 @@ class StoredKV(ABC):
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - many hold nothing open
-        """Release what is held open."""
+        """Close the open file or connection."""
 
 
 def record_key(

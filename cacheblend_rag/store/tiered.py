@@ -59,7 +59,7 @@ class TieredStore(KVStore):
     Raises
     ------
     ConfigError
-        If there is none, one is no `KVStore`, or one on another machine stands above one of this machine.
+        If there are no tiers, a tier is not a `KVStore`, or a remote tier stands above a local one.
 
     Notes
     -----
@@ -113,7 +113,7 @@ class TieredStore(KVStore):
         return (self._own or self._tiers)[-1].stats()
 
     def volume(self) -> int:
-        """Bytes taken of the size limit: by the tiers of this machine that keep records, or by a larger one."""
+        """Bytes in use: in the persistent tiers of this machine, or in a larger tier."""
         return sum(tier.volume() for tier in self._largest)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
@@ -162,12 +162,12 @@ class TieredStore(KVStore):
         return self._behind.waits(key) or any(tier.contains(key) for tier in self._tiers)
 
     def delete(self, key: str) -> bool:
-        """Erase a record from every tier; whether there was one.
+        """Erase a record from every tier; True if any tier had it.
 
         Raises
         ------
         StoreError
-            If a tier failed; the others were tried all the same.
+            If a tier failed; all other tiers were tried, too.
         """
         failed: list[StoreError] = []
         erased = False

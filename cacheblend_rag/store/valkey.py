@@ -58,7 +58,7 @@ class ValkeyStore(RemoteStore):
     Raises
     ------
     ConfigError
-        If the address is none, or has a secret in it.
+        If the address is not valid, or contains a secret.
     MissingExtraError
         If ``valkey`` is not installed.
     """
@@ -94,7 +94,7 @@ class ValkeyStore(RemoteStore):
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Within it errors of the client become ours."""
+        """Context that turns errors of the client into `StoreError`."""
         failures = self._valkey.exceptions
         try:
             yield

@@ -64,7 +64,7 @@ def check_agreed(agreed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def agree(version: str, own: Mapping[str, Any]) -> None:
-    """Agree with the other replicas of a configuration; the first one says to what.
+    """Agree with the other replicas of a configuration; the first replica sets the terms.
 
     Raises
     ------
@@ -131,7 +131,7 @@ class Replica:
         chunks : mapping of int to int
             Its pieces; the router has looked at them, and at the next.
         ids : str
-            How the ids of the only replica that can answer it begin, if there is but one.
+            Prefix of the ids of the only replica that can answer; empty if any replica can.
         """
         async for one in call_app(self._app, call):
             yield replace(one, headers=(*one.headers, self._header)) if isinstance(one, Head) else one
@@ -149,7 +149,7 @@ class Replica:
         return {"held": self._store.summary()}
 
     async def check_health(self) -> None:
-        """Let Ray start another in its place if this one does not work."""
+        """Raise if this replica does not work, so that Ray replaces it."""
         await self._service.check_working()
 
     def __del__(self) -> None:
@@ -162,7 +162,7 @@ class Replica:
 
 
 def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
-    """A server in the first folder that no other replica of this machine has: one that was there before is found."""
+    """A server in the first folder that no other replica uses, so that a restart finds its own."""
     from cacheblend_rag.app.fleet.summaries import SummarizedStore
     from cacheblend_rag.app.server.services.service import open_service
 

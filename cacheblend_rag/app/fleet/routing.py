@@ -65,7 +65,7 @@ class HeldChunks:
 
     @classmethod
     def read(cls, summary: object) -> HeldChunks:
-        """Read a `summary`; one that is missing, damaged or too long holds nothing."""
+        """Read a `summary`; a missing, damaged or overlong summary counts as empty."""
         if not isinstance(summary, Mapping):
             return cls()
         try:
@@ -96,10 +96,10 @@ class RoutingRule:
     Parameters
     ----------
     imbalance_limit : float
-        By how many ongoing requests a replica may exceed the least loaded one if it holds all chunks. Lower it if
-        requests queue at one replica while others are idle.
+        Number of ongoing requests by which a replica that holds all chunks may exceed the least loaded replica. Lower
+        it if requests queue at one replica while others are idle.
     disk_worth : float
-        Worth of a token on disk; one in memory has 1.
+        Weight of a token on disk; a token in memory has weight 1.
     """
 
     imbalance_limit: float = 4.0
@@ -123,7 +123,7 @@ def rank_replicas(
     chunks : mapping of int to int
         Tokens of the request's chunks, by digest.
     held : mapping of str to HeldChunks
-        By replica; one that is missing holds nothing.
+        By replica; a missing replica holds nothing.
     ongoing : mapping of str to int
         Requests that each replica has in hand. These are the replicas there are.
     rule : RoutingRule

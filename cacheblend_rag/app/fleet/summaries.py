@@ -42,7 +42,7 @@ class SummarizedStore(WrappedStore):
         inner.on_evict = lambda key, record: self._forget(key)
 
     def read(self, decode: Callable[[Sequence[int]], str], fingerprint: str, separator: str) -> None:
-        """Read what the folder holds of a model; from then on what changes is noted.
+        """Read which chunks of a model the folder holds. Later changes are tracked.
 
         Parameters
         ----------

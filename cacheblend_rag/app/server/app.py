@@ -289,7 +289,7 @@ def _add_plain_routes(app: FastAPI) -> None:
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
     async def metrics(request: Request) -> Response:
-        """Counts in Prometheus' form: those of the key's own tenant, or all for a key that is for metrics."""
+        """Counts in Prometheus' format: of the key's tenant, or of all tenants for a key made with ``--metrics``."""
         service = service_of(request)
         alone = len(service.sessions) == 1
         text = await asyncio.to_thread(service.metrics.text, request.scope["caller"].tenant, alone=alone)

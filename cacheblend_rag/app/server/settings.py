@@ -262,7 +262,7 @@ class ServerSettings:
 
     @property
     def models(self) -> dict[str, str]:
-        """Paths or ids of all models by what clients call them; the first answers where a request names none."""
+        """Paths or ids of all models by their public names. The first model answers requests that name no model."""
         return {self._first_name: os.fspath(self.rag.model), **dict(map(_named, self.also_models))}
 
     @property

@@ -129,7 +129,7 @@ def keep_at_least(rule: SelectionRule, ratio: float) -> SelectionRule:
     Returns
     -------
     SelectionRule
-        The rule itself if it keeps that many already, or if it has no share that could be raised.
+        The rule itself if it already keeps that share, or if its share cannot be raised.
     """
     present = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     raised: dict[str, Any] = {}

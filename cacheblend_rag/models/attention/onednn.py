@@ -80,7 +80,7 @@ def attend_directly(
 
 
 def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Causal attention of rows that are the last positions; parameters and result as in `attend_directly`."""
+    """Causal attention of the rows at the last positions; parameters and result as in `attend_directly`."""
     tokens, size = key.shape[2], rows_of_block(query.shape[1] // key.shape[1])
     before = tokens - query.shape[2]
     later = query.new_full((1, 1, size, size), float("-inf")).triu(1)
@@ -94,9 +94,9 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 @cache
 def agrees() -> bool:
-    """Whether this gives what PyTorch's kernel gives; looked at once a process.
+    """Whether this agrees with PyTorch's kernel; checked once for each process.
 
-    That softmax may overwrite what it reads is nowhere promised.
+    PyTorch does not promise that softmax may overwrite its input.
     """
     chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
     heads, kv_heads, rows, tokens, width = 4, 2, 32, 256, 64

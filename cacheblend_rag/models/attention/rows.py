@@ -36,7 +36,7 @@ _MOST_FOLDED = 2**23
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring rows, and the positions that any of them sees.
+    """Neighbouring rows, and the positions that at least one of them sees.
 
     Parameters
     ----------
@@ -73,16 +73,16 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class RowMask:
-    """The positions that some rows see, in every form that attention here takes.
+    """The positions that some rows see, in each form that the attention functions here accept.
 
     Parameters
     ----------
     added : Tensor, [1, 1, rows, tokens]
-        Added to the scores; where only kernels that know positions are asked, it stands for that and is ``[rows, 1]``.
+        Added to the scores; a placeholder ``[rows, 1]`` if only kernels that take positions are used.
     blocks : tuple of Block
-        In which a CPU's kernels take it; by default whole.
+        Blocks for a CPU's kernels; by default a single block.
     positions : RowPositions or None
-        Arguments of a GPU's kernel in its place.
+        Arguments for a GPU's kernel, instead of a mask.
     """
 
     added: torch.Tensor
@@ -245,8 +245,8 @@ def attend_rows(
     -----
     transformers copies each key and value for all query heads of its group whenever there is a
     mask. Kernels on a CPU need no such copies; on other devices they would leave the fused path.
-    A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
-    average, so they are taken block by block (`in_blocks`), each with what it can see.
+    A kernel also computes what a mask hides. Kept rows lie all over the prompt and see half of it on average, so
+    they are processed in blocks (`in_blocks`), each with the positions that it can see.
     """
     if mask is not None and mask.positions is not None:
         return mask.positions.attend(query, key, value, scaling)
@@ -281,7 +281,7 @@ def _attend(
 
 
 def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group: int) -> RowMask:
-    """The mask, with the blocks in which a CPU's kernels take it; elsewhere a call costs more than it saves.
+    """The mask, divided into blocks for a CPU's kernels; on other devices a call costs more than it saves.
 
     Parameters
     ----------
@@ -292,8 +292,8 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     window : int or None
         Sliding window of the layer.
     group : int
-        Query heads that share a key. Kernels arrange the keys for each head anew, so few rows of several heads
-        are taken as many rows of one.
+        Query heads that share a key. Kernels rearrange the keys for each head, so few rows of several heads are treated
+        as more rows of one head.
     """
     count, tokens = mask.shape[2:]
     if mask.device.type != "cpu" or not count:

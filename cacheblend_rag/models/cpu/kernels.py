@@ -88,7 +88,7 @@ def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def agrees() -> bool:
-    """Whether the private operator that multiplies is there and gives the product; looked at once a process."""
+    """Whether the private operator exists and gives the right product; checked once for each process."""
     chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
     rows, weight = (torch.rand(count, 64, device="cpu", generator=chance) for count in (8, 16))
     try:

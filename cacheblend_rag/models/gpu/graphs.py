@@ -101,7 +101,7 @@ class LayerGraphs:
         self._lock = threading.Lock()
 
     def settle(self) -> None:
-        """Forget what was recorded if weights lie elsewhere by now."""
+        """Forget the recordings if weights have moved in memory."""
         found = [weight.data_ptr() for layer in self._layers for weight in layer.weights]
         if found != self._addresses:
             self.sizes.clear()

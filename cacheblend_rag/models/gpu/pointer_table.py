@@ -16,8 +16,8 @@ class KVPointers:
     Parameters
     ----------
     entries : Tensor, [3] or [rows, 3], int64
-        Address of the keys, of the values, and how many positions each head has room for: of all rows, or of each row
-        where each belongs to another answer.
+        Addresses of the keys and of the values, and the positions that each head has room for. One entry for all rows,
+        or one for each row if the rows belong to different answers.
     kv_heads : int
     """
 

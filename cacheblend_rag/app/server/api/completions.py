@@ -37,7 +37,7 @@ COLDEST = 0.01
 
 
 class AnswerRequest:
-    """A request for answers: each prompt has ``n``, made one after the other."""
+    """A request for ``n`` answers to each prompt, generated one after the other."""
 
     kind, chunk_kind, mark = "", "", ""
     most_field = "max_tokens"
@@ -58,11 +58,11 @@ class AnswerRequest:
         self._ends: float | None = None
 
     def prepare(self) -> None:
-        """Make the prompts, and refuse those that do not fit or that the tenant has no tokens for."""
+        """Build the prompts, and refuse them if they do not fit or if the tenant has too few tokens left."""
         raise NotImplementedError
 
     def choices(self, slot: Slot) -> Iterator[Choice]:
-        """The answers in their order; each is to be read to its end before the next is taken."""
+        """The answers in order; read each to its end before taking the next."""
         raise NotImplementedError
 
     def thinking(self) -> tuple[Reasoning, int | None]:
@@ -370,7 +370,7 @@ def _call_delta(piece: CallPiece) -> dict[str, Any]:
 
 
 def _reason(answer: Generation, called: bool, unread: bool) -> str:
-    """Why an answer ended: a call that was cut is no reason to make one."""
+    """Why an answer ended. A call that was cut off does not count as a call."""
     reason = answer.report.finish_reason
     return "tool_calls" if called and not (unread and reason == "length") else reason
 

@@ -27,7 +27,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 
 @router.get("/models")
 async def models(here: Here) -> dict[str, Any]:
-    """The models that answer; clients offer each of them for a chat, so the embedder is none of them."""
+    """The models that answer. The embedder is left out, because clients offer every listed model for chats."""
     return {"object": "list", "data": [_model(here, name) for name in here.service.models]}
 
 

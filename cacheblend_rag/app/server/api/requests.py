@@ -16,7 +16,7 @@ def service_of(request: Request) -> Service:
 
 
 async def session_of(request: Request) -> Session:
-    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
+    """The session of the request's tenant; the gatekeeper has already checked the key."""
     service, name = service_of(request), request.scope["caller"].tenant
     # The key of a new tenant may have been made just now; opening its folder takes a moment.
     found: Session | None = service.sessions.get(name)

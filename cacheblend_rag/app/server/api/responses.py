@@ -192,7 +192,7 @@ class _Output:
                 yield from last.goes_on(one.arguments, None)
 
     def corrected(self, thought: str, content: str, tokens: Sequence[TokenLogProb] | None) -> bool:
-        """Take note of an answer that is another one in the end; whether its text is, or its end alone is left."""
+        """Record a corrected answer; True if its text changed, False if only its end is left to be sent."""
         for part in self._parts:
             if isinstance(part, _Thought) and not thought.startswith(part.text):
                 part.text = thought
@@ -324,7 +324,7 @@ class _Message(_Part):
         self._logprobs = list[dict[str, Any]]()
 
     def becomes(self, text: str, tokens: Sequence[TokenLogProb] | None) -> None:
-        """Another text from its beginning on: what was handed out cannot be taken back, but its end has this one."""
+        """Replace the text. Pieces that were sent cannot be taken back, but the final item has the new text."""
         self.text, self._logprobs = text, logprob_dicts(tokens or ())
 
     def item(self, status: str) -> dict[str, Any]:

@@ -33,14 +33,14 @@ def last_events(path: str, problem: Problem) -> list[str]:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that leaves its slot at the model when it ends, however it ends.
+    """A stream of events that releases its slot at the model when it ends or breaks off.
 
     Parameters
     ----------
     events : async iterator of str, or list of str
         Events made by `event`.
     slot : Slot, optional
-        The slot; left also if the client goes before the first event.
+        The slot; also released if the client disconnects before the first event.
     longest : float, optional
         Seconds after which the stream is cut: a client that does not read must not keep its slot.
     """
@@ -100,7 +100,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     Raises
     ------
     Problem
-        499 if the client went first; nobody reads it, but logs and metrics do.
+        499 if the client disconnected first; only logs and metrics see it.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -62,7 +62,7 @@ class RequestQuota(_Buckets):
     """Requests of each tenant, of whatever kind."""
 
     def refusal(self, tenant: str) -> Problem | None:
-        """Count a request, or say why it is refused: 429 with the time until there may be another."""
+        """Count a request, or return its refusal: 429 with the time until the next request is allowed."""
         _, wait = self.take(tenant, 1)
         if not wait:
             return None
@@ -79,7 +79,7 @@ class TokenQuota(_Buckets):
         Raises
         ------
         Problem
-            429 with the time until there are so many, or 400 if there never are.
+            429 with the time until enough tokens are there, or 400 if the quota can never hold that many.
         """
         self.charge(tenant, tokens, keep=True)
 
@@ -128,7 +128,7 @@ class Tenant:
         self._lock = threading.Lock()
 
     def forget(self) -> None:
-        """Read the texts of its documents anew when they are wanted."""
+        """Forget the texts of the tenant's documents; they are read again when needed."""
         with self._lock:
             self._known = None
 
@@ -189,7 +189,7 @@ class Keys:
         Raises
         ------
         Problem
-            401 if a key is needed and this is none.
+            401 if a key is needed and this key is missing or invalid.
         """
         if not self._guarded:
             return Caller(self.LOCAL, self.LOCAL)

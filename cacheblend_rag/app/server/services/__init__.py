@@ -1,4 +1,4 @@
-"""The work of the server, whoever asks for it.
+"""Services of the server, without HTTP.
 
 ===================  ================================================================================
 ``service``          objects that all requests share, and the server as one tenant sees it

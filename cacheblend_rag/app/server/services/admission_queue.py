@@ -86,7 +86,7 @@ class Slot:
                 self._queue.release(self._request, self._queue.clock() - self._began, spent)
 
     async def give_way(self) -> bool:
-        """Leave the slot to requests that wait, and wait for another one; False if nobody waited.
+        """Give the slot to a waiting request and wait for another slot; False if no request waited.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class _Request:
 
 
 class AdmissionQueue:
-    """First come, first served within a tenant; between tenants the one goes first that has had the model for less.
+    """First come, first served within a tenant; among tenants, the tenant that has used the model least goes first.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ class AdmissionQueue:
         return Slot(self, tenant, await self.admit(tenant, alone))
 
     async def admit(self, tenant: str, alone: Alone) -> _Request:
-        """Wait for a slot behind all waiting requests of this tenant, however many they are.
+        """Wait for a slot after all waiting requests of this tenant, without a limit on their number.
 
         Raises
         ------
@@ -268,7 +268,7 @@ class AdmissionQueue:
             request.admitted.set_result(None)
 
     def _pay_for_emptying(self, request: _Request) -> None:
-        """Count the time in which nobody else could use the slots, whether the request is served now or leaves."""
+        """Charge the time in which no other request could use the slots, even without service."""
         if self._drain is not None and self._drain[0] is request:
             request.tenant.spent += self.clock() - self._drain[1]
             self._drain = None

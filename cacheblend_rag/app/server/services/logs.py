@@ -162,7 +162,7 @@ class ServedRequest:
 
     @property
     def unused(self) -> int:
-        """Tokens that were paid for and not used; an answer that did not come to its end is paid in full."""
+        """Tokens that were charged but not used; an answer that did not finish is charged in full."""
         return 0 if self.unfinished else self.charged - self.prompt_tokens - self.generated_tokens
 
 
@@ -192,10 +192,10 @@ def log_access(one: ServedRequest) -> None:
 
 
 def add_to_span(one: ServedRequest) -> None:
-    """Add to the span that FastAPI makes of a request what it took, if OpenTelemetry is set up.
+    """Add the request's counts to its FastAPI span, if OpenTelemetry is set up.
 
-    The span ends with the last of the answer's body, so this must come before it. Each answer has a span of its own
-    below it, with its tokens by the names of the conventions. Here they have others: who sums those counts none twice.
+    The span ends with the answer's body, so this must be called before. Each answer has a child span with token counts
+    under their conventional names; the counts here have other names, so that sums count no token twice.
     """
     if trace is None or not (span := trace.get_current_span()).is_recording():
         return

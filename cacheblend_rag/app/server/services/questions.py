@@ -1,4 +1,4 @@
-"""A question and its passages as a prompt, what a report shows of the answer, and every method beside it."""
+"""A question and its passages as a prompt, the report of its answer, and the comparison of methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EarlierTurn:
 
 
 class QuestionPrompt:
-    """How a model is asked about passages: as `FolderRAG` asks it, by its chat template if it has one.
+    """Writes the prompt for a question, with the model's chat template if it has one, as `FolderRAG` does.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class QuestionPrompt:
         instructions: str | None = None,
         reasoning: Reasoning = False,
     ) -> Prompt:
-        """The prompt; whatever passages, questions and answers hold, they stay in their places.
+        """The prompt. No content of passages, questions or answers can move them to another place.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class QuestionPrompt:
         return (CHAT if self._template else STUFF).prefix.strip()
 
     def _written(self, context: str, said: Sequence[str], instructions: str | None, reasoning: Reasoning) -> str:
-        """The whole prompt's text: questions and answers in turn, the question that is asked last."""
+        """Text of the whole prompt: earlier questions and answers alternate, and the current question comes last."""
         if not self._template:
             pieces = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
             return OWN + STUFF.opening(instructions) + context + "".join(pieces)

@@ -62,7 +62,7 @@ class ServedModel:
         self._making = threading.RLock()
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio; without keys all have one salt."""
+        """The engine with a tenant's salt and a request's rule and ratio. Without keys, all requests share one salt."""
         key = salt, ratio, rule
         with self._making:
             if key not in self._engines:
@@ -87,11 +87,11 @@ class ServedModel:
 
     @property
     def thinks(self) -> bool:
-        """Whether its thoughts are told apart, and can be asked for."""
+        """Whether the model's thoughts can be recognised and requested."""
         return marks_of(self.engine.tokenizer).known
 
     def thought_tokens(self, reasoning: Reasoning, most: int | None = None) -> int | None:
-        """Most tokens of a thought, which are charged; None if none is to be expected.
+        """Most tokens of a thought, which are charged; None if the model will not think.
 
         Parameters
         ----------

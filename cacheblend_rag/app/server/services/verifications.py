@@ -1,4 +1,4 @@
-"""Answers of one tenant that are held against full prefill: results of those that waited, and the latest counts."""
+"""Verification of one tenant's answers: the results of answers that waited, and counts of the latest answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOOKING = 0.5
 
 @dataclass(frozen=True)
 class LatestAnswers:
-    """The latest answers of a model that were held against full prefill, up to 200.
+    """Counts of the latest answers of a model that were verified, up to 200.
 
     ``same`` of ``answers`` were the full model's word for word, the others were corrected. They are those of the key's
     tenant, since the server started. ``waiting`` counts answers of all models that are still to be checked.
@@ -36,7 +36,7 @@ class LatestAnswers:
 
 
 class AnswerVerifications:
-    """Verifications of one tenant's answers. They are kept in memory alone, so a server that starts knows none.
+    """Verifications of one tenant's answers. They are kept only in memory, so a restart forgets them.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class AnswerVerifications:
         return replace(report, verification=shown)
 
     async def result(self, id: str, wait: float) -> Verification:
-        """How an answer was verified; its status is ``"waiting"`` if that is not known after so many seconds.
+        """How an answer was verified; the status is ``"waiting"`` if this is not known after ``wait`` seconds.
 
         Raises
         ------
