@@ -19,7 +19,7 @@ from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV, Generation
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
-from cacheblend_rag.store.wrapped import WrappedStore
+from cacheblend_rag.store.base import WrappedStore
 from docs.benchmarks.scripts.common import read_plainly
 from tests import tiny
 

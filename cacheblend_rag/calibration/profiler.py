@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.backends import ModelInUse
 from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+import unicodedata
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +34,9 @@ from cacheblend_rag.config import (
 )
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import Drawing, LogProbs, Penalties, TokenMask, logit_bias
-from cacheblend_rag.engine.repetition import repeats
-from cacheblend_rag.engine.thinking import Thinking
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
-from cacheblend_rag.prompt.thoughts import BUDGETS, Thought
+from cacheblend_rag.prompt.thoughts import BUDGETS, Thought, hidden_ids, marks_of, splitter_of
 from cacheblend_rag.report import TokenLogProb
 
 LEAST_PENALTY = 0.01
@@ -65,8 +65,13 @@ _GRAMMAR = kind_of("what engine.grammar(schema) gives", lambda value: isinstance
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
 
-Sample = Callable[..., Any]
-"""Transformers' loop over tokens: it is called with the model, ``input_ids`` and what ``generate`` prepared."""
+# So often a stretch stands directly behind itself before an answer counts as repeating.
+_TIMES = 4
+PROSE_TOKENS, OTHER_TOKENS = 128, 512
+"""So many tokens all its copies have together, if it is prose and if it is not."""
+# Share of letters and white space in prose. Rows of a table, of numbers or of JSON, rules and code have fewer.
+_LETTERS = 0.875
+_TAIL = 32  # ids at a prompt's end in which the mark of a thought is looked for
 
 
 class DecodeArguments(TypedDict, total=False):
@@ -464,7 +469,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     window: int | None = None,
-    sample: Sample | None = None,
+    sample: Callable[..., Any] | None = None,
 ) -> DecodedAnswer:
     """Prefill and decode by transformers' own generation.
 
@@ -534,6 +539,40 @@ def _repetition(
     return lambda ids: len(ids) > least and repeats(ids, text_of)
 
 
+def repeats(ids: Sequence[int], text_of: Callable[[list[int]], str]) -> bool:
+    """Whether a text does nothing but repeat itself at its end.
+
+    The text ends with the same tokens four times or more, over at least 128 tokens of prose or 512 of anything else: a
+    table, a matrix, a rule or JSON may well repeat a line.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        Token ids of the text.
+    text_of : callable
+        Converts ids to text.
+    """
+    period = shortest_period(ids, PROSE_TOKENS)
+    if not period:
+        return False
+    text = text_of(list(ids[-2 * period :]))
+    letters = sum(one.isspace() or unicodedata.category(one)[0] in "LM" for one in text)
+    is_prose = not text.isspace() and letters >= _LETTERS * max(len(text), 1)
+    return is_prose or bool(shortest_period(ids, OTHER_TOKENS))
+
+
+def shortest_period(ids: Sequence[int], least: int) -> int:
+    """Length of the shortest sequence that ends ids four times, over ``least`` tokens; 0 if none does."""
+    count, last = len(ids), ids[-1] if ids else None
+    if count < least:
+        return 0
+    for period in range(1, count // _TIMES + 1):
+        span = max(_TIMES * period, least)
+        if ids[-1 - period] == last and ids[count - span : count - period] == ids[count - span + period :]:
+            return period
+    return 0
+
+
 class _PrefilledModel:
     """A model whose prefill is already done.
 
@@ -560,7 +599,7 @@ class _PrefilledModel:
         return CausalLMOutputWithPast(logits=logits, **{CACHE_FIELD: self._cache})
 
 
-def _drawn_by(seed: int, sample: Sample, model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+def _drawn_by(seed: int, sample: Callable[..., Any], model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
     """The sampling loop, its tokens drawn by a seed if they are drawn at all."""
     config, processors = arguments["generation_config"], arguments["logits_processor"]
     if config.do_sample:
@@ -678,6 +717,156 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
             if self._on_text is not None:
                 self._on_text(self._text[self._sent : stop])
             self._sent = stop
+
+
+class Thinking:
+    """Follows one answer token by token, and knows which of them are thought.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    prompt_ids : sequence of int
+    reasoning : bool or str
+        Whether the model shall think.
+    most : int or None
+        Most tokens of its thought; by default as many as its reasoning is worth.
+    begins : str
+        Text with which the answer is begun for the model. It is no part of the answer.
+    constrained : bool
+        Whether the answer has a form. Then it is told apart from a thought by force: a thought that is wanted is begun
+        for the model, and one that is under way has to end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int],
+        reasoning: Reasoning = False,
+        most: int | None = None,
+        begins: str = "",
+        constrained: bool = False,
+    ) -> None:
+        self._tokenizer, self.marks, self._begins = tokenizer, marks_of(tokenizer), begins
+        self._hidden = hidden_ids(tokenizer, self.marks)
+        self.constrained = constrained or bool(begins)
+        in_thought = self.marks.opened_by(self.text(list(prompt_ids[-_TAIL:])))
+        self.splitter = splitter_of(self.marks, in_thought, begins)
+        self.budget = BUDGETS[reasoning] if most is None else most
+        self.tokens = 0
+        """Tokens so far that are thought, or not known to be answer."""
+        self._forced = deque[int]()  # ids that come next, whatever the model wants
+        self._answer_begun = not self.constrained
+        if self.constrained and not in_thought:
+            if reasoning and self.marks.known:
+                self._force(self.marks.opening)
+            else:
+                self._force((self.marks.answer[0] if self.marks.channels else "") + begins)
+                self._answer_begun = True
+                if not self._forced:
+                    self.splitter.settle()
+
+    def text(self, ids: list[int]) -> str:
+        """Text of ids, with the marks of thoughts in it where these are special tokens."""
+        if self._hidden is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        shown = [one for one in ids if one not in self._hidden]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def make_room(self, config: GenerationConfig, prompt_tokens: int, window: int | None) -> int | None:
+        """Let an answer be longer by its thought, as far as the window holds both; most tokens of the answer itself.
+
+        Parameters
+        ----------
+        config : GenerationConfig
+            Its limit is that of the answer, and that of both together afterwards.
+        prompt_tokens : int
+        window : int or None
+            Most tokens of the prompt with its answer.
+        """
+        most: int | None = config.max_new_tokens
+        if most is None and config.max_length is not None:
+            most = config.max_length - prompt_tokens
+        if most is None or most < 1:
+            return None
+        marks = len(self._ids(self.marks.opening + self.marks.closing + self._begins))
+        room = most + marks + self.budget if window is None else max(most, window - prompt_tokens)
+        self.budget = max(0, min(self.budget, room - most - marks))
+        config.max_new_tokens, config.max_length = min(room, most + marks + self.budget), None
+        return most
+
+    def take(self, text: str, final: bool = False) -> list[str]:
+        """The pieces that are certain after one more token, whose text is given."""
+        splitter, answered = self.splitter, self.splitter.place == "answer" and not self._forced
+        pieces = splitter.feed(text)
+        if final:
+            pieces += splitter.end()
+        else:
+            self.tokens += not (answered or any(not isinstance(one, Thought) for one in pieces))
+        # The token that ended a thought may hold more, which has not the form of the answer.
+        return pieces if self._answer_begun else [one for one in pieces if isinstance(one, Thought)]
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens of the answer so far that are thought, the marks around it included."""
+        return self.tokens if self.splitter.thought or self._begins else 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the next token still belongs to the thought, as far as is known."""
+        begins = self.marks.known and bool(self.splitter.undecided.strip())  # so far it is the beginning of a mark
+        return bool(self._forced) or begins or self.splitter.place in ("thought", "header")
+
+    def of_answer(self, processor: Any) -> Any:
+        """The processor, kept to the answer where it is of the answer's form or takes down its log-probabilities."""
+
+        def masked(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self._begin_answer()
+            begun = self._answer_begun and not self._forced and self.splitter.place in ("answer", "behind")
+            return processor(input_ids, scores) if begun else scores
+
+        def noted(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            processor(input_ids, scores)
+            if self.under_way or self.splitter.place == "behind":
+                processor.pass_over()
+            return scores
+
+        return masked if isinstance(processor, TokenMask) else noted if isinstance(processor, LogProbs) else processor
+
+    def forcing(self, end_ids: frozenset[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The logits processor that ends a thought which is too long; to stand behind all others."""
+        ends = sorted(end_ids)
+
+        def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Scores ``[1, vocab]`` with minus infinity for what may not come next."""
+            if (token := self.next_forced()) is not None:
+                scores = torch.full_like(scores, float("-inf"))
+                scores[0, token] = 0.0
+            elif self.constrained and self.splitter.place == "thought" and ends:
+                scores = scores.clone()  # an answer that has a form does not end before it has begun
+                scores[:, ends] = float("-inf")
+            return scores
+
+        return force
+
+    def next_forced(self) -> int | None:
+        """The id that is forced next; None if the model chooses."""
+        self._begin_answer()
+        if not self._forced and self.splitter.place == "thought" and self.tokens >= self.budget:
+            self._force(self.marks.closing + self._begins)
+            self._answer_begun = True
+        return self._forced.popleft() if self._forced else None
+
+    def _begin_answer(self) -> None:
+        """Behind a thought that the model has ended, begin an answer that has a form."""
+        if not self._answer_begun and self.splitter.thought and self.splitter.place != "thought":
+            self._answer_begun = True
+            self._force(self.marks.behind + self._begins)
+
+    def _force(self, text: str) -> None:
+        self._forced.extend(self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
 def default_room(window: int | None) -> int:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
+import signal
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Unpack, cast
 
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_config, check_model_and_tokenizer
 from cacheblend_rag.engine.answering import Answering, answer_room
-from cacheblend_rag.engine.at_exit import prepare_end
-from cacheblend_rag.engine.backends import adapter_of, decode_of, load
+from cacheblend_rag.engine.backends import ModelInUse, adapter_of, decode_of, load
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.grammar import Form, Grammar
-from cacheblend_rag.engine.model_in_use import ModelInUse
 from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
-from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.scheduler import all_schedulers, scheduler_of
+from cacheblend_rag.engine.streaming import NumberedStreams, TextStream, end_answers
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
 from cacheblend_rag.engine.turns import Lifetime, Turns
-from cacheblend_rag.engine.verifications import Verifications
-from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds
+from cacheblend_rag.engine.verification import Verifications
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack, closing_seconds, queues_begun
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.loading import Prefetcher
@@ -108,7 +109,9 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         )
         self._consist_of(parts)
         weakref.finalize(lifetime, write_back.stop).atexit = False
-        prepare_end()
+        # The last to be registered is called first: before stores are closed. A fork may have lost its parent's hooks.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
 
     # Answering -----------------------------------------------------------------------------
 
@@ -456,3 +459,45 @@ class EngineParts:
     owns_store: bool
     reopen: Callable[..., BlendEngine] | None = None
     base: BlendEngine | None = None
+
+
+def _end_all() -> None:
+    """Cancel current answers, store waiting KV, and refuse all further use of models.
+
+    The interpreter ends after it: no thread of ours may be within PyTorch then, or the process is aborted.
+    """
+    with _interrupts_drop_what_waits():
+        end_answers()
+        queues, ends = queues_begun(), time.monotonic() + CLOSE_SECONDS
+        for queue in queues:
+            queue.stop()
+        for queue in queues:
+            queue.close(max(0.0, ends - time.monotonic()))
+        for scheduler in all_schedulers():
+            scheduler.hold_for_good()
+
+
+@contextlib.contextmanager
+def _interrupts_drop_what_waits() -> Iterator[None]:
+    """Within this an interrupt drops the KV that waits to be stored. Another ends the process at once.
+
+    The process ends as an interrupted one then, after all that is still to be closed.
+    """
+    interrupted = False
+
+    def drop(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for queue in queues_begun():
+            queue.drop_waiting()
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not on the main thread
+            signal.signal(signal.SIGINT, drop)
+    yield
+    if interrupted:
+        # An exception cannot leave a hook. But the interpreter notes an interrupt of code that it is given as text, and
+        # ends by SIGINT once all hooks have run, as after an interrupted program.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")

@@ -6,32 +6,31 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.backends import check_rule
-from cacheblend_rag.engine.keeping import Keeping, has_few_chunks
-from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.backends import ModelInUse, check_rule
 from cacheblend_rag.engine.prompt_cache import Begun, PromptCache, Ticket
 from cacheblend_rag.engine.ratio_policy import WORTH, RatioPolicy, controller_beside
 from cacheblend_rag.engine.route import Blend, Fused, Prefill, Route
 from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.engine.variants import Variants
+from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.fusor import FusionPlan
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.loading.shared import SharedKV
-from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, check_fits, fitted
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.prompt import FittedPrompt, Prompt, PromptTokenizer, Span, TokenizedPrompt, check_fits, fitted
 from cacheblend_rag.report import Seconds
-from cacheblend_rag.store.base import KVStore, StoredKV, discard
+from cacheblend_rag.store.base import KVStore, StoredKV, compute_if_missing, discard
 
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
@@ -45,36 +44,6 @@ class Pauses(NamedTuple):
     """Called between two slices of a plain prefill, with the seconds of the last one and the tokens read so far."""
     each_layer: Callable[[], object]
     """Called at each layer."""
-
-
-class _Arriving(Iterator[LayerKV]):
-    """KV on its way from the store, layer by layer. It ends when nobody wants the answer any more.
-
-    Parameters
-    ----------
-    layers : iterator of LayerKV
-        As the loader gives them.
-    cancelled : callable
-        True once the answer is no longer wanted.
-    """
-
-    def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
-        self._layers, self._cancelled = layers, cancelled
-        self.waited = 0.0
-        """Seconds for which the pass waited."""
-
-    def __next__(self) -> LayerKV:
-        if self._cancelled():
-            raise GenerationError("the answer was given up while its prompt was fused")
-        started = time.perf_counter()
-        try:
-            return next(self._layers)
-        finally:
-            self.waited += time.perf_counter() - started
-
-    def close(self) -> None:
-        """End the loader, whatever it still has in hand."""
-        self._layers.close()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -149,7 +118,7 @@ class Pipeline:
         tokens = len(split.input_ids)
         ticket = Ticket(self.prompts, self.segments, self.policy, tokens)
         prefill = partial(Prefill, fit=fit, ticket=ticket)
-        find_exact = partial(ticket.find_exact, split, aligned=verify != "off")
+        find_exact = partial(ticket.find, split, exact=True, aligned=verify != "off")
         if not model.adapter.reusable(tokens):
             return prefill(why=model.adapter.plain_reason)
         if has_few_chunks(split, few):
@@ -292,6 +261,8 @@ class Pipeline:
     ) -> Fused:
         """Make the KV of the whole prompt, and the logits of its last position.
 
+        A record that fails while it is read counts as never stored: the blended pass begins again.
+
         Parameters
         ----------
         route : Route
@@ -301,49 +272,40 @@ class Pipeline:
         shared : SharedKV, optional
             Layers that other prompts of a batch read, too.
         """
-        if isinstance(route, Blend):
-            return self._blended(route, cancelled, pauses, shared)
-        return self._prefilled(route, pauses)
-
-    def _blended(
-        self, blend: Blend, cancelled: Callable[[], bool], pauses: Pauses | None, shared: SharedKV | None
-    ) -> Fused:
-        """By the blended pass. A record that fails on the way counts as never stored: the pass begins again."""
-        adapter, started, clock, lost = self.segments.model.blended, time.perf_counter(), ReadClock(), 0
-        waited = 0.0
+        if not isinstance(route, Blend):
+            return self._prefilled(route, pauses)
+        model, blend, started, clock, lost = self.segments.model, route, time.perf_counter(), ReadClock(), 0
         while True:
             reader = self._reader(blend, clock, shared)
             ahead = reader.stored_layer_bytes >= _WORTH_A_THREAD
-            layers = _Arriving(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
+            layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
             try:
-                with contextlib.closing(layers), self.segments.model.products():
-                    each_layer = pauses and pauses.each_layer
-                    fusion, cache = self.segments.model.fuse(self.plan(blend), layers, blend.rule, each_layer)
+                with contextlib.closing(layers), model.products():
+                    arriving, each_layer = _arriving(layers, cancelled, clock), pauses and pauses.each_layer
+                    fusion = model.fuse(model.blended, self.plan(blend), arriving, blend.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
                 if error.damaged:
                     discard(self.store, error.key)
                 blend, lost = self._with_usual(blend.without(error.key), {error.key}), lost + 1
-                waited += layers.waited
-        took, waited = time.perf_counter() - started, waited + layers.waited
+        took, tokens = time.perf_counter() - started, len(blend.split.input_ids)
         # Layers from memory say nothing of the disk.
         if not lost and not self.store.traits.tiers and shared is None:
             self.policy.note(blend.plan, clock.seconds)
-        tokens = len(blend.split.input_ids)
         return Fused(
             route=blend,
-            cache=cache,
+            cache=fusion.cache,
             logits=fusion.logits,
-            computed=fusion.computed,
-            seconds=Seconds(load=waited, fuse=took - waited, read=clock.seconds),
+            computed=fusion.done.computed,
+            seconds=Seconds(load=clock.waited, fuse=took - clock.waited, read=clock.seconds),
             exact=blend.exact_tokens == tokens,
             fusion=fusion,
             resumed=0 if blend.begun is None else blend.begun.tokens,
-            work=work_share(adapter.shape, tokens, fusion.done),
+            work=work_share(model.blended.shape, tokens, fusion.done),
             lost=lost,
             ready_at=time.perf_counter(),
-            jobs=self.keeping.missing_jobs(blend, fusion.layers),
+            jobs=self._missing_jobs(blend, fusion.layers),
         )
 
     def _reader(self, blend: Blend, clock: ReadClock, shared: SharedKV | None) -> LayerReader:
@@ -393,15 +355,10 @@ class Pipeline:
             resumed=resumed,
             work=work,
             ready_at=ready_at,
-            jobs={} if blend is None else self.keeping.missing_jobs(blend, model.blended.whole_layers(result.cache)),
+            jobs={} if blend is None else self._missing_jobs(blend, model.blended.whole_layers(result.cache)),
         )
 
     # Keep ----------------------------------------------------------------------------------
-
-    @property
-    def keeping(self) -> Keeping:
-        """The jobs that store the KV that prompts lack, under these options."""
-        return Keeping(self.segments, self.store, self.policy, self.variants)
 
     def keep_answered(self, fused: Fused, answer_ids: Sequence[int]) -> None:
         """Keep a prompt with its answer in memory."""
@@ -413,6 +370,97 @@ class Pipeline:
         if not fused.exact:
             exact = route.exact_tokens if isinstance(route, Blend) else aligned(fused.resumed)
         route.ticket.keep(route.fit.split, answer_ids, fused.cache, exact)
+
+    def _missing_jobs(self, blend: Blend, layers: Sequence[LayerKV]) -> dict[str, Job]:
+        """Jobs that store what is missing of a blend: its prefix, from the KV of the prompt, and its chunks."""
+        if self.config.write_back == "off" or not self.policy.rule.reads_store:
+            return {}
+        segments, jobs, prefix = self.segments, dict[str, Job](), blend.prefix
+        if prefix is not None and not blend.prefix_hit and layers and segments.model.look() == prefix.model:
+            # Nothing stands before the prefix, so the pass has just computed its exact KV.
+            rows = slice(len(prefix.token_ids))  # copied where the prompt is: a store moves them
+            copies = [(one.keys[0, :, rows].clone(), one.values[0, :, rows].clone()) for one in layers]
+            kv = SegmentKV(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), rotated=True)
+            held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
+            jobs[prefix.key] = Job(
+                lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held, partial(segments.info, prefix)
+            )
+        # A record that was opened and is not read may still be there: it was left to be computed, or lost.
+        there, opened = {*blend.records}, {key for key, _ in blend.opened}
+        missing = {one.key: one for one in (chunk.usual or chunk for chunk in blend.chunks if chunk.key not in there)}
+        there |= {key for key in missing if key in opened and self.store.contains(key)}
+        return jobs | self._chunk_jobs(blend.split, [one for key, one in missing.items() if key not in there])
+
+    def unread_jobs(self, route: Route) -> Mapping[str, Job]:
+        """Jobs that store the chunks of a prompt that continued a kept prompt, so that no records were looked up.
+
+        Other prompts have these chunks in another order, and nothing to go on from.
+        """
+        split, config = route.fit.split, self.segments.config
+        unread = isinstance(route, Prefill) and route.instead_of is None and route.begun is not None
+        if not unread or config.write_back == "off" or has_few_chunks(split, config.min_tokens):
+            return {}
+        chunks = self.segments.of_prompt(route.fit, split)
+        return self._chunk_jobs(split, [one for one in chunks if not self.store.contains(one.key)])
+
+    def _chunk_jobs(self, split: TokenizedPrompt, missing: Sequence[Segment]) -> dict[str, Job]:
+        """Jobs that compute and store the chunks of a prompt, sorted by length."""
+        if not missing:  # a prompt that hits waits for no contexts
+            return {}
+        segments, jobs, located = self.segments, dict[str, Job](), split.located
+        contexts = segments.contexts([chunk.text for chunk in located])
+        # Text that was found stays in records of its own kind, so that all of it can be erased.
+        others = [chunk.text for chunk in located if not chunk.found]
+        known = contexts if len(others) == len(located) else segments.contexts(others)
+        together = partial(self.compute_and_store)  # one of its own, as chunks of two prompts never share a pass
+        for segment in sorted((one for one in missing if one.token_ids), key=lambda one: len(one.own_ids)):
+            beside = contexts if segment.kind is Kind.FOUND else known
+            behind = dataclasses.replace(segment, contexts=beside if segment.averaged else None)
+            one = partial(self.compute_and_store, [behind])
+            jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, together)
+        return jobs
+
+    def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
+        """Store what is missing of segments as `Segments.compute` takes them; see `compute_if_missing`."""
+        return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.segments.compute)
+
+    def variant_jobs(self, route: Route, cache: Any) -> Mapping[str, Job]:
+        """Jobs that store a prompt's chunks as computed after their real predecessors; see `Variants.jobs`.
+
+        It is if an earlier prompt had the same prefix, or nothing stands before the first chunk. So nothing is kept
+        behind a prefix that holds what was said in one conversation, unless that goes on from it.
+        """
+        split = route.fit.split
+        blend = route.instead_of if isinstance(route, Prefill) else route
+        if not isinstance(blend, Blend) or any(chunk.found for chunk in split.located):
+            return {}
+        if self.config.write_back == "off" or not self.policy.rule.reads_store:
+            return {}
+        whole = blend.begun is None or blend.begun.tokens >= len(split.prefix)
+        if route.fit.prompt.preamble if blend.prefix is None else not (blend.prefix_hit and whole):
+            return {}
+        regime = self.segments.model.adapter.regime(len(split.input_ids)) or 0
+        return self.variants.jobs(split, cache, self.segments, regime)
+
+
+def _arriving(layers: Iterator[LayerKV], cancelled: Callable[[], bool], clock: ReadClock) -> Iterator[LayerKV]:
+    """KV on its way from the store, layer by layer. It ends when nobody wants the answer any more."""
+    while True:
+        if cancelled():
+            raise GenerationError("the answer was given up while its prompt was fused")
+        asked = time.perf_counter()
+        try:
+            kv = next(layers, None)
+        finally:
+            clock.waited += time.perf_counter() - asked
+        if kv is None:
+            return
+        yield kv
+
+
+def has_few_chunks(split: TokenizedPrompt, least: int) -> bool:
+    """Whether so little can be read from the store that the model's own prefill is better."""
+    return not split.chunks or split.chunk_tokens < least
 
 
 def open_pipeline(

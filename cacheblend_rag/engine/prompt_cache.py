@@ -29,7 +29,7 @@ from cacheblend_rag.engine.segments import Kind, Segment, Segments
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cache import first_rows, held_bytes, tokens_read
 from cacheblend_rag.models.identity import fingerprint_in
-from cacheblend_rag.models.kv import Prefill
+from cacheblend_rag.models.kv import Prefilled
 from cacheblend_rag.models.memory import is_out_of_memory, total_memory
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.prompt.tokenizer import common_length
@@ -297,7 +297,11 @@ class Ticket:
     def __init__(self, cache: PromptCache, segments: Segments, policy: RatioPolicy, tokens: int) -> None:
         self._cache, self._segments, self._policy = cache, segments, policy
         adapter = self._adapter = segments.model.adapter
-        self.kind = self._kind(tokens)
+        fingerprint = fingerprint_in(segments.model.fingerprint, adapter.regime(tokens) or 0)
+        options = {name: getattr(policy.config, name) for name in sorted(_BLENDED_BY)}
+        options["condition"] = segments.condition  # that chunks are computed behind
+        options["selection_options"] = sorted(policy.config.selection_options.items())
+        self.kind = PromptKind(segments.config.salt, fingerprint, repr(options))
         self.forgotten: list[Holds] = []
         """Say what was forgotten since the prompt came."""
         limit = segments.config.prompt_cache
@@ -309,28 +313,19 @@ class Ticket:
         if self._limit:
             cache.begin(self)
 
-    def _kind(self, tokens: int) -> PromptKind:
-        """The kind of a prompt with so many tokens, by the model as it is now."""
-        fingerprint = fingerprint_in(self._segments.model.fingerprint, self._adapter.regime(tokens) or 0)
-        config = self._policy.config
-        options = {name: getattr(config, name) for name in sorted(_BLENDED_BY)}
-        options["condition"] = self._segments.condition  # that chunks are computed behind
-        options["selection_options"] = sorted(config.selection_options.items())
-        return PromptKind(self._segments.config.salt, fingerprint, repr(options))
+    def find(self, split: TokenizedPrompt, *, exact: bool = False, aligned: bool = False) -> Begun | None:
+        """The kept prompt with the longest common beginning.
 
-    def find_exact(self, split: TokenizedPrompt, aligned: bool = False) -> Begun | None:
-        """The kept prompt from which a prefill goes on: it may end within a chunk, as nothing of that is read.
-
-        ``aligned`` if the prefill has to be exact to the rounding.
+        Parameters
+        ----------
+        split : TokenizedPrompt
+        exact : bool
+            True for a prefill, which needs the KV of a full prefill and may continue within a chunk, because no record
+            is read. Otherwise no chunk is divided.
+        aligned : bool
+            Whether the prefill must give the same rounding as a full one.
         """
-        return self._find(split, (), exact=True, aligned=aligned)
-
-    def find(self, split: TokenizedPrompt) -> Begun | None:
-        """The kept prompt with the longest common beginning, exact or not; no chunk is divided."""
-        return self._find(split, split.chunks, exact=False)
-
-    def _find(self, split: TokenizedPrompt, chunks: Sequence[Span], exact: bool, aligned: bool = False) -> Begun | None:
-        ids = split.input_ids
+        ids, chunks = split.input_ids, () if exact else split.chunks
         found = self._cache.find(self.kind, ids, chunks, exact) if self._limit else None
         if found is None:
             return None
@@ -392,7 +387,7 @@ class Ticket:
         split: TokenizedPrompt,
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
-    ) -> tuple[int, Prefill]:
+    ) -> tuple[int, Prefilled]:
         """The prefill of a model that is answered plainly, and the tokens whose states it went on from.
 
         States are kept behind the prompt's prefix, and behind what an earlier prompt began with: instructions that
@@ -407,12 +402,12 @@ class Ticket:
 
         Returns
         -------
-        int, Prefill
+        int, Prefilled
             Without a cache, where the model's own generation has yet to make it.
         """
         ids, adapter = split.input_ids, self._adapter
         if adapter.goes_on == "whole":
-            return 0, Prefill(None, torch.empty(0))
+            return 0, Prefilled(None, torch.empty(0))
         if not self._limit or adapter.goes_on == "steps":
             return 0, adapter.prefill(ids, between, each_layer)
         found = self._cache.find(self.kind, ids)

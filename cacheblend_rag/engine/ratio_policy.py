@@ -12,8 +12,7 @@ from cacheblend_rag.config import CONDITIONS, RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import FusionPlan
 from cacheblend_rag.fusor.blend import SINK
-from cacheblend_rag.fusor.selection import SelectionRule, make_rule
-from cacheblend_rag.fusor.selection.base import keep_at_least
+from cacheblend_rag.fusor.selection import SelectionRule, keep_at_least, make_rule
 from cacheblend_rag.fusor.work import expected_share
 from cacheblend_rag.loading import BlendSettings, ChunkKV, LoadingController, LoadingPlan, MachineProfile, RatioBounds
 from cacheblend_rag.models.shape import ModelShape
@@ -95,7 +94,8 @@ class RatioPolicy:
         if self.settings is not None:
             bounds = RatioBounds(self.ratio, max(bounds.highest, self.ratio), bounds.step)
         # Of a prefill any ratio does what is not stored, its scoring, and the first layers' many rows.
-        scored_work = (computed if scored is None else scored) * self._scored_share
+        scored_share = _scored_share(self.rule, self._layers)  # of the layers, before the first of them is fused
+        scored_work = (computed if scored is None else scored) * scored_share
         whole = min(1.0, (computed + scored_work) / tokens)
         plan = controller.plan(
             self._model,
@@ -106,7 +106,7 @@ class RatioPolicy:
             bounds=bounds,
             fixed_share=whole + (1 - whole) * self.head_share(),
             reads=self._layers,
-            read_before=self._scored_share,
+            read_before=scored_share,
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
@@ -145,11 +145,6 @@ class RatioPolicy:
         scored = [at for at in computed if at not in left_out] if reused else []
         share = _scored_share(rule, self._layers)
         return expected_share(shape, tokens, computed, reused, scored, share=share, kept=kept, begun=begun)
-
-    @property
-    def _scored_share(self) -> float:
-        """Share of the layers that the rule's scoring pass reads before the first layer is fused."""
-        return _scored_share(self.rule, self._layers)
 
     def head_share(self) -> float:
         """Work of the layers up to the last check beyond the rule's last share."""

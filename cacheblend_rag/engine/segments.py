@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.model_in_use import ModelInUse
+from cacheblend_rag.engine.backends import ModelInUse
 from cacheblend_rag.errors import PromptError, StoreError
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.adapter import ContextKV
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import FittedPrompt, PromptTokenizer, TokenizedChunk, TokenizedPrompt
@@ -100,6 +100,11 @@ class Segment:
     usual: Segment | None = None
 
     @property
+    def tokens(self) -> int:
+        """Tokens of its context and of itself."""
+        return len(self.context_ids) + len(self.token_ids)
+
+    @property
     def shared_ids(self) -> tuple[int, ...]:
         """The part of its context that other segments have in common with it."""
         return self.context_ids[: len(self.context_ids) - self.head]
@@ -115,14 +120,6 @@ class Segment:
         return self.shared_ids, self.regime, id(self.contexts)
 
 
-@dataclass
-class LatestContexts:
-    """The contexts that were used last, for further chunks of the same documents."""
-
-    identity: tuple[str, ...] = ()  # of the model and of the contexts
-    kv: ContextKV | None = None
-
-
 @dataclass(frozen=True)
 class Segments:
     """Describes and computes the segments of one model under some options.
@@ -134,7 +131,8 @@ class Segments:
     config : BlendConfig
     condition : str
         The condition that chunks are computed after, with ``"auto"`` resolved.
-    latest : LatestContexts
+    latest : dict
+        The contexts that chunks were computed behind last, by model and digest, as more of their chunks may come.
         Shared by all views of an engine.
     finder : Finder or None
         Finds further chunks in prompts; also shared.
@@ -144,7 +142,7 @@ class Segments:
     tokenizer: PromptTokenizer
     config: BlendConfig
     condition: str
-    latest: LatestContexts = field(default_factory=LatestContexts)
+    latest: dict[tuple[str, str], ContextKV] = field(default_factory=dict)
     finder: Finder | None = None
 
     # Identity ------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ class Segments:
         forms = self.forms(text, prefix)
         if not forms:
             return None
-        regime = self.model.adapter.regime(len(forms[0].context_ids) + len(forms[0].token_ids)) or 0
+        regime = self.model.adapter.regime(forms[0].tokens) or 0
         return next(form for form in forms if form.regime == regime)
 
     def forms(self, text: str, prefix: str = "") -> list[Segment]:
@@ -323,10 +321,11 @@ class Segments:
                 computed = self.model.blended.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
                 numbers = [first.contexts.numbers_for(segment.token_ids) for segment in segments]
-                wanted, last = (self.model.fingerprint, first.contexts.digest), self.latest
-                if last.kv is None or last.identity != wanted:
-                    last.identity, last.kv = wanted, ContextKV(self.model.blended, first.contexts.ids)
-                computed = last.kv.segments_kv(ids, first.regime, heads, numbers)
+                wanted = self.model.fingerprint, first.contexts.digest
+                if wanted not in self.latest:
+                    self.latest.clear()
+                    self.latest[wanted] = ContextKV(self.model.blended, first.contexts.ids)
+                computed = self.latest[wanted].segments_kv(ids, first.regime, heads, numbers)
         self._check_model(segments)
         return [self.record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 

@@ -75,10 +75,7 @@ class Job:
         return 0 if self.segment is None else len(self.segment.own_ids)
 
 
-NamedJobs = Sequence[tuple[str, Job]]
-
-
-def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
+def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[Sequence[tuple[str, Job]]]:
     """Jobs in their order, those together that are done in one pass."""
     batch: list[tuple[str, Job]] = []
     longest = wanted = 0
@@ -96,7 +93,7 @@ def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
         yield batch
 
 
-def run_pass(jobs: NamedJobs) -> None:
+def run_pass(jobs: Sequence[tuple[str, Job]]) -> None:
     """Do jobs that belong to one pass; this package's errors are logged."""
     (name, first), *others = jobs
     name += f" and {len(others)} more" * bool(others)
@@ -107,12 +104,6 @@ def run_pass(jobs: NamedJobs) -> None:
             first.run()
     except CacheBlendError as error:
         _log.warning("could not store %s: %s", name, error)
-
-
-def run_all(jobs: Mapping[str, Job]) -> None:
-    """Do jobs at once, pass by pass; see `run_pass`."""
-    for one_pass in in_passes(jobs.items()):
-        run_pass(one_pass)
 
 
 class Dropped:
@@ -147,7 +138,7 @@ class WriteBack:
         """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
         self._under_way = weakref.WeakSet[Dropped]()
-        self._doing: NamedJobs = ()  # those of one pass
+        self._doing: Sequence[tuple[str, Job]] = ()  # those of one pass
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self.closed = False

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from cacheblend_rag.fusor.scoring import question_attention
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import ProjectedRows, RowsDone
+from cacheblend_rag.fusor.selection import LayerView, SelectionRule, StartView
+from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import RowMask
+from cacheblend_rag.models.attention import RowMask
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import rotate_in_place
+from cacheblend_rag.models.rope import Rotaries, rotate_in_place
 from cacheblend_rag.models.row_layers import TOGETHER, RowLayers
 
 SINK = 4
@@ -60,14 +60,12 @@ class Fusion:
     ----------
     layers : sequence of LayerKV
         Rotated keys and values of all positions, layer by layer.
+    cache : transformers Cache
+        The same, ready for decoding.
     logits : Tensor, [vocab]
         Logits of the last position.
-    computed : tuple of Tensor, each [rows] long
-        Positions whose KV was computed, layer by layer.
     recomputed_tokens : tuple of int
-        How many of them are reused chunk tokens.
-    reused_tokens : int
-        Reused chunk tokens in all.
+        How many reused chunk tokens were computed, layer by layer.
     deviation : Tensor or None, [tokens] float32
         KV deviation at the first check layer; NaN where it was not measured.
     done : RowsDone
@@ -75,10 +73,9 @@ class Fusion:
     """
 
     layers: Sequence[LayerKV]
+    cache: Any
     logits: torch.Tensor
-    computed: tuple[torch.Tensor, ...]
     recomputed_tokens: tuple[int, ...]
-    reused_tokens: int
     deviation: torch.Tensor | None
     done: RowsDone
 
@@ -110,7 +107,7 @@ def fuse(
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
         done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1)
-        return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
+    return Fusion(fused, adapter.new_cache(fused), logits, tuple(state.recomputed), state.deviation, done)
 
 
 class _Pass:
@@ -131,7 +128,7 @@ class _Pass:
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
         self.computed: list[torch.Tensor] = []
         self.recomputed: list[int] = []
-        self.projected: list[ProjectedRows] = []
+        self.projected: list[tuple[int, int]] = []  # layers and rows
         self.scored: tuple[torch.Tensor, ...] = ()
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         # Copied before anything is queued: later, the host would wait for that.
@@ -151,7 +148,7 @@ class _Pass:
         for span in plan.exact:
             always[span.start : span.stop] = False
         always[-1] = True
-        self.reused_tokens = int(reused.sum())
+        self._reused_tokens = int(reused.sum())
         reused[-1] = False  # the last row is always computed, so no rule decides on it
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
@@ -200,7 +197,7 @@ class _Pass:
     def _view(self, positions: torch.Tensor) -> StartView:
         """A rule's view of some positions."""
         attention = None if self._attention is None else self._attention[positions]
-        return StartView(positions, self._offsets[positions], self.reused_tokens, attention)
+        return StartView(positions, self._offsets[positions], self._reused_tokens, attention)
 
     def _kv(self, layer: int, left_out: torch.Tensor | None = None) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
@@ -238,26 +235,25 @@ class _Pass:
         while layer < count:
             if self._rule.checks(layer) and len(self._chosen):
                 self._check(layer, self._kv(layer))
-            stop = self._stop(layer)
+            together, stop = self._row_layers.replays(len(self._rows)), layer + 1
+            if together:  # layers that no check parts, the last one aside; KV comes in groups of about as many
+                free = next((at for at in range(layer + 1, count - 1) if self._rule.checks(at)), count - 1)
+                stop = layer + max(1, min(TOGETHER, free - layer))
             self.computed += [self._rows] * (stop - layer)
             self.recomputed += [len(self._chosen)] * (stop - layer)
             kvs = [self._kv(at) for at in range(layer, stop)]
             if stop == count and not self._adapter.mixes_rows:
                 self._end(layer, kvs[0])
-            self.hidden = self._row_layers.run_layers(
-                layer, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask
-            )
+            how = self._rows, self._kept_rotaries
+            if together and len(self._rows) > 1:
+                self.hidden = self._row_layers.replay(layer, self.hidden, kvs, *how)
+            else:
+                window = self._row_layers.windows[layer]
+                if window not in self._masks:
+                    self._masks[window] = self._row_layers.mask(self._rows, self._tokens, window, self._trailing)
+                self.hidden = self._row_layers.run_layer(layer, self.hidden, kvs[0], *how, self._masks[window])
             yield from kvs
             layer = stop
-
-    def _stop(self, layer: int) -> int:
-        """The end of the layers from this one on that are one call: the next one, where layers run one by one."""
-        if not self._row_layers.replays(len(self._rows)):
-            return layer + 1
-        # Layers that no check parts, the last one aside; KV comes in groups of about as many.
-        last = self._adapter.num_layers - 1
-        free = next((at for at in range(layer + 1, last) if self._rule.checks(at)), last)
-        return layer + max(1, min(TOGETHER, free - layer))
 
     def _end(self, layer: int, kv: LayerKV) -> None:
         """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""
@@ -272,32 +268,104 @@ class _Pass:
         """Let the rule drop rows before this layer."""
         before, positions = self._rows, self._chosen
         candidates = torch.searchsorted(before, positions)
-        deviation = _Deviation(self._row_layers, layer, self.hidden[candidates], kv, positions)
-        self._keep(positions[self._rule.keep(LayerView(**vars(self._view(positions)), layer=layer, measure=deviation))])
-        if deviation.measured is not None:
-            self.projected.append(ProjectedRows(layer, len(positions)))
-            self._measured = self._measured or (positions, deviation.measured)
+        hidden, measured = self.hidden[candidates], list[torch.Tensor]()
+
+        def measure() -> torch.Tensor:
+            if not measured:
+                new = self._row_layers.project_values(layer, hidden).float()  # [kv_heads, candidates, head_dim]
+                stored = kv.values[0].index_select(1, positions).float()
+                measured.append((new - stored).square().sum(dim=(0, 2)).sqrt())
+            return measured[0]
+
+        self._keep(positions[self._rule.keep(LayerView(**vars(self._view(positions)), layer=layer, measure=measure))])
+        if measured:
+            self.projected.append((layer, len(positions)))
+            self._measured = self._measured or (positions, measured[0])
         self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 
-    def _mask(self, window: int | None) -> RowMask | None:
-        if window not in self._masks:
-            self._masks[window] = self._row_layers.mask(self._rows, self._tokens, window, self._trailing)
-        return self._masks[window]
+
+def question_attention(
+    row_layers: RowLayers,
+    hidden: torch.Tensor,
+    tokens: int,
+    rows: torch.Tensor,
+    watched: int,
+    layer_kv: Callable[[int], LayerKV],
+    rotaries: Rotaries,
+    score_layers: Sequence[int],
+    left_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean attention of the last rows over some layers, ``[tokens]`` float32; parameters as in `attention_rows`."""
+    if left_out is None:
+        last, own = range(len(rows) - watched, len(rows)), rotaries.at(rows).to(row_layers.dtype)
+        mean = row_layers.sum_attention(hidden, tokens, rows, last, layer_kv, own, score_layers)
+        if mean is not None:
+            return mean
+    # The plain twin.
+    found = attention_rows(row_layers, hidden, rows, watched, layer_kv, rotaries, score_layers, left_out)
+    return torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
 
 
-class _Deviation:
-    """KV deviation of some rows on one layer, measured once it is asked for; see `LayerView`."""
+def attention_rows(
+    row_layers: RowLayers,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    watched: int,
+    layer_kv: Callable[[int], LayerKV],
+    rotaries: Rotaries,
+    layers: Sequence[int],
+    left_out: torch.Tensor | None = None,
+) -> dict[int, torch.Tensor]:
+    """Attention of the last of some rows over given KV, on some layers.
 
-    def __init__(
-        self, row_layers: RowLayers, layer: int, hidden: torch.Tensor, kv: LayerKV, positions: torch.Tensor
-    ) -> None:
-        self._row_layers, self._layer, self._hidden, self._kv = row_layers, layer, hidden, kv
-        self._positions = positions
-        self.measured: torch.Tensor | None = None
+    Parameters
+    ----------
+    row_layers : RowLayers
+    hidden : Tensor, [rows, hidden]
+        Input of layer 0 for the rows.
+    rows : Tensor, [rows], long
+        Positions that are computed, rising; their KV is overwritten.
+    watched : int
+        How many of them, from the end, are looked at.
+    layer_kv : callable
+        Rotated KV of all positions of a layer.
+    rotaries : Rotaries
+        Of all positions.
+    layers : sequence of int
+        Layers that are looked at, rising; nothing beyond the last is computed.
+    left_out : Tensor or None, [tokens], bool
+        Positions that no row sees, on a CPU; their KV must be finite.
 
-    def __call__(self) -> torch.Tensor:
-        if self.measured is None:
-            new = self._row_layers.project_values(self._layer, self._hidden).float()  # [kv_heads, candidates, head_dim]
-            stored = self._kv.values[0].index_select(1, self._positions).float()
-            self.measured = (new - stored).square().sum(dim=(0, 2)).sqrt()
-        return self.measured
+    Returns
+    -------
+    dict of int to Tensor, each [heads, watched, tokens]
+    """
+    found: dict[int, torch.Tensor] = {}
+    cut, positions = len(rows) - watched, rows.tolist()
+    at_rows = rotaries.at(rows).to(row_layers.dtype)
+    masks: dict[tuple[int | None, int | None], RowMask | None] = {}
+
+    def run(running: RowLayers, layer: int, part: slice) -> torch.Tensor:
+        """Some of the rows through a layer."""
+        some, window, kv = rows[part], running.windows[layer], layer_kv(layer)
+        if part.stop is not None:
+            # Behind them, KV of rows that come later is undefined, and a mask does not hide what is not finite.
+            tokens = positions[part][-1] + 1
+            kv = LayerKV(kv.keys[:, :, :tokens], kv.values[:, :, :tokens])
+        like = part.start, window  # parts that begin alike run in the same form of attention
+        if like not in masks:
+            masks[like] = running.mask(some, kv.keys.shape[2], window, left_out=left_out)
+        return running.run_layer(layer, hidden[part], kv, some, at_rows.at(part), masks[like])
+
+    for layer in range(layers[-1] + 1):
+        if layer not in layers:
+            hidden = run(row_layers, layer, slice(None))
+            continue
+        # Rows of one layer need only each other's KV, so those that are not looked at go first and
+        # are spared the plain form of attention, which holds all weights in memory.
+        before = run(row_layers, layer, slice(0, cut)) if cut else hidden[:0]
+        seen: list[torch.Tensor] = []
+        after = run(row_layers.watched(layer, seen), layer, slice(cut, None))
+        hidden = torch.cat((before, after))
+        found[layer] = seen[0]
+    return found

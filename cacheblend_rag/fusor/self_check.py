@@ -9,7 +9,7 @@ import transformers
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fusor.blend import FusionPlan, fuse
-from cacheblend_rag.fusor.selection.none import SelectNone
+from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.quantised import is_quantised

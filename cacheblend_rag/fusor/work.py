@@ -12,14 +12,6 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
-class ProjectedRows:
-    """Rows whose values a check projected, besides those the layer then computed."""
-
-    layer: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class RowsDone:
     """All rows a pass worked on.
 
@@ -27,8 +19,8 @@ class RowsDone:
     ----------
     computed : tuple of Tensor, each [rows] long
         Positions computed on each layer.
-    projected : tuple of ProjectedRows
-        The checks.
+    projected : tuple of (int, int)
+        The checks: a layer, and how many rows' values were projected there, besides those it then computed.
     scored : tuple of Tensor, each [rows] long
         Positions a scoring pass computed, layer by layer as far as it went.
     ended : int or None
@@ -37,7 +29,7 @@ class RowsDone:
     """
 
     computed: tuple[torch.Tensor, ...]
-    projected: tuple[ProjectedRows, ...] = ()
+    projected: tuple[tuple[int, int], ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
 
@@ -75,7 +67,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     tensors = {id(rows): rows for rows in (*done.computed, *done.scored)}
     seen = {key: _RowCounts(rows.tolist()) for key, rows in tensors.items()}
     spent = [_work(layer, seen[id(rows)]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
-    checks = sum(check.rows * shape.layers[check.layer].values for check in done.projected)
+    checks = sum(rows * shape.layers[layer].values for layer, rows in done.projected)
     scoring = sum(_work(layer, seen[id(rows)]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = (
         sum(spent)

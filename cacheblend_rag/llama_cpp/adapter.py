@@ -16,7 +16,7 @@ from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.llama_cpp.runtime import BATCH, Runtime
 from cacheblend_rag.models.cache import PreallocatedLayer
 from cacheblend_rag.models.identity import FileIdentity
-from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
+from cacheblend_rag.models.kv import LayerKV, Prefilled, SegmentKV
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.plain import Going
@@ -98,7 +98,7 @@ class LlamaAdapter:
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
         begun: Cache | None = None,
-    ) -> Prefill:
+    ) -> Prefilled:
         """Full prefill: all ids in batches of one size.
 
         Parameters
@@ -121,7 +121,7 @@ class LlamaAdapter:
         ids: Sequence[int],
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
-    ) -> Prefill:
+    ) -> Prefilled:
         """Prefill ids after those that a cache holds. The cache grows by them."""
         for start in range(0, len(ids), BATCH):
             began, part = time.perf_counter(), ids[start : start + BATCH]
@@ -129,7 +129,7 @@ class LlamaAdapter:
             cache.length += len(part)
             if between is not None and start + BATCH < len(ids):
                 between(time.perf_counter() - began, cache.length)
-        return Prefill(cache, logits[-1])
+        return Prefilled(cache, logits[-1])
 
     def extend(self, cache: SequenceCache, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
         """Compute ids behind a cache, which grows by them; logits of the last ``logits_to_keep``, 0 for all.

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 
 from cacheblend_rag.fusor.blend import Fusion, FusionPlan
-from cacheblend_rag.fusor.selection.base import SelectionRule, StartView
+from cacheblend_rag.fusor.selection import SelectionRule, StartView
 from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.llama_cpp.adapter import LlamaAdapter
 from cacheblend_rag.llama_cpp.cache import SequenceCache
@@ -29,14 +29,9 @@ def fuse(
     plan: FusionPlan,
     layers: Iterable[LayerKV],
     rule: SelectionRule,
-) -> tuple[Fusion, SequenceCache]:
-    """Run the blended pass; parameters as for `cacheblend_rag.fusor.fuse`.
-
-    Returns
-    -------
-    Fusion, SequenceCache
-        The cache has the KV of the whole prompt.
-    """
+    each_layer: object = None,
+) -> Fusion:
+    """Run the blended pass; parameters as for `cacheblend_rag.fusor.fuse`. Nothing is called between its layers."""
     return _Pass(adapter, plan, rule.fit(adapter.num_layers)).run(list(layers))
 
 
@@ -56,7 +51,7 @@ class _Pass:
         if self._tokens >= _LONG:  # rows before the question come with it at no cost
             self._question = min(self._question, self._tokens - _TILE)
 
-    def run(self, layers: Sequence[LayerKV]) -> tuple[Fusion, SequenceCache]:
+    def run(self, layers: Sequence[LayerKV]) -> Fusion:
         runtime = self._runtime
         placed = SequenceCache(runtime, runtime.take(), 0)
         self._put_in_place(layers, placed.sequence)
@@ -71,7 +66,7 @@ class _Pass:
             runtime.copy(placed.sequence, final.sequence, at, self._question)
         logits = runtime.compute(self._ids[self._question :], self._question, final.sequence, 1)[-1]
         final.length = self._tokens
-        return self._fusion(final, chosen, logits, scored), final
+        return self._fusion(final, chosen, logits, scored)
 
     def _groups(self, stretches: Iterable[range]) -> Iterator[list[range]]:
         """Stretches that are computed in one call: alone, or in long prompts as many as make a tile."""
@@ -172,9 +167,8 @@ class _Pass:
         computed = (rows.nonzero()[:, 0],) * layers
         question = torch.arange(self._question, self._tokens)
         done = RowsDone(computed, scored=(question,) * layers if scored else ())
-        reused = sum(map(len, self._plan.reused))
         again = len(chosen) + sum(max(0, span.stop - max(span.start, self._question)) for span in self._plan.reused)
-        return Fusion(self._adapter.whole_layers(final), logits, computed, (again,) * layers, reused, None, done)
+        return Fusion(self._adapter.whole_layers(final), final, logits, (again,) * layers, None, done)
 
 
 def _attention(queries: torch.Tensor, keys: torch.Tensor, first: int) -> torch.Tensor:

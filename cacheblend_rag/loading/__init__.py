@@ -1,8 +1,7 @@
 """LOAD: stored KV, layer by layer, and how much of it to recompute meanwhile."""
 
 from cacheblend_rag.loading.controller import ChunkKV, LoadingController, LoadingPlan, RatioBounds
-from cacheblend_rag.loading.loader import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly
-from cacheblend_rag.loading.prefetcher import Prefetcher
+from cacheblend_rag.loading.loader import LayerReader, Placement, Prefetcher, load_ahead, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile, load_devices
 
 __all__ = [

@@ -168,18 +168,17 @@ class LoadingController:
             if ratio is None:
                 raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
             device = self.cheapest_device(chunks, known.blended_seconds(tokens, fixed_share, ratio), reads=reads)
-        split = self._split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
+        computed, computed_tokens, load = self._split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
         # Chunks that are computed instead add to what is done at any ratio.
-        fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
-        load = split.load_seconds
+        fixed = min(1.0, fixed_share + computed_tokens / max(tokens, 1) * (1 - fixed_share))
         before, hidden = read_before * load, (1 - read_before) * load
         if ratio is None:
             ratio = bounds.round_down(known.ratio_of(hidden, tokens, fixed))
         recompute = known.blended_seconds(tokens, fixed, ratio)
         # Nothing is gained by loading.
-        if len(split.computed) == len(chunks) or before + max(hidden, recompute) >= prefill:
+        if len(computed) == len(chunks) or before + max(hidden, recompute) >= prefill:
             return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))
-        return LoadingPlan(ratio, device, load, recompute, prefill, split.computed)
+        return LoadingPlan(ratio, device, load, recompute, prefill, computed)
 
     def cheapest_device(self, chunks: Sequence[ChunkKV], recompute: float, *, reads: int = 0) -> str:
         """The cheapest device from which loading takes no longer than recompute, else the fastest.
@@ -229,8 +228,10 @@ class LoadingController:
             self.devices[device].throughput / 1e6,
         )
 
-    def _split(self, here: Device, chunks: Sequence[ChunkKV], token_seconds: float, reads: int) -> _Split:
-        """Sort out what is computed faster, at so many seconds a token, than it is read from where it lies."""
+    def _split(
+        self, here: Device, chunks: Sequence[ChunkKV], token_seconds: float, reads: int
+    ) -> tuple[tuple[int, ...], int, float]:
+        """Chunks that are computed faster, at so many seconds a token, than read; their tokens; loading the others."""
         places = [chunk.device if chunk.device in self.devices else "" for chunk in chunks]
 
         def seconds(place: str, numbers: Sequence[int]) -> float:
@@ -249,18 +250,9 @@ class LoadingController:
             if number not in computed:
                 loaded.setdefault(place, []).append(number)
         load = sum(seconds(place, numbers) for place, numbers in loaded.items())
-        return _Split(computed, sum(chunks[number].tokens for number in computed), load)
+        return computed, sum(chunks[number].tokens for number in computed), load
 
     def _device_of(self, name: str) -> Device:
         if name not in self.devices:
             raise ConfigError("device", name, "use one of " + ", ".join(map(repr, self.devices)))
         return self.devices[name]
-
-
-@dataclass(frozen=True)
-class _Split:
-    """Which chunks are computed because loading them takes longer, their tokens, and what loading the others takes."""
-
-    computed: tuple[int, ...]
-    computed_tokens: int
-    load_seconds: float

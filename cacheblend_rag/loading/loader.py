@@ -7,11 +7,12 @@ Threads read those that lie in files.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV
+from cacheblend_rag.store.base import KVStore, StoredKV
 from cacheblend_rag.store.codecs import DTYPES
 
+_log = logging.getLogger(__name__)
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
 _GROUPS = (1, 1, 2, 4, 8)
 # Groups that are under way before their layers are asked for.
@@ -46,124 +48,78 @@ _FAST = 10**9
 _AHEAD = 8
 
 
-class _Copier:
-    """A way into buffers, straight for a CPU; one thread at a time uses it."""
+def load_as_it_pays(reader: LayerReader) -> Generator[LayerKV]:
+    """Read the first layer, for which the pass waits in any case, and the others ahead if that was slow.
 
-    def open(self) -> AbstractContextManager[None]:
-        """Within it buffers are made and filled; after it they are whole, for every stream."""
-        return nullcontext()
+    On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead. KV in memory is never
+    read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
+    """
+    if reader.device.type != "cpu":
+        yield from _load_to_gpu(reader, _Streams(reader.device)) if _gpu_decodes(reader) else load_ahead(reader)
+        return
+    if all(place.record.tier == "memory" for place in reader.placements):
+        yield from load_plainly(reader)
+        return
+    started = time.perf_counter()
+    first = reader.fetch_kv(0)
+    if reader.stored_layer_bytes >= _FAST * (time.perf_counter() - started):
+        yield first
+        yield from load_plainly(reader, 1)
+        return
+    yield from load_ahead(reader, first=first)
 
-    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Bring one layer of a record into place; see `StoredKV.read_into`."""
-        place.copy_layer(layer, keys, values)
+
+def load_plainly(reader: LayerReader, start: int = 0) -> Generator[LayerKV]:
+    """Read each layer when it is asked for: the plain twin of `load_ahead`."""
+    for layer in range(start, reader.layers):
+        yield _take(reader.fetch_kv(layer))
 
 
-class _PinnedCopier(_Copier):
-    """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
-
-    Of two pinned buffers one is read into while the other is copied.
+def load_ahead(reader: LayerReader, ahead: int = _AHEAD, first: LayerKV | None = None) -> Generator[LayerKV]:
+    """Read on a thread of its own while earlier layers are fused.
 
     Parameters
     ----------
-    records : sequence of StoredKV
-        Records to be read; the buffers hold a layer of the largest.
-    dtype : torch.dtype
-        Element type of the model.
-    device : torch.device
-        The GPU.
+    reader : LayerReader
+        The KV to read.
+    ahead : int
+        Most layers held in memory before they are asked for.
+    first : LayerKV, optional
+        The first layer, if it has been read.
     """
-
-    def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
-        self._device, self._stream = device, _side_stream(device)
-        infos = [record.info for record in records if record.tier != "memory"]
-        shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
-        buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
-        self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """See `_Copier.open`."""
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
-
-    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `_Copier.put`."""
-        if place.record.tier == "memory":
-            # Where it lies already, and if that is the GPU's, perhaps only now being written by what was queued before.
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            place.copy_layer(layer, keys, values)
-            return
-        buffer, sent = next(self._buffers)
-        sent.synchronize()  # what it held before has left it
-        held = buffer[:, :, : place.record.info.tokens]
-        place.copy_layer(layer, held[0], held[1])
-        keys.copy_(held[0], non_blocking=True)
-        values.copy_(held[1], non_blocking=True)
-        sent.record(self._stream)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader") as pool:
+        waiting: deque[Future[LayerKV]] = deque()
+        if first is not None:
+            waiting.append(Future())
+            waiting[0].set_result(first)
+        following = len(waiting)
+        try:
+            for _ in range(reader.layers):
+                while following < reader.layers and len(waiting) < ahead:
+                    waiting.append(pool.submit(reader.fetch_kv, following))
+                    following += 1
+                yield synchronize(waiting.popleft())
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes on a device: memory that one stream gave back serves the next pass."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def synchronize(layer: Future[LayerKV]) -> LayerKV:
+    """Wait until the KV of a layer is there.
 
-
-class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
-    """A record failed while its layers were read.
-
-    Parameters
-    ----------
-    key : str
-        Key of the record.
-    reason : str
-        The error.
-    damaged : bool
-        Whether the record is no good, and not only out of reach for now.
+    Raises
+    ------
+    RecordLost
+        If a record could not be read.
     """
-
-    def __init__(self, key: str, reason: str, damaged: bool = True) -> None:
-        self.key, self.damaged = key, damaged
-        super().__init__(f"KV record {key} was lost while loading: {reason}")
+    return _take(layer.result())
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A stored record and the position in the prompt at which it begins.
-
-    Parameters
-    ----------
-    key : str
-        Key of the record.
-    record : StoredKV
-    start : int
-    shared : SharedKV or None
-        Keeps its layers for other prompts of a batch; None if no other needs them.
-    """
-
-    key: str
-    record: StoredKV
-    start: int
-    shared: SharedKV | None = None
-
-    def copy_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one layer into place; see `StoredKV.read_into`."""
-        if self.shared is None:
-            self.record.read_into(layer, keys, values)
-        else:
-            self.shared.copy_layer(self.key, self.record, layer, keys, values)
-
-
-class ReadClock:
-    """Seconds spent reading."""
-
-    def __init__(self) -> None:
-        self.seconds, self._lock = 0.0, threading.Lock()
-
-    def add(self, seconds: float) -> None:
-        """Count some more; several threads may do so."""
-        with self._lock:
-            self.seconds += seconds
+def _take(kv: LayerKV) -> LayerKV:
+    """KV that the stream of this thread works on from now on; its memory was given out to another."""
+    for tensor in (kv.keys, kv.values) if kv.keys.is_cuda else ():
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return kv
 
 
 @dataclass(frozen=True)
@@ -242,55 +198,128 @@ class LayerReader:
         return _PinnedCopier([place.record for place in self.placements], self.dtype, self.device)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """A stored record and the position in the prompt at which it begins.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    record : StoredKV
+    start : int
+    shared : SharedKV or None
+        Keeps its layers for other prompts of a batch; None if no other needs them.
+    """
+
+    key: str
+    record: StoredKV
+    start: int
+    shared: SharedKV | None = None
+
+    def copy_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one layer into place; see `StoredKV.read_into`."""
+        if self.shared is None:
+            self.record.read_into(layer, keys, values)
+        else:
+            self.shared.copy_layer(self.key, self.record, layer, keys, values)
+
+
+class ReadClock:
+    """Seconds spent reading, and those for which the pass waited."""
+
+    def __init__(self) -> None:
+        self.seconds, self.waited, self._lock = 0.0, 0.0, threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count some more; several threads may do so."""
+        with self._lock:
+            self.seconds += seconds
+
+
+class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
+    """A record failed while its layers were read.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    reason : str
+        The error.
+    damaged : bool
+        Whether the record is no good, and not only out of reach for now.
+    """
+
+    def __init__(self, key: str, reason: str, damaged: bool = True) -> None:
+        self.key, self.damaged = key, damaged
+        super().__init__(f"KV record {key} was lost while loading: {reason}")
+
+
 def _lost_error(place: Placement, error: Exception) -> RecordLost:
     return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
 
 
-def _gpu_decodes(reader: LayerReader) -> bool:
-    """Whether a GPU takes all records of a prompt as they were written."""
-    if not has_kernels(reader.device) or any(place.record.codec is None for place in reader.placements):
-        return False
-    infos = [place.record.info for place in reader.placements]
-    aligned = all(info.head_dim % 8 == 0 for info in infos)  # then all parts of a layer begin where a GPU can read them
-    return aligned and all(DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers for info in infos)
+class _Copier:
+    """A way into buffers, straight for a CPU; one thread at a time uses it."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Within it buffers are made and filled; after it they are whole, for every stream."""
+        return nullcontext()
+
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Bring one layer of a record into place; see `StoredKV.read_into`."""
+        place.copy_layer(layer, keys, values)
 
 
-class _Streams:
-    """The stream of copies to a GPU, and that of the pass they are for."""
+class _PinnedCopier(_Copier):
+    """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
 
-    def __init__(self, device: torch.device) -> None:
-        self._copies, self._pass = _side_stream(device), torch.cuda.current_stream(device)
-        self._copies.wait_stream(self._pass)  # records may only now be written by what was queued before
+    Of two pinned buffers one is read into while the other is copied.
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Within it the host queues copies."""
-        return torch.cuda.stream(self._copies)
+    Parameters
+    ----------
+    records : sequence of StoredKV
+        Records to be read; the buffers hold a layer of the largest.
+    dtype : torch.dtype
+        Element type of the model.
+    device : torch.device
+        The GPU.
+    """
 
-    def mark_queued(self) -> torch.cuda.Event:
-        """Event of the moment when all copies queued so far are done."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._copies)
-        return event
+    def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
+        self._device, self._stream = device, _side_stream(device)
+        infos = [record.info for record in records if record.tier != "memory"]
+        shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
+        buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
 
-    def hand_over(self, target: torch.Tensor, done: torch.cuda.Event) -> None:
-        """Let the pass use what the stream of copies allocated and filled; its stream waits, its host does not."""
-        self._pass.wait_event(done)
-        target.record_stream(self._pass)
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """See `_Copier.open`."""
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
-    def settle(self) -> None:
-        """Wait for all copies."""
-        self._copies.synchronize()
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `_Copier.put`."""
+        if place.record.tier == "memory":
+            # Where it lies already, and if that is the GPU's, perhaps only now being written by what was queued before.
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            place.copy_layer(layer, keys, values)
+            return
+        buffer, sent = next(self._buffers)
+        sent.synchronize()  # what it held before has left it
+        held = buffer[:, :, : place.record.info.tokens]
+        place.copy_layer(layer, held[0], held[1])
+        keys.copy_(held[0], non_blocking=True)
+        values.copy_(held[1], non_blocking=True)
+        sent.record(self._stream)
 
 
-class _Group(NamedTuple):
-    """Layers that go to a GPU together, and by the number of a record what reads it, if it lies in a file."""
-
-    layers: slice
-    reads: dict[int, Future[torch.Tensor]]
-
-    def is_read(self) -> bool:
-        """Whether nothing has to be waited for."""
-        return all(read.done() for read in self.reads.values())
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes on a device: memory that one stream gave back serves the next pass."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
@@ -328,6 +357,24 @@ def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
             raise
 
 
+def _gpu_decodes(reader: LayerReader) -> bool:
+    """Whether a GPU takes all records of a prompt as they were written."""
+    if not has_kernels(reader.device) or any(place.record.codec is None for place in reader.placements):
+        return False
+    infos = [place.record.info for place in reader.placements]
+    aligned = all(info.head_dim % 8 == 0 for info in infos)  # then all parts of a layer begin where a GPU can read them
+    return aligned and all(DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers for info in infos)
+
+
+def _groups(layers: int) -> Iterator[slice]:
+    """Layers in groups: small ones first, then of one size."""
+    start, sizes = 0, iter(_GROUPS)
+    while start < layers:
+        stop = min(layers, start + next(sizes, _GROUPS[-1]))
+        yield slice(start, stop)
+        start = stop
+
+
 def _read(reader: LayerReader, layers: slice, pool: ThreadPoolExecutor) -> _Group:
     """Let threads read some layers of all records that lie in files."""
 
@@ -341,13 +388,15 @@ def _read(reader: LayerReader, layers: slice, pool: ThreadPoolExecutor) -> _Grou
     return _Group(layers, {number: pool.submit(read, record) for number, record in records if record.tier != "memory"})
 
 
-def _groups(layers: int) -> Iterator[slice]:
-    """Layers in groups: small ones first, then of one size."""
-    start, sizes = 0, iter(_GROUPS)
-    while start < layers:
-        stop = min(layers, start + next(sizes, _GROUPS[-1]))
-        yield slice(start, stop)
-        start = stop
+class _Group(NamedTuple):
+    """Layers that go to a GPU together, and by the number of a record what reads it, if it lies in a file."""
+
+    layers: slice
+    reads: dict[int, Future[torch.Tensor]]
+
+    def is_read(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return all(read.done() for read in self.reads.values())
 
 
 def _copy(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.Tensor, torch.cuda.Event]:
@@ -378,75 +427,74 @@ def _copy(reader: LayerReader, group: _Group, streams: _Streams) -> tuple[torch.
     return target, done
 
 
-def synchronize(layer: Future[LayerKV]) -> LayerKV:
-    """Wait until the KV of a layer is there.
+class _Streams:
+    """The stream of copies to a GPU, and that of the pass they are for."""
 
-    Raises
-    ------
-    RecordLost
-        If a record could not be read.
-    """
-    return _take(layer.result())
+    def __init__(self, device: torch.device) -> None:
+        self._copies, self._pass = _side_stream(device), torch.cuda.current_stream(device)
+        self._copies.wait_stream(self._pass)  # records may only now be written by what was queued before
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Within it the host queues copies."""
+        return torch.cuda.stream(self._copies)
 
-def _take(kv: LayerKV) -> LayerKV:
-    """KV that the stream of this thread works on from now on; its memory was given out to another."""
-    for tensor in (kv.keys, kv.values) if kv.keys.is_cuda else ():
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return kv
+    def mark_queued(self) -> torch.cuda.Event:
+        """Event of the moment when all copies queued so far are done."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._copies)
+        return event
 
+    def hand_over(self, target: torch.Tensor, done: torch.cuda.Event) -> None:
+        """Let the pass use what the stream of copies allocated and filled; its stream waits, its host does not."""
+        self._pass.wait_event(done)
+        target.record_stream(self._pass)
 
-def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
-    """Read each layer when it is asked for: the plain twin of `load_ahead`."""
-    for layer in range(start, reader.layers):
-        yield _take(reader.fetch_kv(layer))
-
-
-def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
-    """Read the first layer, for which the pass waits in any case, and the others ahead if that was slow.
-
-    On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead. KV in memory is never
-    read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
-    """
-    if reader.device.type != "cpu":
-        yield from _load_to_gpu(reader, _Streams(reader.device)) if _gpu_decodes(reader) else load_ahead(reader)
-        return
-    if all(place.record.tier == "memory" for place in reader.placements):
-        yield from load_plainly(reader)
-        return
-    started = time.perf_counter()
-    first = reader.fetch_kv(0)
-    if reader.stored_layer_bytes >= _FAST * (time.perf_counter() - started):
-        yield first
-        yield from load_plainly(reader, 1)
-        return
-    yield from load_ahead(reader, first=first)
+    def settle(self) -> None:
+        """Wait for all copies."""
+        self._copies.synchronize()
 
 
-def load_ahead(reader: LayerReader, ahead: int = _AHEAD, first: LayerKV | None = None) -> Iterator[LayerKV]:
-    """Read on a thread of its own while earlier layers are fused.
+class Prefetcher:
+    """Asks a store, on a thread of its own, to bring records closer.
 
     Parameters
     ----------
-    reader : LayerReader
-        The KV to read.
-    ahead : int
-        Most layers held in memory before they are asked for.
-    first : LayerKV, optional
-        The first layer, if it has been read.
+    store : KVStore
+    limit : int
+        Most records waiting; further ones are left where they are.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader") as pool:
-        waiting: deque[Future[LayerKV]] = deque()
-        if first is not None:
-            waiting.append(Future())
-            waiting[0].set_result(first)
-        following = len(waiting)
+
+    def __init__(self, store: KVStore, limit: int = 256) -> None:
+        self._store, self._limit = store, limit
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def submit(self, keys: Iterable[str]) -> None:
+        """Bring stored records of these keys closer; never waits."""
+        for key in keys:
+            with self._lock:
+                if self._closed or key in self._waiting or len(self._waiting) >= self._limit:
+                    continue
+                self._waiting.add(key)
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-prefetch")
+                self._pool.submit(self._fetch, key)
+
+    def _fetch(self, key: str) -> None:
         try:
-            for _ in range(reader.layers):
-                while following < reader.layers and len(waiting) < ahead:
-                    waiting.append(pool.submit(reader.fetch_kv, following))
-                    following += 1
-                yield synchronize(waiting.popleft())
+            self._store.prefetch(key)
+        except Exception:
+            _log.exception("KV record %s cannot be brought closer", key)
         finally:
-            for future in waiting:
-                future.cancel()
+            with self._lock:
+                self._waiting.discard(key)
+
+    def close(self) -> None:
+        """Drop waiting records and stop."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import PerSequenceKV
+from cacheblend_rag.models.attention import PerSequenceKV
 from cacheblend_rag.models.cache import joined_layers
-from cacheblend_rag.models.cpu.plain import PlainRows, plain_rows
+from cacheblend_rag.models.cpu.layers import PlainRows, plain_rows
 from cacheblend_rag.models.memory import free_memory_on
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 from cacheblend_rag.models.plain import PlainAdapter

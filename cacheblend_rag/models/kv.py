@@ -110,7 +110,7 @@ class JoinedKV(SegmentKV):
 
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefilled:
     """Result of the model's own forward pass over a prompt.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer by id or path, in an element type the machine can compute."""
+"""Loading a model and its tokenizer, in an element type the machine can compute; and what its config foretells."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -27,14 +27,14 @@ from transformers.utils import cached_file, find_adapter_config_file
 from cacheblend_rag.config import DTYPES, check_choice, removed_remedy
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_runs, why_plain
-from cacheblend_rag.models.gguf import is_gguf, read_weights, settings_folder
+from cacheblend_rag.models.gguf import gguf_config, is_gguf, read_weights, settings_folder
 from cacheblend_rag.models.hub import hub_asked_once
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.model_names import name_remedy, why_no_model
 from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.projections import latent_width
-from cacheblend_rag.models.shape import head_width
+from cacheblend_rag.models.shape import context_window, head_width
 from cacheblend_rag.models.starters import starter_gguf, starter_named
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -52,6 +52,8 @@ _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfold
 # Arguments that transformers took once, and what does the same now.
 _QUANTISE = "use quantization_config=BitsAndBytesConfig({}=True)"
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+# Those of which tiny models did not go on from a cache in slices; see `PlainAdapter.goes_on`. Loading tries it anew.
+_IN_FULL = ("bamba", "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba")
 
 
 def loading_arguments(
@@ -505,3 +507,66 @@ def _device(device: str) -> torch.device:
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # a build without it raises what it likes
         raise ConfigError("device", device, 'there is none that PyTorch can use; use "auto" or "cpu"') from error
     return target
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How prompts of a model are answered.
+
+    Parameters
+    ----------
+    how : str
+        ``"blended"``; ``"plain, beginnings reused"``: by its own prefill, which goes on from a kept beginning;
+        ``"plain"``: by its own prefill of each whole prompt; ``"refused"``.
+    reason : str
+        Why it is not blended; empty if it is.
+    window : int, optional
+        Tokens that its context window holds, if it is known.
+    """
+
+    how: Literal["blended", "plain, beginnings reused", "plain", "refused"]
+    reason: str = ""
+    window: int | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return self.how + (self.reason and f": {self.reason}")
+
+
+def treatment_of(config: Any) -> Treatment:
+    """How prompts of a model with this config are answered.
+
+    Parameters
+    ----------
+    config : transformers PretrainedConfig
+    """
+    try:
+        reason = why_plain(config)
+    except UnsupportedModelError as error:
+        return Treatment("refused", error.reason)
+    if type(config) not in auto_class(config)._model_mapping:
+        return Treatment("refused", f"transformers has no causal language model for {config.model_type!r}")
+    if reason is None:
+        return Treatment("blended", window=context_window(config))
+    ahead = getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
+    in_full = ahead or config.get_text_config().model_type in _IN_FULL
+    return Treatment("plain" if in_full else "plain, beginnings reused", reason)
+
+
+def expected_treatment(model: str | os.PathLike[str]) -> Treatment:
+    """How prompts of a model are answered, by its id, folder or GGUF file; only the config is read or downloaded.
+
+    Raises
+    ------
+    ModelLoadError
+        If its config cannot be read.
+    """
+    name = os.fspath(model)
+    try:
+        with found_model(model, {}, weights=False):
+            own = gguf_config(model) if is_gguf(model) else AutoConfig.from_pretrained(os.path.expanduser(name))
+        return treatment_of(own)
+    except UnsupportedModelError as error:
+        return Treatment("refused", error.reason or str(error))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        fault = f"the config of model {name!r} cannot be read: {one_line(error)}"
+        raise ModelLoadError(f"{fault}; {name_remedy(said=name)}") from error

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.cache import called_at_each_layer, preallocate
 from cacheblend_rag.models.identity import ModelIdentity
-from cacheblend_rag.models.kv import Prefill
+from cacheblend_rag.models.kv import Prefilled
 from cacheblend_rag.models.modules import cache_argument, evaluating, keeping_nothing, takes
 from cacheblend_rag.models.quantised import is_quantised, mixes_rows
 from cacheblend_rag.models.shape import context_window
@@ -126,7 +126,7 @@ class PlainAdapter:
         ids: Sequence[int],
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
-    ) -> Prefill:
+    ) -> Prefilled:
         """The model's own forward pass over all ids: plain prefill.
 
         Parameters
@@ -150,7 +150,7 @@ class PlainAdapter:
         ids: Sequence[int],
         between: Callable[[float, int], object] | None = None,
         each_layer: Callable[[], object] | None = None,
-    ) -> Prefill:
+    ) -> Prefilled:
         """Prefill ids after those that a cache holds. The cache grows by them."""
         size = _SLICE if between is not None and self.goes_on == "slices" and not self.mixes_rows else len(ids)
         for start in range(0, len(ids), size):
@@ -159,7 +159,7 @@ class PlainAdapter:
                 logits = self.extend(cache, ids[start : start + size], logits_to_keep=1)[-1]
             if between is not None and start + size < len(ids):
                 between(time.perf_counter() - began, start + size)
-        return Prefill(cache, logits)
+        return Prefilled(cache, logits)
 
     def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
         """The model's own forward pass over ids behind a cache, which grows by them.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend_rag.models.attention.rows import (
+from cacheblend_rag.models.attention import (
     ROW_ATTENTION,
     PerSequenceKV,
     RowMask,
-    RowPositions,
     additive,
     in_blocks,
     row_attention,
@@ -117,8 +116,8 @@ class RowLayers:
         if not self.fused:
             return RowMask(additive(mask, self.dtype, torch.finfo(self.dtype).min))
         found = in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, self.form.sharing)
-        # A GPU's kernel wants to know the positions in its place.
-        return replace(found, positions=RowPositions(rows, window)) if has_kernels(rows.device) else found
+        # A GPU's kernel wants to know the rows' positions in its place.
+        return replace(found, rows=rows, window=window) if has_kernels(rows.device) else found
 
     def run_layer(
         self,
@@ -168,27 +167,13 @@ class RowLayers:
         """Whether several layers in a row are one call for so many rows."""
         return self.kernels is not None and self.kernels.replays(rows)
 
-    def run_layers(
-        self,
-        first: int,
-        hidden: torch.Tensor,
-        kvs: Sequence[LayerKV],
-        rows: torch.Tensor,
-        rotaries: Rotaries,
-        masks: Callable[[int | None], RowMask | None],
+    def replay(
+        self, first: int, hidden: torch.Tensor, kvs: Sequence[LayerKV], rows: torch.Tensor, rotaries: Rotaries
     ) -> torch.Tensor:
-        """Several layers in a row, one for each of ``kvs``; parameters as in `run_layer`.
-
-        Parameters
-        ----------
-        masks : callable
-            The mask of layers with a window.
-        """
-        if self.kernels is not None and self.kernels.replays(len(rows)):
-            return self.kernels.run(first, kvs, hidden, rows, rotaries.layer(first))
-        for layer, kv in enumerate(kvs, first):
-            hidden = self.run_layer(layer, hidden, kv, rows, rotaries, masks(self.windows[layer]))
-        return hidden
+        """Several layers in a row by one call, where it `replays`: one for each of ``kvs``; else as `run_layer`."""
+        kernels: Any = self.kernels
+        after: torch.Tensor = kernels.run(first, kvs, hidden, rows, rotaries.layer(first))
+        return after
 
     def step(
         self, hidden: torch.Tensor, kvs: Sequence[PerSequenceKV], positions: torch.Tensor, rotaries: Rotaries

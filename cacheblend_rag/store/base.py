@@ -7,10 +7,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -29,7 +30,9 @@ __all__ = [
     "StoreTraits",
     "StoredKV",
     "Warnings",
+    "WrappedStore",
     "check_store",
+    "compute_if_missing",
     "discard",
     "record_key",
 ]
@@ -39,6 +42,8 @@ _WARN_SECONDS = 30.0
 _CPU = torch.device("cpu")
 UNLIMITED = 2**63 - 1
 """`StoreTraits.size_limit` of a store that knows of none."""
+_Item = TypeVar("_Item")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Warnings:
@@ -273,3 +278,117 @@ def discard(store: KVStore, key: str) -> None:
         store.delete(key)
     except StoreError as error:
         _log.warning("%s", error)
+
+
+def compute_if_missing(
+    store: KVStore, wanted: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
+) -> dict[str, bool | None]:
+    """Make together the records that are not stored, and store them.
+
+    Parameters
+    ----------
+    store : KVStore
+    wanted : mapping of str to item
+        Source of each record, by its key.
+    make : callable
+        Makes the records of several items.
+
+    Returns
+    -------
+    dict of str to bool or None
+        By key, whether the record was made; None if another thread or process is just making it.
+
+    Raises
+    ------
+    Exception
+        The error of the first item that failed. The others are stored all the same.
+    """
+    done: dict[str, bool | None] = {}
+    ours: dict[str, _Item] = {}
+    with ExitStack() as claims:
+        for key, item in wanted.items():
+            if store.contains(key):
+                done[key] = False
+            elif not claims.enter_context(store.claim(key)):
+                done[key] = None
+            elif store.contains(key):  # whoever had the claim before has stored it
+                done[key] = False
+            else:
+                ours[key], done[key] = item, True
+        if ours:
+            _compute_and_store(store, ours, make)
+    return done
+
+
+def _compute_and_store(
+    store: KVStore, ours: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
+) -> None:
+    """Make all in one go, or one by one if that fails; an item that fails does not cost the others."""
+    records: Sequence[KVRecord] = ()
+    try:
+        records = make([*ours.values()])
+    except Exception as error:
+        if len(ours) == 1:
+            raise
+        _log.warning("%d records cannot be made together and are made one by one: %s", len(ours), error)
+    failed: list[Exception] = []
+    for number, (key, item) in enumerate(ours.items()):
+        try:
+            store.put(key, records[number] if records else make([item])[0])
+        except Exception as error:
+            failed.append(error)
+    for other in failed[1:]:
+        _log.warning("of %d records, one more could not be stored: %s", len(ours), other)
+    if failed:
+        raise failed[0]
+
+
+def _of_inner(method: _Method) -> _Method:
+    """The same method, of the wrapped store."""
+
+    @wraps(method, updated=())  # not that it is abstract
+    def call(self: WrappedStore, *arguments: Any) -> Any:
+        return getattr(self.inner, method.__name__)(*arguments)
+
+    return cast(_Method, call)
+
+
+class WrappedStore(KVStore):
+    """A KV store that passes all calls on to the wrapped one.
+
+    Parameters
+    ----------
+    inner : KVStore
+        Where the records are.
+    """
+
+    def __init__(self, inner: KVStore) -> None:
+        self.inner, self.traits = inner, inner.traits
+
+    put = _of_inner(KVStore.put)
+    contains = _of_inner(KVStore.contains)
+    delete = _of_inner(KVStore.delete)
+    infos = _of_inner(KVStore.infos)
+    claim = _of_inner(KVStore.claim)
+    prefetch = _of_inner(KVStore.prefetch)
+    volume = _of_inner(KVStore.volume)
+    stats = _of_inner(KVStore.stats)
+    flush = _of_inner(KVStore.flush)
+    close = _of_inner(KVStore.close)
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
+        return {key: self.handed_out(key, record) for key, record in self.inner.open_all(keys).items()}
+
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        """The record that a caller gets for one of the wrapped store: the very same, unless a subclass changes it."""
+        return record
+
+    @property
+    def on_evict(self) -> OnEvict | None:
+        """See `KVStore.on_evict`."""
+        return self.inner.on_evict
+
+    @on_evict.setter
+    def on_evict(self, called: OnEvict | None) -> None:
+        self.inner.on_evict = called

@@ -18,8 +18,8 @@ from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import KVRecord, KVStore, StoredKV, TieredStore
+from cacheblend_rag.store.base import WrappedStore
 from cacheblend_rag.store.record import RecordFormat, encode_pieces
-from cacheblend_rag.store.wrapped import WrappedStore
 from tests.contract.faults import record_of
 from tests.probes import CHUNKS, PROMPT, engine_of
 from tests.waiting import until

@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import FusionPlan, fuse
-from cacheblend_rag.fusor.scoring import question_attention
+from cacheblend_rag.fusor.blend import question_attention
 from cacheblend_rag.fusor.selection import (
     RULES,
     FixedRule,
@@ -24,11 +24,11 @@ from cacheblend_rag.fusor.selection import (
     SelectNone,
     SelectQuery,
     StartView,
+    falling,
+    keep_at_least,
     make_rule,
 )
-from cacheblend_rag.fusor.selection.base import keep_at_least
-from cacheblend_rag.fusor.selection.gradual import falling
-from cacheblend_rag.fusor.work import ProjectedRows, RowsDone, work_share
+from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.shape import LayerShape, ModelShape
@@ -329,7 +329,7 @@ def test_work_equals_a_hand_count() -> None:
     every, last = torch.arange(4), torch.tensor([1, 3])
     assert work_share(shape, 4, RowsDone((every, every))) == 1.0
     spent = (4 * 100 + 2 * 10) + (2 * 100 + 2 * (2 + 3)) + 50 + 3 * 20 + (100 + 2 * 4)
-    done = RowsDone((every, last), (ProjectedRows(1, rows=3),), (last[1:],))
+    done = RowsDone((every, last), ((1, 3),), (last[1:],))
     assert work_share(shape, 4, done) == pytest.approx(spent / full)
     deeper = spent + 2 * (2 * 100 + 2 * (2 + 3)) + (100 + 2 * 4)
     assert work_share(shape, 4, done, layers=4) == pytest.approx(deeper / (full + 2 * (4 * 100 + 2 * 9)))

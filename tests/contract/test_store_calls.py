@@ -16,7 +16,7 @@ from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.app.fleet.summaries import SummarizedStore
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, RecordFormat, StoredKV, TieredStore, open_store
-from cacheblend_rag.store.wrapped import WrappedStore
+from cacheblend_rag.store.base import WrappedStore
 from docs.benchmarks.scripts.storage import ThrottledStore
 from tests import tiny
 from tests.contract.faults import record_of

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.adapter import ContextKV, ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts, finder, ids_digest

@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.engine.decode import DecodeOptions, _TextAssembler
-from cacheblend_rag.engine.thinking import Thinking
+from cacheblend_rag.engine.decode import DecodeOptions, Thinking, _TextAssembler
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import Generation
 from tests import tiny

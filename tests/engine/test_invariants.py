@@ -13,7 +13,7 @@ from cacheblend_rag import Prompt
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import LayerView, SelectionRule, SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import row_mask
+from cacheblend_rag.models.attention import row_mask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from tests import tiny
@@ -76,7 +76,7 @@ def test_scattered_rows_equal_a_naive_twin(name: str) -> None:
     model = model_named(name)
     ids, stored = ids_of(), random_kv(model, TOKENS)
     fusion = run(model, plan_of(ids, ROWS), stored, SelectNone())
-    assert [rows.tolist() for rows in fusion.computed] == [list(ROWS)] * 4
+    assert [rows.tolist() for rows in fusion.done.computed] == [list(ROWS)] * 4
     layers, logits = naive_rows(model, ids, stored, [ROWS] * 4)
     assert_layers_close(fusion.layers, layers, model)
     assert_logits_close(fusion.logits, logits, model, TOKENS)
@@ -90,7 +90,7 @@ def test_narrowing_rows_equal_a_naive_twin(name: str) -> None:
     fusion = run(model, plan_of(ids, (15,)), stored, KeepThese(kept))
     narrow, narrower = sorted({*kept[1], 15, 39}), sorted({*kept[3], 15, 39})
     rows = [list(range(TOKENS)), narrow, narrow, narrower]
-    assert [found.tolist() for found in fusion.computed] == rows
+    assert [found.tolist() for found in fusion.done.computed] == rows
     assert fusion.recomputed_tokens == (TOKENS - 2, 5, 5, 2)
     layers, logits = naive_rows(model, ids, stored, rows)
     assert_layers_close(fusion.layers, layers, model)
@@ -241,6 +241,6 @@ def test_the_last_position_is_computed_even_if_a_rule_keeps_nothing() -> None:
     ids, stored = ids_of(3), random_kv(model, TOKENS, seed=3)
     plan = FusionPlan(ids, exact=[], reused=[range(0, TOKENS)], unrotated=range(0, TOKENS))
     fusion = run(model, plan, stored, KeepThese({1: ()}))
-    assert [rows.tolist() for rows in fusion.computed[1:]] == [[TOKENS - 1]] * 3
+    assert [rows.tolist() for rows in fusion.done.computed[1:]] == [[TOKENS - 1]] * 3
     _, logits = naive_rows(model, ids, stored, [range(TOKENS), *[[TOKENS - 1]] * 3])
     assert_logits_close(fusion.logits, logits, model, TOKENS)

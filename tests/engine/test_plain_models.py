@@ -22,8 +22,8 @@ from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.engine.prompt_cache import KeptPrompt, PromptCache, PromptKind
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models import families
+from cacheblend_rag.models.loading import treatment_of
 from cacheblend_rag.models.plain import PlainAdapter
-from cacheblend_rag.models.treatment import treatment_of
 from cacheblend_rag.store import MemoryStore
 from tests import gguf_files, probes, tiny
 from tests.pairwise import others_slow

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.engine.repetition import OTHER_TOKENS, PROSE_TOKENS, repeats, shortest_period
+from cacheblend_rag.engine.decode import OTHER_TOKENS, PROSE_TOKENS, repeats, shortest_period
 from tests import tiny
 from tests.probes import PROMPT, engine_of
 from tests.thinking import Writer

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine.turns import Turns
-from cacheblend_rag.engine.verifications import VerificationStatus
+from cacheblend_rag.engine.verification import VerificationStatus
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import Generation, Verification
 from tests.engine.test_verification import assert_corrected, plain, reused

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
+from cacheblend_rag.engine.chunks import in_batches
 from cacheblend_rag.engine.segments import Segment
-from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV

@@ -14,7 +14,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
 from cacheblend_rag.llama_cpp.blend import _attention
-from cacheblend_rag.llama_cpp.loading import load_gguf
+from cacheblend_rag.llama_cpp.model import load_gguf
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt
 from tests import gguf_files, tiny
@@ -332,7 +332,7 @@ def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path)
 
 def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("cacheblend_rag.llama_cpp.loading.total_memory", lambda: 10**9)
+        patch.setattr("cacheblend_rag.llama_cpp.model.total_memory", lambda: 10**9)
         with pytest.raises(
             ModelLoadError, match=r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
         ):

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag.engine.backends import adapter_of
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.gpu.plain import plain_layers
-from cacheblend_rag.models.treatment import Treatment, treatment_of
+from cacheblend_rag.models.loading import Treatment, treatment_of
 from tests import tiny
 
 __all__ = ["OF_THE_DAY", "PAGE", "described_of", "main", "treatment_rows"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import (
+from cacheblend_rag.models.attention import (
     ROW_ATTENTION,
     additive,
     attend_rows,
@@ -102,7 +102,7 @@ def test_prompt_fused_in_blocks_is_the_same(name: str, monkeypatch: pytest.Monke
         engine.warm(prompt.chunks, progress=False)
         engine.fuse(prompt)
         whole = engine.fuse(prompt)
-        monkeypatch.setattr("cacheblend_rag.models.attention.rows._BLOCK_ROWS", 3)
+        monkeypatch.setattr("cacheblend_rag.models.attention._BLOCK_ROWS", 3)
         parted = engine.fuse(prompt)
     assert len(whole.recomputed[2]) > 24  # eight blocks of at least three rows
     assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.models.attention import onednn as direct_attention
-from cacheblend_rag.models.attention.rows import additive, attend_rows, in_blocks, row_attention, row_mask
+from cacheblend_rag.models import attention as direct_attention
+from cacheblend_rag.models.attention import additive, attend_rows, in_blocks, row_attention, row_mask
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.engine.test_invariants import MODELS, model_named
@@ -29,9 +29,9 @@ AGREES = direct_attention.agrees.__wrapped__
 def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert direct_attention.agrees()  # its own products, once a process, are not counted
     monkeypatch.setattr(direct_attention, "most_rows", lambda: sys.maxsize)
-    monkeypatch.setattr(direct_attention, "_LEAST", 0)
+    monkeypatch.setattr(direct_attention, "_LEAST_ROWS", 0)
     monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
-    monkeypatch.setattr(direct_attention, "_ROWS", 12)
+    monkeypatch.setattr(direct_attention, "_DIRECT_ROWS", 12)
     monkeypatch.setattr(direct_attention, "_STEP", 4)
 
 

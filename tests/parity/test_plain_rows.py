@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cpu.plain import PlainRows
+from cacheblend_rag.models.cpu.layers import PlainRows
 from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
 from tests.probes import PLAIN

@@ -17,8 +17,8 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import loading
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cpu.layers import row_by_row
 from cacheblend_rag.models.cpu.products import KERNELS, _weight_to_copy
-from cacheblend_rag.models.cpu.rowwise import row_by_row
 from cacheblend_rag.models.gpu.layer import is_plain
 from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import load_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
+from cacheblend_rag.models.cpu.layers import computed_in_blocks, row_by_row
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.pairwise import others_slow
@@ -18,7 +18,7 @@ from tests.tolerance import assert_logits_close
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.models.cpu.rowwise._ROWS", 7)
+    monkeypatch.setattr("cacheblend_rag.models.cpu.layers._ROWS", 7)
 
 
 class Watched(nn.Module):
@@ -81,7 +81,7 @@ def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.
     with engine_of(model, selection="boundary", recompute_ratio=0.4) as engine:  # whichever way rows deviate
         engine.warm(prompt.chunks, progress=False)
         whole = engine.fuse(prompt)
-        monkeypatch.setattr("cacheblend_rag.models.cpu.rowwise._ROWS", 7)
+        monkeypatch.setattr("cacheblend_rag.models.cpu.layers._ROWS", 7)
         parted = engine.fuse(prompt)
         parts = engine.adapter.row_by_row.modules
     assert parts, "each has norms at least"

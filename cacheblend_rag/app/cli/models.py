@@ -58,9 +58,9 @@ def _get(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.errors import CacheBlendError
+    from cacheblend_rag.models.loading import Treatment, expected_treatment
     from cacheblend_rag.models.model_names import why_no_model
     from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_gguf
-    from cacheblend_rag.models.treatment import Treatment, expected_treatment
 
     refused = unread = 0
     for name in parsed.names:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from cacheblend_rag.app.fleet.pieces import piece_digests
 from cacheblend_rag.app.fleet.routing import MOST_CHUNKS, HeldChunks
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
-from cacheblend_rag.store.wrapped import WrappedStore
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, WrappedStore
 
 _log = logging.getLogger(__name__)
 _KINDS = ("chunk", "found", "prefix")

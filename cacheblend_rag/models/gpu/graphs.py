@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from cacheblend_rag.models.attention.rows import RowMask
+from cacheblend_rag.models.attention import RowMask
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.layer import FusedLayer
 from cacheblend_rag.models.gpu.pointer_table import KVPointers

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from cacheblend_rag.models.attention.rows import RowMask, attend_rows
+from cacheblend_rag.models.attention import RowMask, attend_rows
 from cacheblend_rag.models.gpu.attention import WeightSums, attend_by_row, attend_from
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
@@ -83,8 +83,8 @@ class FusedLayer(PlainLayer):
         by_head = query.view(len(hidden), -1, rotary.cos.shape[-1]).transpose(0, 1)  # [heads, rows, head_dim]
         if isinstance(kv, KVPointers) and kv.by_row:
             seen = attend_by_row(by_head, kv, rows, attention.scaling)
-        elif mask is not None and mask.positions is not None:
-            seen = attend_from(by_head, kv, mask.positions.rows, mask.positions.window, attention.scaling, sums)
+        elif mask is not None and mask.rows is not None:
+            seen = attend_from(by_head, kv, mask.rows, mask.window, attention.scaling, sums)
         elif isinstance(kv, KVPointers) or sums is not None:
             raise ValueError("KV found by pointers and sums of weights need a mask that knows positions")
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.attention.rows import RowMask
+from cacheblend_rag.models.attention import RowMask
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.graphs import LayerGraphs
 from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain

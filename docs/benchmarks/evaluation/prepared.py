@@ -15,8 +15,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.adapter import ContextKV, ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import CONTEXTS, contexts_beside

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
-from cacheblend_rag.fusor.scoring import attention_rows
+from cacheblend_rag.fusor.blend import attention_rows
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.langchain import CacheBlendLLM

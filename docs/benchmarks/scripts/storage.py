@@ -44,12 +44,11 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend_rag.store.base import KVRecord, StoredKV, record_key
+from cacheblend_rag.store.base import KVRecord, StoredKV, WrappedStore, record_key
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
-from cacheblend_rag.store.wrapped import WrappedStore
 from docs.benchmarks.scripts.common import (
     EDGE,
     BenchOptions,

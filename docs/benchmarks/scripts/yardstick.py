@@ -49,8 +49,7 @@ from cacheblend_rag.engine.decode import end_ids_of
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
-from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.adapter import ContextKV, ModelAdapter
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings

@@ -19,8 +19,7 @@ from cacheblend_rag.app.cli import main
 from cacheblend_rag.errors import EmbedderError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
-from cacheblend_rag.models.loading import load_geometry, load_model
-from cacheblend_rag.models.treatment import expected_treatment
+from cacheblend_rag.models.loading import expected_treatment, load_geometry, load_model
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
 

@@ -1,1 +1,0 @@
-"""Attention of some rows over all positions."""
