@@ -51,11 +51,24 @@ def write(path: Path, model: Any, kind: str = "F32", **settings: Any) -> Path:
         known = names.get_name(said, (".weight", ".bias"))
         assert known, said
         writer.add_tensor(known, data, raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return _written(writer, path)
+
+
+def _written(writer: Any, path: Path) -> Path:
+    for part in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, part)()
     return path
+
+
+def write_lora(path: Path, name: str, weight: str, a: torch.Tensor, b: torch.Tensor, alpha: float) -> Path:
+    """Write a LoRA adapter of one weight: A ``[rank, in]`` and B ``[out, rank]``."""
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for kind, matrix in (("a", a), ("b", b)):
+        writer.add_tensor(f"{weight}.lora_{kind}", matrix.numpy())
+    return _written(writer, path)
 
 
 def _write_config(writer: Any, config: Any, name: str) -> None:
@@ -96,12 +109,8 @@ def _write_tokenizer(writer: Any, size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens[:size])
-    ends = [
-        gguf.TokenType.CONTROL if number < 3 or token == "<|im_end|>" else gguf.TokenType.NORMAL
-        for number, token in enumerate(tokens[:size])
-    ]
-    writer.add_token_types(ends)
-    last = tokens[:size]
+    last, kinds = tokens[:size], (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[number < 3 or token == "<|im_end|>"] for number, token in enumerate(last)])
     writer.add_token_merges([" ".join(merge) for merge in merges if "".join(merge) in last])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -120,9 +129,8 @@ def _weights(state: dict[str, torch.Tensor], config: Any) -> Any:
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
         if ".experts.gate_up_proj" in name:
-            gate, up = weight.chunk(2, dim=1)  # [experts, width, hidden] each
-            yield name.replace("gate_up_proj", "gate_proj") + ".weight", gate
-            yield name.replace("gate_up_proj", "up_proj") + ".weight", up
+            for kind, part in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):  # [experts, width, hidden] each
+                yield name.replace("gate_up_proj", f"{kind}_proj.weight"), part
             continue
         if ".experts.down_proj" in name:
             name += ".weight"

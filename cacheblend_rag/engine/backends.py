@@ -44,7 +44,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
         ``"torch"``, ``"llama.cpp"``, or ``"auto"``: llama.cpp for GGUF files on a CPU, where it is installed, and
         PyTorch for all else. Starters are GGUF files.
     **arguments
-        ``device``, ``dtype`` and others, as for `load_model`.
+        ``device``, ``dtype`` and others, as for `load_model`; in llama.cpp ``lora``, a GGUF file with an adapter.
 
     Raises
     ------
@@ -58,9 +58,12 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
             raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
+    lora = others.pop("lora", None)
     if backend == "auto":
-        backend = _backend_for(model, device, dtype, others)
+        backend = _backend_for(model, device, dtype, others) if lora is None else "llama.cpp"
     if backend == "torch":
+        if lora is not None:
+            raise ConfigError("lora", lora, "leave backend out: llama.cpp computes with adapters in GGUF files")
         return load_model(model, device=device, dtype=dtype, **others)
     given = ({} if device == "cpu" else {"device": device}) | {"dtype": dtype} | others
     for name, value in given.items():
@@ -70,7 +73,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     from cacheblend_rag.llama_cpp.model import load_gguf  # transformers' generation takes a second to import
 
     file = model if starter is None else starter_gguf(starter)
-    return LoadedModel(*load_gguf(file), os.fspath(model), None)
+    return LoadedModel(*load_gguf(file, lora), os.fspath(model), None)
 
 
 def _backend_for(model: str | os.PathLike[str], device: str, dtype: str, others: Mapping[str, Any]) -> str:

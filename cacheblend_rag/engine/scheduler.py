@@ -151,12 +151,12 @@ class Scheduler:
             Input of the step.
         run : callable
             Takes the steps of all answers that gave the same function, on one of their threads, and returns a result
-            for each.
+            for each, or the `GenerationError` that it failed with.
 
         Raises
         ------
         GenerationError
-            If the step failed on the thread of another.
+            If the step failed alone, or on the thread of another.
         """
         if self._nobody_waits:
             return run([given])[0]
@@ -169,7 +169,7 @@ class Scheduler:
         if not mine.done:
             self._run(together, run)
         if mine.error is not None:
-            raise GenerationError("a step taken together with other answers failed") from mine.error
+            raise GenerationError(f"a step taken together with other answers failed: {mine.error}") from mine.error
         return mine.results[0]
 
     def give_way(self, seconds: float) -> None:
@@ -276,7 +276,8 @@ class Scheduler:
         began = self._clock()
         try:
             for step, result in zip(steps, run([step.given for step in steps]), strict=True):
-                step.results.append(result)
+                failed = isinstance(result, GenerationError)
+                step.error, step.results = (result, []) if failed else (None, [result])
         except BaseException as error:
             for step in steps:
                 step.error = error

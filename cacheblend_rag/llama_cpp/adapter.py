@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.llama_cpp.runtime import BATCH, Runtime
 from cacheblend_rag.models.cache import PreallocatedLayer
@@ -87,9 +88,9 @@ class LlamaAdapter:
 
     # Passes ------------------------------------------------------------------------------------
 
-    def empty_cache(self) -> SequenceCache:
-        """A cache that holds nothing yet, in a context of its own."""
-        alone = self.runtime.alone()
+    def empty_cache(self, tokens: int = 0) -> SequenceCache:
+        """A cache that holds nothing yet, in a context of its own with room for so many tokens."""
+        alone = self.runtime.alone(tokens)
         return SequenceCache(alone, alone.take(), 0)
 
     def prefill(
@@ -178,8 +179,9 @@ class LlamaAdapter:
 
     def new_cache(self, layers: Sequence[LayerKV]) -> SequenceCache:
         """A cache that holds these layers, ready for generation."""
-        cache = self.empty_cache()
-        cache.length = layers[0].keys.shape[2]
+        tokens = layers[0].keys.shape[2]
+        cache = self.empty_cache(tokens)
+        cache.length = tokens
         cache.runtime.place(self.state_of(layers, slice(None)), cache.sequence)
         return cache
 
@@ -279,18 +281,24 @@ class LlamaDecode:
         return free is None or 2 * tokens * self._runtime.token_bytes <= free
 
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """Logits of each step, ``[1, tokens, vocab]``; caches grow."""
+        """Logits of each step, ``[1, 1, vocab]``; caches grow.
+
+        Where the context of one cannot grow, the error stands in its place, and the others are answered. Of one alone
+        it is raised.
+        """
         name = cache_argument(self._adapter.model)
-        rows: dict[Runtime, list[tuple[int, int, int]]] = {}
-        for one in inputs:
-            cache, ids = one[name], one["input_ids"][0].tolist()
-            here = rows.setdefault(cache.runtime, [])
-            here += [(token, cache.length + at, cache.sequence) for at, token in enumerate(ids)]
-            cache.length += len(ids)
-        logits = {runtime: runtime.step(here) for runtime, here in rows.items()}
-        found = []
-        for one in inputs:
-            runtime, count = one[name].runtime, one["input_ids"].shape[1]
-            found.append(logits[runtime][None, :count])
-            logits[runtime] = logits[runtime][count:]
-        return found
+        caches: list[SequenceCache] = [one[name] for one in inputs]
+        found: dict[int, Any] = {}
+        for runtime in dict.fromkeys(cache.runtime for cache in caches):
+            here = [at for at, cache in enumerate(caches) if cache.runtime is runtime]
+            rows = [(int(inputs[at]["input_ids"]), caches[at].length, caches[at].sequence) for at in here]
+            try:
+                found |= zip(here, runtime.step(rows, len(rows))[:, None, None], strict=True)
+            except GenerationError as error:
+                if len(inputs) == 1:
+                    raise
+                found |= dict.fromkeys(here, error)
+                continue
+            for at in here:
+                caches[at].length += 1
+        return [found[at] for at in range(len(inputs))]

@@ -92,7 +92,7 @@ class _Pass:
                     runtime.copy(final, sequence, 0, at)
                 runtime.copy(placed, sequence, at, stretch.start)
             rows = [(self._ids[row], row, one) for part, one in zip(group, own, strict=True) for row in part]
-            runtime.step(rows, wanted=False)
+            runtime.step(rows, 0)
             if len(group) > 1:
                 for stretch, sequence in zip(group, own, strict=True):
                     runtime.copy(placed, final, at, stretch.start)

@@ -39,7 +39,7 @@ class SequenceCache(Cache):  # type: ignore[misc]
             other = SequenceCache(runtime, runtime.take(), self.length)
             runtime.copy(self.sequence, other.sequence, 0, self.length)
             return other
-        alone = runtime.alone()
+        alone = runtime.alone(self.length)
         other = SequenceCache(alone, alone.take(), self.length)
         if self.length:
             alone.place(runtime.state(self.sequence), other.sequence)

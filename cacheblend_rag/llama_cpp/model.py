@@ -83,7 +83,7 @@ class LlamaModel(nn.Module, GenerationMixin):  # type: ignore[misc]
         return CausalLMOutputWithPast(logits=logits[None], **{CACHE_FIELD: cache})
 
 
-def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
+def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None = None) -> tuple[LlamaModel, Any]:
     """The model in a GGUF file, and its tokenizer.
 
     Config and tokenizer are read from the file once and kept in the user's cache.
@@ -91,16 +91,20 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
     Parameters
     ----------
     file : str or path
+    lora : str or path, optional
+        A GGUF file with a LoRA adapter for the model.
 
     Raises
     ------
     ModelLoadError
-        If the file is missing or damaged, memory is too small for it, or llama.cpp is not installed or cannot load it.
+        If a file is missing or damaged, memory is too small for it, or llama.cpp is not installed or cannot load it.
     UnsupportedModelError
         If its architecture is not supported.
     """
     path = local_path(file)
-    check_start(path)
+    files = [path] if lora is None else [path, Path(lora)]
+    for one in files:
+        check_start(one)
     needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()
     if there is not None and needed > there:
         raise ModelLoadError(
@@ -110,6 +114,7 @@ def load_gguf(file: str | os.PathLike[str]) -> tuple[LlamaModel, Any]:
     folder = settings_folder(path)  # hashes the file on first use
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
-    runtime = Runtime(path, torch.get_num_threads())
+    runtime = Runtime(path, torch.get_num_threads(), *files[1:])
     config._name_or_path = str(path)
-    return LlamaModel(path, runtime, config, generation, content_sha256(path)), tokenizer
+    identity = "+".join(map(content_sha256, files))
+    return LlamaModel(path, runtime, config, generation, identity), tokenizer

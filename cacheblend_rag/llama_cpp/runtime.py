@@ -43,11 +43,13 @@ class Runtime:
         The GGUF file; it is mapped into memory, or read once.
     threads : int
         Threads of the CPU.
+    lora : Path, optional
+        A GGUF file with a LoRA adapter for the model.
 
     Raises
     ------
     ModelLoadError
-        If llama.cpp cannot load the file.
+        If llama.cpp cannot load a file.
 
     Attributes
     ----------
@@ -64,7 +66,7 @@ class Runtime:
     """Whether the context is for one sequence."""
     _main: Runtime
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, lora: Path | None = None) -> None:
         self._lib = lib = library()
         self._threads = threads
         options: ModelOptions = lib.llama_model_default_params()
@@ -91,8 +93,11 @@ class Runtime:
         self._sequences = _SEQUENCES
         self._free = list(range(_SEQUENCES - 1, -1, -1))
         self._left = deque[int]()
-        self._open(_CELLS)
         weakref.finalize(self, _end, lib, self._held, self._model, self._batch)
+        self._lora = None if lora is None else lib.llama_adapter_lora_init(self._model, os.fsencode(lora))
+        if lora is not None and not self._lora:
+            raise ModelLoadError(f"llama.cpp cannot load {str(lora)!r}: it is no LoRA adapter for {str(path)!r}")
+        self._open(_CELLS)
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0
         self.shifts = bool(lib.llama_memory_can_shift(self._memory)) and not states and not windowed
@@ -102,8 +107,8 @@ class Runtime:
                 self.layout = StateLayout(self.state(probe), self.layers, self.kv_heads)
                 self.token_bytes = sum(self.layout.widths)
 
-    def alone(self) -> Runtime:
-        """The same model with another context, for one sequence that nothing else is beside.
+    def alone(self, tokens: int = 0) -> Runtime:
+        """The same model with another context, for one sequence of at least so many tokens, and nothing beside it.
 
         Attention is summed in the order of cells, over all that are taken. So the same tokens round in other ways among
         other sequences, and an answer can go on otherwise where two words are almost as likely. In a context of its
@@ -114,6 +119,8 @@ class Runtime:
         other._observer, other._main, other.is_alone = Observer(), self, True  # the model lives as long as its contexts
         other._open(_CELLS_ALONE)
         weakref.finalize(other, _end, self._lib, other._held)
+        if tokens > _CELLS_ALONE:
+            other._grow(tokens)
         return other
 
     # Sequences -------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ class Runtime:
         self.settle()  # llama.cpp writes states without rotating what was moved
         if self._set(state, sequence):  # it grew meanwhile
             return
-        self._grow()
+        self._grow(self.layout.cells(state.size))
         if not self._set(state, sequence):
             raise GenerationError(f"llama.cpp refused KV of {state.size:,} bytes")
 
@@ -221,24 +228,25 @@ class Runtime:
         -------
         Tensor, [wanted, vocab] float32
         """
-        logits, first = torch.empty(wanted, self.vocabulary), len(ids) - wanted
-        for begin in range(0, len(ids), BATCH):
-            end = min(len(ids), begin + BATCH)
-            rows = [(ids[at], start + at, sequence, at >= first) for at in range(begin, end)]
-            self._decode(rows, logits[max(0, begin - first) : max(0, end - first)])
-        return logits
+        return self.step([(token, start + at, sequence) for at, token in enumerate(ids)], wanted)
 
-    def step(self, rows: Sequence[tuple[int, int, int]], wanted: bool = True) -> torch.Tensor:
-        """Compute tokens at the ends of several sequences; logits ``[rows, vocab]`` if they are wanted.
+    def step(self, rows: Sequence[tuple[int, int, int]], wanted: int) -> torch.Tensor:
+        """Compute tokens at the ends of several sequences.
 
         Parameters
         ----------
         rows : sequence of (id, position, sequence)
-        wanted : bool
+        wanted : int
+            How many of the last rows give logits.
+
+        Returns
+        -------
+        Tensor, [wanted, vocab] float32
         """
-        logits = torch.empty(len(rows) if wanted else 0, self.vocabulary)
+        logits, first = torch.empty(wanted, self.vocabulary), len(rows) - wanted
         for begin in range(0, len(rows), BATCH):
-            self._decode([(*row, wanted) for row in rows[begin : begin + BATCH]], logits[begin : begin + BATCH])
+            some = [(*row, at >= first) for at, row in enumerate(rows[begin : begin + BATCH], begin)]
+            self._decode(some, logits[max(0, begin - first) :])
         return logits
 
     def queries(self, ids: Sequence[int], start: int, sequence: int, layers: Sequence[int]) -> list[torch.Tensor]:
@@ -250,16 +258,16 @@ class Runtime:
         """
         found: list[list[torch.Tensor]] = [[] for _ in layers]
         for begin in range(0, len(ids), BATCH):
-            end = min(len(ids), begin + BATCH)
+            some = ids[begin : begin + BATCH]
             seen = self._seen = dict.fromkeys(f"Qcur-{layer}".encode() for layer in layers)
             try:
-                self._decode([(ids[at], start + at, sequence, False) for at in range(begin, end)], torch.empty(0))
+                self.compute(some, start + begin, sequence)
             finally:
                 self._seen = {}
             for parts, (name, queries) in zip(found, seen.items(), strict=True):
                 if queries is None:
                     raise GenerationError(f"llama.cpp's graph has no tensor {name.decode()}")
-                parts.append(torch.from_numpy(queries).view(end - begin, self.heads, -1))
+                parts.append(torch.from_numpy(queries).view(len(some), self.heads, -1))
         return [torch.cat(parts) for parts in found]
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]], logits: torch.Tensor) -> None:
@@ -292,8 +300,8 @@ class Runtime:
 
     # Memory ----------------------------------------------------------------------------------
 
-    def _grow(self) -> None:
-        """Give the context twice its cells or more; both contexts are there for a while.
+    def _grow(self, more: int = BATCH) -> None:
+        """Give the context twice its cells, or more for so many tokens; both contexts are there for a while.
 
         Sequences are carried over one by one. Cells that several shared are those of each afterwards.
         """
@@ -302,7 +310,7 @@ class Runtime:
         taken = [one for one in sorted(used) if lib.llama_memory_seq_pos_max(self._memory, one) >= 0]
         sizes = [lib.llama_state_seq_get_size(self._context, one) for one in taken]
         carried = sum(map(self.layout.cells, sizes)) if self.shifts else 0
-        while cells < carried + BATCH:
+        while cells < carried + more:
             cells *= 2
         needed, free = cells * self.token_bytes + sum(sizes), free_memory()
         if free is not None and needed > free:
@@ -329,6 +337,9 @@ class Runtime:
             raise GenerationError(f"llama.cpp could not make a context of {cells} tokens; memory may be too small")
         self._context, self._cells, self._held[:] = context, cells, [context]
         self._memory = self._lib.llama_get_memory(context)
+        if self._lora is not None:
+            adapters, scales = (ctypes.c_void_p * 1)(self._lora), (ctypes.c_float * 1)(1.0)
+            self._lib.llama_set_adapters_lora(context, adapters, 1, scales)
 
 
 def is_in_llama_cpp(model: object) -> bool:
@@ -344,7 +355,8 @@ def _end(lib: Library, held: list[int], model: int | None = None, batch: Batch |
     """Give back the memory of a context, and of the model and the batch if they are its own."""
     if batch is not None:
         lib.llama_batch_free(batch)
-    lib.llama_free(held[0])
+    for context in held:
+        lib.llama_free(context)
     if model is not None:
         lib.llama_model_free(model)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 from pathlib import Path
 
@@ -12,10 +14,14 @@ import torch
 from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, _Step
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
+from cacheblend_rag.llama_cpp.adapter import LlamaDecode
 from cacheblend_rag.llama_cpp.blend import _attention
+from cacheblend_rag.llama_cpp.library import library
 from cacheblend_rag.llama_cpp.model import load_gguf
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.prompt import Prompt
 from tests import gguf_files, tiny
 from tests.programs import start_program
@@ -183,12 +189,9 @@ def greedy(engine: BlendEngine, ids: list[int], most: int) -> list[int]:
     adapter = engine.adapter
     made = adapter.prefill(ids)
     logits, answer = made.logits, list[int]()
-    ends = engine.model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    while len(answer) < most:
+    ends = np.atleast_1d(engine.model.generation_config.eos_token_id)
+    while len(answer) < most and not set(answer[-1:]) & set(ends):
         answer.append(int(logits.argmax()))
-        if answer[-1] in ends:
-            break
         logits = adapter.extend(made.cache, answer[-1:])[-1]
     return answer
 
@@ -217,9 +220,8 @@ def test_check_goes_on_from_whole_batches_of_prompts_alone(loaded):
 def test_prompt_that_is_asked_again_is_exact_if_it_is_verified(loaded):
     engine = engine_of(loaded, prompt_cache=10**8)
     first = engine.generate("Who paid in salt?" * 8, max_new_tokens=4)
-    again = [
-        engine.generate("Who paid in salt?" * 8, max_new_tokens=4, verify=how) for how in ("off", "always", "held")
-    ]
+    checks = ("off", "always", "held")
+    again = [engine.generate("Who paid in salt?" * 8, max_new_tokens=4, verify=how) for how in checks]
     assert [one.report.fidelity for one in (first, *again)] == ["exact", "approximate", "exact", "exact"]
     assert {one.text for one in again[1:]} == {first.text}
 
@@ -235,14 +237,16 @@ def test_answers_at_once_are_those_of_one_after_another(loaded):
 
 def test_context_grows_with_what_it_must_hold(loaded, monkeypatch, file):
     monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
-    model, tokenizer = load_gguf(file)
-    engine = engine_of((model, tokenizer))
+    engine = engine_of(load_gguf(file))
     ids = [5 + number % 40 for number in range(700)]
     long, short = engine.adapter.prefill(ids), engine.adapter.prefill(ids[:300])
     assert long.cache.length == 700
     expected = engine_of(loaded).adapter
     assert torch.allclose(long.logits, expected.prefill(ids).logits, atol=1e-3)
     assert torch.allclose(short.logits, expected.prefill(ids[:300]).logits, atol=1e-3)
+    kept, copied = engine.adapter.live(engine.adapter.at_rest(long.cache, 700)), copy.copy(long.cache)
+    logits = [engine.adapter.extend(cache, [9]) for cache in (kept, copied, long.cache)]
+    assert all(torch.equal(one, logits[-1]) for one in logits)
 
 
 def test_context_that_grows_while_stored_kv_is_put_in_place_changes_nothing(loaded, file, monkeypatch, tmp_path):
@@ -305,37 +309,34 @@ def test_rule_that_drops_rows_between_layers_is_refused(loaded):
 
 
 def test_backend_is_llama_cpp_for_files_and_pytorch_where_it_is_named(file, caplog):
-    with BlendEngine.from_pretrained(file) as engine:
-        assert type(engine.model).__name__ == "LlamaModel"
-    with BlendEngine.from_pretrained(file, backend="torch") as engine:
-        assert type(engine.model).__name__ == "Qwen3ForCausalLM"
+    for arguments, kind in (({}, "LlamaModel"), ({"backend": "torch"}, "Qwen3ForCausalLM")):
+        with BlendEngine.from_pretrained(file, **arguments) as engine:
+            assert type(engine.model).__name__ == kind
     with pytest.raises(ConfigError, match="backend"):
         BlendEngine.from_pretrained(file, backend="llama")
     with pytest.raises(ConfigError, match="name a GGUF file"):
         BlendEngine.from_pretrained("some/model", backend="llama.cpp")
     with pytest.raises(ConfigError, match="dtype"):
         BlendEngine.from_pretrained(file, backend="llama.cpp", dtype="float32")
+    with pytest.raises(ConfigError, match=r"lora.*leave backend out"):
+        BlendEngine.from_pretrained(file, backend="torch", lora=file)
+    with pytest.raises(ModelLoadError, match="is no LoRA adapter for"):
+        BlendEngine.from_pretrained(file, lora=file)
 
 
 def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path):
-    other = tmp_path / "other.gguf"
-    other.write_bytes(b"no model at all" * 100)
-    with pytest.raises(ModelLoadError, match="not a GGUF file"):
-        load_gguf(other)
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(ModelLoadError):
-        load_gguf(cut)
-    with pytest.raises(ModelLoadError, match="does not exist"):
-        load_gguf(tmp_path / "none.gguf")
+    (tmp_path / "other.gguf").write_bytes(b"no model at all" * 100)
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-5000])
+    for name, said in (("other", "not a GGUF file"), ("cut", "cut.gguf"), ("none", "does not exist")):
+        with pytest.raises(ModelLoadError, match=said):
+            load_gguf(tmp_path / f"{name}.gguf")
 
 
 def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("cacheblend_rag.llama_cpp.model.total_memory", lambda: 10**9)
-        with pytest.raises(
-            ModelLoadError, match=r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
-        ):
+        said = r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
+        with pytest.raises(ModelLoadError, match=said):
             load_gguf(file)
     monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
     engine = engine_of(load_gguf(file))
@@ -366,6 +367,47 @@ def test_rows_of_a_long_prompt_are_computed_in_tiles(loaded, monkeypatch):
     assert rows[-1] >= 64
     assert sum(rows) <= computed
     assert all(count >= 40 for count in calls[-len(rows) :])
+
+
+def test_model_is_given_back_where_its_context_cannot_be_made(file, monkeypatch):
+    freed, _ = list[int](), gc.collect()
+    monkeypatch.setattr(library(), "llama_init_from_model", lambda *_: None)
+    monkeypatch.setattr(library(), "llama_model_free", freed.append)
+    with pytest.raises(GenerationError, match="could not make a context"):
+        load_gguf(file)
+    gc.collect()
+    assert len(freed) == 1
+
+
+def test_answer_whose_context_cannot_grow_fails_alone(loaded, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
+    adapter, scheduler = engine_of(loaded).adapter, Scheduler()
+    decode, name = LlamaDecode(adapter), cache_argument(loaded[0])
+    caches = [adapter.prefill([5 + number % 40 for number in range(count)]).cache for count in (512, 300)]
+    inputs = [{"input_ids": torch.tensor([[9]]), name: cache} for cache in caches]
+    expected = adapter.extend(copy.copy(caches[1]), [9])
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime.free_memory", lambda: 10**5)
+    failed, taken = (_Step(one, decode, ModelTime(lambda: 0)) for one in inputs)
+    with scheduler.entered():
+        scheduler._run([failed, taken], decode)
+    assert torch.equal(taken.results[0][0], expected)
+    assert "ask with fewer documents" in str(failed.error)
+    with pytest.raises(GenerationError, match="ask with fewer documents"):
+        decode(inputs[:1])
+
+
+def test_lora_adapter_is_added_to_the_weights_and_its_kv_is_its_own(file, loaded, torch_model, tmp_path):
+    adapted, ids = copy.deepcopy(torch_model), list(range(5, 45))
+    weight = adapted.model.layers[0].mlp.down_proj.weight
+    a, b = torch.eye(4, weight.shape[1]), torch.eye(weight.shape[0], 4)
+    lora = gguf_files.write_lora(tmp_path / "lora.gguf", "qwen3", "blk.0.ffn_down.weight", a, b, alpha=8.0)
+    weight.data += 2 * b @ a
+    expected, plain = (ModelAdapter(model).prefill(ids).logits for model in (adapted, torch_model))
+    engine_of(loaded, tmp_path / "kv").chunks.warm(CHUNKS)
+    shared = (engine := engine_of(load_gguf(file, lora), tmp_path / "kv")).adapter.runtime
+    for logits in (engine.adapter.prefill(ids).logits, shared.compute(ids, 0, shared.take(), 1)[-1]):
+        assert float((logits - expected).norm()) < 0.1 * float((plain - expected).norm())
+    assert [engine.generate(prompt_of(), max_new_tokens=1).report.hits for _ in range(2)] == [0, 3]
 
 
 def test_missing_library_is_named_with_its_remedy(file, monkeypatch, caplog):

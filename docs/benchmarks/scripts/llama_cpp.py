@@ -14,7 +14,8 @@ two questions with their answers of 16 tokens, checks included.
 
 ``python -m docs.benchmarks.scripts.llama_cpp --rows squad.jsonl --half choose --count 12 --out rows.json``
 
-How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions.
+How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions;
+by the last rule also with records as they are read once they were written in 8 bits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from cacheblend_rag.llama_cpp.library import Observer
 from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.starters import STARTERS
 from cacheblend_rag.prompt.chat import question_turns, render_turns
+from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.record import RecordFormat, as_written
+from cacheblend_rag.store.stored_kv import KVRecord
 from docs.benchmarks.evaluation.datasets import load_cases
 from docs.benchmarks.scripts.common import machine, table, write_json
 
@@ -175,12 +179,27 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+class WrittenToo(MemoryStore):
+    """Keeps records in 16 bits, and in another store as they are once they were written in 8."""
+
+    written = MemoryStore()
+
+    def put(self, key: str, record: KVRecord) -> None:
+        super().put(key, record)
+        self.written.put(key, as_written(record, RecordFormat("int8")))
+
+
 def divergences(model: str, file: Path, half: str, count: int, out: Path | None) -> dict[str, Any]:
     """Nats a token from full prefill's own answer, a row a question, by rule."""
     cases = [case for at, case in enumerate(load_cases(str(file))) if at % 2 == (half == "test")]
     found: list[dict[str, float]] = []
-    with BlendEngine.from_pretrained(model, backend="llama.cpp", config=BlendConfig(prompt_cache=0)) as engine:
+    store, config = WrittenToo(), BlendConfig(prompt_cache=0)
+    with BlendEngine.from_pretrained(model, backend="llama.cpp", config=config, store=store) as engine:
         engines = {name: engine.with_config(**rule) for name, rule in RULES.items()}
+        last = list(engines)[-1]
+        engines[f"{last}, 8 bits"] = BlendEngine(
+            engine.model, engine.tokenizer, config=engines[last].config, store=store.written
+        )
         for case in cases[:: max(1, len(cases) // count)][:count]:
             before, after = render_turns(engine.tokenizer, question_turns("<chunks>", case.question)).split("<chunks>")
             prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
