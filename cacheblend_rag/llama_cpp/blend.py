@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 
 import torch
 
@@ -20,6 +21,7 @@ from cacheblend_rag.models.kv import LayerKV
 
 _TILE = 64  # rows of a call from which on llama.cpp computes attention in tiles (docs/decisions/0029)
 _LONG = 1024  # tokens of a prompt from which on that is worth it
+_GROUP = 256  # rows of a call at most, in such a prompt
 _BLOCK = 16  # rows that are chosen together
 _TOGETHER = 16  # sequences that a pass takes at once, beside its own
 
@@ -59,7 +61,7 @@ class _Pass:
         chosen = self._chosen(attention)
         final = SequenceCache(runtime, runtime.take(), 0)
         at = 0
-        for group in self._groups(_stretches(chosen)):
+        for group in self._groups(chosen):
             self._compute_together(group, at, placed.sequence, final.sequence)
             at = group[-1].stop
         if at < self._question:
@@ -68,36 +70,32 @@ class _Pass:
         final.length = self._tokens
         return self._fusion(final, chosen, logits, scored)
 
-    def _groups(self, stretches: Iterable[range]) -> Iterator[list[range]]:
-        """Stretches that are computed in one call: alone, or in long prompts as many as make a tile."""
-        group, least = list[range](), _TILE if self._tokens >= _LONG else 1
-        for stretch in stretches:
-            group.append(stretch)
-            if sum(map(len, group)) >= least or len(group) == _TOGETHER:
-                yield group
-                group = []
-        if group:
+    def _groups(self, chosen: torch.Tensor) -> Iterator[list[range]]:
+        """Stretches that are computed in one call: alone, or in long prompts in few calls of as many rows each."""
+        long = self._tokens >= _LONG
+        while len(chosen):
+            calls = -(-len(chosen) // _GROUP) if long else 1
+            group = list(islice(_stretches(chosen[: -(-len(chosen) // calls)]), _TOGETHER if long else 1))
+            chosen = chosen[sum(map(len, group)) :]
             yield group
 
     def _compute_together(self, group: Sequence[range], at: int, placed: int, final: int) -> None:
         """Compute stretches, and append them to the final sequence with the stored rows between.
 
-        Each stretch of several is computed in a sequence of its own, so it sees the stored KV of the others' rows.
+        Each stretch is computed in a sequence of its own, so it sees the stored KV of the others' rows.
         """
         runtime = self._runtime
         with ExitStack() as stack:
-            own = [final] if len(group) == 1 else [stack.enter_context(runtime.sequence()) for _ in group]
+            own = [stack.enter_context(runtime.sequence()) for _ in group]
             for stretch, sequence in zip(group, own, strict=True):
-                if sequence != final:
-                    runtime.copy(final, sequence, 0, at)
+                runtime.copy(final, sequence, 0, at)
                 runtime.copy(placed, sequence, at, stretch.start)
             rows = [(self._ids[row], row, one) for part, one in zip(group, own, strict=True) for row in part]
             runtime.step(rows, 0)
-            if len(group) > 1:
-                for stretch, sequence in zip(group, own, strict=True):
-                    runtime.copy(placed, final, at, stretch.start)
-                    runtime.copy(sequence, final, stretch.start, stretch.stop)
-                    at = stretch.stop
+            for stretch, sequence in zip(group, own, strict=True):
+                runtime.copy(placed, final, at, stretch.start)
+                runtime.copy(sequence, final, stretch.start, stretch.stop)
+                at = stretch.stop
 
     def _put_in_place(self, layers: Sequence[LayerKV], target: int) -> None:
         """Build a sequence of stored KV, from left to right; what is not stored is computed on the way."""

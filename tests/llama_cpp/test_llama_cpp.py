@@ -20,6 +20,7 @@ from cacheblend_rag.llama_cpp.adapter import LlamaDecode
 from cacheblend_rag.llama_cpp.blend import _attention
 from cacheblend_rag.llama_cpp.library import library
 from cacheblend_rag.llama_cpp.model import load_gguf
+from cacheblend_rag.llama_cpp.runtime import Runtime
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.prompt import Prompt
@@ -350,22 +351,20 @@ def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypa
 
 def test_rows_of_a_long_prompt_are_computed_in_tiles(loaded, monkeypatch):
     monkeypatch.setattr("cacheblend_rag.llama_cpp.blend._LONG", 100)
-    calls = []
-    compute = type(loaded[0].runtime).compute
-    monkeypatch.setattr(
-        type(loaded[0].runtime),
-        "compute",
-        lambda self, ids, *rest: (calls.append(len(ids)), compute(self, ids, *rest))[1],
-    )
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.blend._GROUP", 100)
+    calls, decode = [], Runtime._decode
+    monkeypatch.setattr(Runtime, "_decode", lambda self, rows, *to: (calls.append(len(rows)), decode(self, rows, *to)))
     engine = engine_of(loaded, recompute_ratio=0.3)
     chunks = [tiny.text(150, number) for number in range(3)]
     engine.chunks.warm(chunks)
     calls.clear()
     computed = engine.generate(prompt_of(chunks), max_new_tokens=1).report.computed_tokens[0]
     # Separators are computed where stored KV is put in place; then come whole blocks, and the question at the end.
-    rows = [count for count in calls if count >= 40]
+    rows = [count for count in calls if count >= 40][1:]  # the question is computed for its attention before
     assert rows[-1] >= 64
     assert sum(rows) <= computed
+    assert len(rows) > 2
+    assert max(rows[:-1]) - min(rows[:-1]) <= 1
     assert all(count >= 40 for count in calls[-len(rows) :])
 
 
